@@ -1,0 +1,48 @@
+"""The only reader of the process environment. Every variable is `TRICOMM_*` unless it belongs to somebody else.
+
+Read at each call, never cached: a test or a launcher may set a variable after `import tricomm`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tricomm.errors import InvalidArgument
+
+_ON = {"1", "true", "yes", "on"}
+_OFF = {"", "0", "false", "no", "off"}
+
+
+def text(name: str) -> str | None:
+    """Value of `name`, or None where it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def flag(name: str) -> bool:
+    """Value of `name` as a switch; raises `InvalidArgument` for anything that is neither on nor off."""
+    value = os.environ.get(name, "").strip().lower()
+    if value in _ON or value in _OFF:
+        return value in _ON
+    raise InvalidArgument(f"{name}={value!r} is neither on ({', '.join(sorted(_ON))}) nor off (0, false, no, off)")
+
+
+def integer(name: str) -> int | None:
+    """Value of `name` as an int, or None where it is unset; raises `InvalidArgument` for anything else."""
+    value = text(name)
+    if value is None:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise InvalidArgument(f"{name}={value!r} is not an integer") from None
+
+
+def peer_access_disabled() -> bool:
+    """True where the user forbids direct GPU peer access (NCCL's variable is honoured beside our own)."""
+    return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
+
+
+def token() -> bytes | None:
+    """Shared secret that authenticates the records of the rendezvous, or None."""
+    value = text("TRICOMM_TOKEN")
+    return value.encode() if value is not None else None

@@ -1,0 +1,53 @@
+"""Every error tricomm raises on purpose, in one tree.
+
+TricommError
+├─ InvalidArgument (also a ValueError)   a bad argument; nothing was sent, the group stays usable
+├─ ResourceError                         memory, descriptors, peer access or a driver refused
+├─ RendezvousError                       the ranks did not meet, or do not agree on who they are
+├─ PeerDied                              a rank's process ended, or it closed the group, while it was needed
+├─ PeerStalled                           a rank's process stopped running while it was needed
+├─ CollectiveTimeout                     a call took longer than its limit; the message names the late ranks
+├─ CollectiveMismatch                    ranks called different things at the same sequence number
+└─ GroupAborted                          another rank gave the group up, or the group is closed
+
+A fault costs the group and nothing else: the process, the CUDA context and other groups go on, and the same
+processes can make a new communicator.
+"""
+
+from __future__ import annotations
+
+
+class TricommError(Exception):
+    """Base of all errors that tricomm raises on purpose."""
+
+
+class InvalidArgument(TricommError, ValueError):
+    """A bad argument. Nothing was sent and no sequence number was consumed."""
+
+
+class ResourceError(TricommError):
+    """The system refused something that was needed: memory, a descriptor, peer access, a driver call."""
+
+
+class RendezvousError(TricommError):
+    """The ranks did not meet in time, or disagree on rank, world size, version or token."""
+
+
+class PeerDied(TricommError):
+    """A peer's process ended, or closed the group, before it finished the call."""
+
+
+class PeerStalled(TricommError):
+    """A peer's process shows no sign of life for longer than the stall limit."""
+
+
+class CollectiveTimeout(TricommError):
+    """A call did not finish within its time limit although all peers are alive."""
+
+
+class CollectiveMismatch(TricommError):
+    """Ranks made different calls at the same sequence number."""
+
+
+class GroupAborted(TricommError):
+    """The group is no longer usable: another rank gave it up, or it is closed."""
