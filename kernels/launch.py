@@ -1,0 +1,27 @@
+"""Launch a Triton kernel where its tensors live: compiled on a GPU, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tricomm.kernels import interpreter, primitives
+
+interpreter.substitute(primitives.pause, interpreter.yield_to_others)
+
+
+def launch(
+    kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+    num_warps: int = 8, timeout: float = 600.0,
+) -> None:  # fmt: skip
+    """Run `kernel` over `grid` with positional `args` and keyword `constexprs`.
+
+    On a GPU this enqueues on the current stream and returns; on a CPU it returns when all blocks have run. Fused
+    multiply-add is off: a sum must have the same bits in every kernel that adds in the same order.
+    """
+    if device.type == "cuda":
+        kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs)
+    else:
+        interpreter.interpret(kernel, grid, args, constexprs, timeout)

@@ -1,0 +1,275 @@
+"""What a kernel says to a peer: group table, LL words, headers, signal and wait. Public, for users' own kernels too.
+
+`group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group` gives it.
+
+Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
+runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
+on a peer's word is a store, never an exchange: PCIe boxes have no native atomics between GPUs.
+
+Uniformity: threads that poll by themselves may see a word arrive at different times, and a loop that only some warps
+leave would tear the block's barriers apart. So every poll reads a tile that spans all threads (`LANES` on a GPU is
+the number of threads) and leaves by one reduction over the block.
+
+Bound: every wait also looks at the control page's abort and status words now and then, and gives up with a non-zero
+status. The host sets abort when a limit passes or a peer is gone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels import layout
+
+RANK = tl.constexpr(layout.RANK)
+CONTROL = tl.constexpr(layout.CONTROL)
+EPOCH = tl.constexpr(layout.EPOCH)
+ARRIVALS = tl.constexpr(layout.ARRIVALS)
+BUSY = tl.constexpr(layout.BUSY)
+PEERS = tl.constexpr(layout.PEERS)
+HEADERS = tl.constexpr(layout.HEADERS)
+STATUS = tl.constexpr(layout.STATUS)
+STARTED = tl.constexpr(layout.STARTED)
+ENDED = tl.constexpr(layout.ENDED)
+MISMATCH = tl.constexpr(layout.MISMATCH)
+OVERLAP = tl.constexpr(layout.OVERLAP)
+MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
+SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
+LOW = tl.constexpr(0xFFFFFFFF)
+LIMIT = tl.constexpr(layout.EPOCH_LIMIT)
+HAS_ATOMIC_STORE = tl.constexpr(hasattr(tl, "atomic_store"))
+
+_PUT = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
+)
+_GET = tl.constexpr("ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];")
+_RELEASE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
+_RELAXED = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
+_ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
+
+
+@triton.jit
+def pause(spins):
+    """Once per spin. Nothing on a GPU; the interpreter lets other ranks run here."""
+
+
+@triton.jit
+def peer(group, rank):
+    """Pointer (int64*, 16-byte aligned) to the head of `rank`'s arena."""
+    return tl.multiple_of(tl.load(group + PEERS + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def put_ll(pointer, word, flag, mask, PTX: tl.constexpr):
+    """Push `word` (int64 tile, 8 bytes of payload each) to `pointer` (int64* tile, 16 bytes apart) as two LL words.
+
+    Each half travels with the 32-bit `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no
+    fence. Pairs with `get_ll` in the same block of the peer.
+    """
+    low = (word & LOW) | (flag << 32)
+    high = ((word >> 32) & LOW) | (flag << 32)
+    if PTX:
+        tl.inline_asm_elementwise(
+            _PUT, "=r,l,l,l,r", [pointer, low, high, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.store(pointer, low, mask=mask)
+        tl.store(pointer + 1, high, mask=mask)
+
+
+@triton.jit
+def get_ll(group, pointer, room, flag, mask, SOURCES: tl.constexpr, PTX: tl.constexpr):
+    """Poll SOURCES rooms of one's own mailbox at once until every word carries `flag`; returns (words, status).
+
+    `pointer` (int64* tile, 16 bytes apart) is the place in the first room, `room` the distance to the next one in
+    words; the result is a tuple of SOURCES int64 tiles. Pairs with `put_ll`. A word that was seen is complete, because
+    payload and flag are one access. All loads of a spin are in flight together, and one reduction ends it.
+    """
+    words = ()
+    for _ in tl.static_range(SOURCES):
+        words = words + (tl.zeros(pointer.shape, tl.int64),)
+    missing = 1
+    spins = 0
+    while missing == 1:
+        late = mask & False
+        found = ()
+        for source in tl.static_range(SOURCES):
+            at = pointer + source * room
+            if PTX:
+                low, high = tl.inline_asm_elementwise(
+                    _GET, "=l,=l,l", [at], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
+                )
+            else:
+                low = tl.load(at, mask=mask, other=0, volatile=True)
+                high = tl.load(at + 1, mask=mask, other=0, volatile=True)
+            late |= mask & ((((low >> 32) & LOW) != flag) | (((high >> 32) & LOW) != flag))
+            found = found + ((low & LOW) | (high << 32),)
+        words = found
+        missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
+        spins += 1
+        pause(spins)
+    return words, missing & 2
+
+
+@triton.jit
+def look(group, spins, late, PTX: tl.constexpr):
+    """2 in every lane where the host or another block of this rank has given up, else 0. Looks now and then."""
+    gone = late.to(tl.int32) * 0
+    every: tl.constexpr = 256 if PTX else 4
+    if spins % every == every - 1:
+        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        # A tile of pointers to the same two words: every thread reads, one reduction by the caller decides.
+        words = control + tl.zeros(late.shape, tl.int32)
+        gone = ((tl.load(words, volatile=True) | tl.load(words + STATUS, volatile=True)) != 0).to(tl.int32) * 2
+    return gone
+
+
+@triton.jit
+def signal(pointer, value, mask, RELEASE: tl.constexpr, PTX: tl.constexpr):
+    """Store `value` (int64) into the peers' words at `pointer` (int64* tile), `.sys`; release or relaxed.
+
+    Release publishes this thread's earlier accesses; a `tl.debug_barrier()` before it makes them the whole block's.
+    Pairs with `wait_equal` (acquire) on the peer.
+    """
+    if PTX:
+        asm: tl.constexpr = _RELEASE if RELEASE else _RELAXED
+        tl.inline_asm_elementwise(
+            asm, "=r,l,l,r", [pointer, value, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
+    elif HAS_ATOMIC_STORE:
+        if RELEASE:
+            tl.atomic_store(pointer, value, mask=mask, sem="release", scope="sys")
+        else:
+            tl.atomic_store(pointer, value, mask=mask, sem="relaxed", scope="sys")
+    elif RELEASE:
+        tl.atomic_xchg(pointer, value, mask=mask, sem="release", scope="sys")
+    else:
+        tl.atomic_xchg(pointer, value, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def acquire(pointer, mask, PTX: tl.constexpr):
+    """Read own words at `pointer` (int64* tile) with acquire order at `.sys` scope. Masked lanes are undefined."""
+    if PTX:
+        seen = tl.inline_asm_elementwise(_ACQUIRE, "=l,l", [pointer], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        seen = tl.atomic_add(pointer, tl.zeros(pointer.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
+    return seen
+
+
+@triton.jit
+def wait_sequence(group, pointer, sequence, mask, PTX: tl.constexpr):
+    """Wait until the high half of every own word at `pointer` is `sequence`; returns (words, status). Acquires."""
+    seen = tl.zeros(pointer.shape, tl.int64)
+    missing = 1
+    spins = 0
+    while missing == 1:
+        seen = acquire(pointer, mask, PTX)
+        late = mask & (((seen >> 32) & LOW) != sequence)
+        missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
+        spins += 1
+        pause(spins)
+    return seen, missing & 2
+
+
+@triton.jit
+def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+                 LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
+
+    `call` carries the fingerprint in its low half. RELEASE where the header is a barrier flag (`simple`); relaxed
+    under `ll`, where the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
+    """
+    lane = tl.arange(0, LANES)
+    me = tl.load(group + RANK)
+    mask = (lane < WORLD_SIZE) & (lane != me)
+    base = tl.load(group + PEERS + lane, mask=mask, other=0)
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me
+    pointer = (base + HEADERS + 8 * (row * MAX_BLOCKS + tl.program_id(0))).to(tl.pointer_type(tl.int64))
+    signal(pointer, tl.zeros([LANES], tl.int64) + ((epoch << 32) | (call & LOW)), mask, RELEASE, PTX)
+
+
+@triton.jit
+def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
+                 PTX: tl.constexpr):  # fmt: skip
+    """Wait for this block's header from every peer; returns the status.
+
+    The right sequence with another fingerprint means that the peer made another call: the status word then names the
+    peer and what it sent, and this rank leaves before it has used any data.
+    """
+    lane = tl.arange(0, LANES)
+    source = lane % SOURCES
+    me = tl.load(group + RANK)
+    mask = (source < WORLD_SIZE) & (source != me)
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
+    pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
+    seen, status = wait_sequence(group, pointer, epoch, mask, PTX)
+    wrong = mask & ((seen & LOW) != (call & LOW))
+    culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
+    if (culprit != 0) & (status == 0):
+        got = tl.max(tl.where(source == culprit - 1, seen & LOW, 0), axis=0)
+        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
+        status = 2
+    return status
+
+
+@triton.jit
+def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
+            PTX: tl.constexpr):  # fmt: skip
+    """Block b meets block b of every peer; what either side wrote before is visible to the other after. Returns status.
+
+    Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads
+    back until the acquiring lanes have seen the flags.
+    """
+    tl.debug_barrier()
+    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
+    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)
+    tl.debug_barrier()
+    return status
+
+
+@triton.jit
+def advance(epoch, chunks):
+    """The epoch `chunks` after `epoch`. 0 means 'never written', so the wrap goes from 2^32 - 1 to 2.
+
+    To 2 and not to 1: the mailbox is chosen by the epoch's parity, which must go on alternating.
+    """
+    later = epoch + chunks
+    return tl.where(later >= LIMIT, later - (LIMIT - 2), later)
+
+
+@triton.jit
+def enter(group, call):
+    """Start of a launch: (epoch, owner). `owner` is what the busy word held: 0 unless another launch is running."""
+    epoch = tl.load(group + EPOCH)
+    owner = tl.load(group + BUSY, volatile=True)
+    if tl.program_id(0) == 0:
+        tl.store(tl.load(group + CONTROL).to(tl.pointer_type(tl.int64)) + STARTED, epoch)
+    # Threads load the busy word on their own: none may store it before all of them have read it.
+    tl.debug_barrier()
+    tl.store(group + BUSY, call)
+    return epoch, owner
+
+
+@triton.jit
+def leave(group, epoch, owner, call, chunks, status):
+    """End of a launch: the last block to get here, and only it, moves the epoch on. Nobody waits for it.
+
+    A launch that overlaps another one of the same communicator sees a foreign busy word here or at its start. It
+    reports that in the status word; neither launch's output is defined then.
+    """
+    tl.debug_barrier()
+    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+    foreign = ((owner != 0) & (owner != call)) | (tl.load(group + BUSY, volatile=True) != call)
+    if (status == 0) & foreign:
+        tl.store(control + STATUS, OVERLAP)
+    tl.debug_barrier()
+    if status == 0:
+        # acq_rel: the last arrival comes after every other block's accesses.
+        arrived = tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(0) - 1:
+            tl.store(group + ARRIVALS, 0)
+            tl.store(group + BUSY, 0)
+            tl.store(group + EPOCH, advance(epoch, chunks))
+            tl.store(control + ENDED, advance(epoch, chunks))

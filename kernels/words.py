@@ -1,0 +1,165 @@
+"""Elements and 64-bit words: load them from a user's tensor, reduce them, store them back.
+
+All kernels move payload as int64 tiles, whatever the element type: 8 // itemsize elements a word, element i of the
+tensor in word i // PACK. The format in a mailbox therefore never depends on how a user's tensor is aligned; only the
+loads and stores here do (`ALIGNED`, a fact that one rank may know alone).
+
+Widths: the body runs in full tiles without a mask, 16 bytes an access. A mask whose bound is not known to be a
+multiple of 16 would halve or quarter every access, so the tail runs apart, element by element.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_mask(first, count, BLOCK: tl.constexpr):
+    """True for the words of the tile that starts at word `first` of a run of `count` words."""
+    return first + tl.arange(0, BLOCK) < count
+
+
+@triton.jit
+def shard_words(count, WORLD_SIZE: tl.constexpr):
+    """Words of a rank's shard of `count` words: an even number, so that every shard starts 16-byte aligned."""
+    return tl.cdiv(count, 2 * WORLD_SIZE) * 2
+
+
+@triton.jit
+def end_of(words, numel, PACK: tl.constexpr):
+    """Elements before word `words` of a tensor of `numel`: the bound of a shard that ends there."""
+    return tl.minimum(words * PACK, numel)
+
+
+@triton.jit
+def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
+    index = first + tl.arange(0, BLOCK)
+    full = ((first + BLOCK) * PACK <= numel) & ALIGNED
+    words = tl.zeros([BLOCK], tl.int64)
+    if full:
+        # The hint stands on the pointer that this very function makes: on an integer, or on an argument, it is lost.
+        wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
+        words = tl.load(wide + tl.arange(0, BLOCK))
+    else:
+        raw = x_ptr.to(tl.pointer_type(RAW))
+        for j in tl.static_range(PACK):
+            at = index * PACK + j
+            part = tl.load(raw + at, mask=at < numel, other=0).to(tl.int64)
+            if PACK > 1:
+                part = (part & ((1 << BITS) - 1)) << (BITS * j)
+            words |= part
+    return words
+
+
+@triton.jit
+def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
+    BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
+    index = first + tl.arange(0, BLOCK)
+    full = ((first + BLOCK) * PACK <= numel) & ALIGNED
+    if full:
+        wide = tl.multiple_of(y_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
+        tl.store(wide + tl.arange(0, BLOCK), words)
+    else:
+        raw = y_ptr.to(tl.pointer_type(RAW))
+        for j in tl.static_range(PACK):
+            at = index * PACK + j
+            tl.store(raw + at, (words >> (BITS * j)).to(RAW), mask=at < numel)
+
+
+@triton.jit
+def load_tile(room, first, count, BLOCK: tl.constexpr):
+    """Words of a `simple` mailbox (int64*, aligned): the tile at word `first` of a run of `count` words."""
+    at = tl.multiple_of(room + first, 16) + tl.arange(0, BLOCK)
+    words = tl.zeros([BLOCK], tl.int64)
+    if first + BLOCK <= count:
+        words = tl.load(at)
+    else:
+        words = tl.load(at, mask=tile_mask(first, count, BLOCK), other=0)
+    return words
+
+
+@triton.jit
+def store_tile(room, first, words, count, BLOCK: tl.constexpr):
+    """Store a tile of words into a `simple` mailbox, own or a peer's."""
+    at = tl.multiple_of(room + first, 16) + tl.arange(0, BLOCK)
+    if first + BLOCK <= count:
+        tl.store(at, words)
+    else:
+        tl.store(at, words, mask=tile_mask(first, count, BLOCK))
+
+
+@triton.jit
+def reduce_words(parts, DTYPE: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Reduce the tuple `parts` of WORLD_SIZE int64 tiles, element by element, in ascending rank order.
+
+    16-bit floats accumulate in fp32 and are rounded once, to nearest even; integers wrap; an integer average is
+    truncated toward zero; min and max hand a NaN on.
+    """
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    result = tl.zeros(parts[0].shape, tl.int64)
+    for j in tl.static_range(PACK):
+        total = _element(parts[0], j, DTYPE)
+        for r in tl.static_range(1, WORLD_SIZE):
+            total = _combine(total, _element(parts[r], j, DTYPE), OP)
+        if OP == "avg":
+            total = _divide(total, WORLD_SIZE)
+        result |= _word(total, j, DTYPE)
+    return result
+
+
+@triton.jit
+def _element(words, j: tl.constexpr, DTYPE: tl.constexpr):
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
+    if BITS == 64:
+        value = words.to(DTYPE, bitcast=True)
+    elif BITS == 32:
+        value = (words >> (32 * j)).to(tl.int32).to(DTYPE, bitcast=True)
+    else:
+        value = (words >> (16 * j)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _word(value, j: tl.constexpr, DTYPE: tl.constexpr):
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
+    if BITS == 64:
+        word = value.to(tl.int64, bitcast=True)
+    elif BITS == 32:
+        word = (value.to(DTYPE).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) << (32 * j)
+    else:
+        word = (value.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF) << (16 * j)
+    return word
+
+
+@triton.jit
+def _combine(a, b, OP: tl.constexpr):
+    if OP == "min":
+        c = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "max":
+        c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "prod":
+        c = a * b
+    else:
+        c = a + b
+    return c
+
+
+@triton.jit
+def _divide(total, WORLD_SIZE: tl.constexpr):
+    if total.dtype.is_int():
+        mean = total // WORLD_SIZE
+    elif total.dtype == tl.float32:
+        # `/` on fp32 is an approximate division on a GPU; this one is rounded as IEEE asks.
+        mean = tl.div_rn(total, tl.zeros(total.shape, tl.float32) + WORLD_SIZE)
+    else:
+        mean = total / WORLD_SIZE
+    return mean

@@ -1,0 +1,113 @@
+"""Bare arenas for kernel tests: one shared block, group tables filled by hand, no store and no communicator."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+
+from tricomm.kernels import layout, registry
+from tricomm.kernels.launch import launch
+
+PAGE = 4096
+
+
+@dataclass
+class Block:
+    """A shared block in the parent: hand `where` to the ranks."""
+
+    world_size: int
+    arena_bytes: int
+
+    def __post_init__(self) -> None:
+        self.plan = layout.plan(self.world_size, self.arena_bytes)
+        self.fd = os.memfd_create("tricomm-test")
+        os.posix_fallocate(self.fd, 0, (self.plan.nbytes + PAGE) * self.world_size)
+
+    @property
+    def where(self) -> tuple[str, int, int]:
+        return f"/proc/{os.getpid()}/fd/{self.fd}", self.world_size, self.arena_bytes
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class Rank:
+    """One rank's view: launch shipped kernels over the block."""
+
+    def __init__(self, rank: int, where: tuple[str, int, int], epoch: int = 1) -> None:
+        path, world_size, arena_bytes = where
+        self.rank, self.world_size = rank, world_size
+        self.plan = layout.plan(world_size, arena_bytes)
+        fd = os.open(path, os.O_RDWR)
+        self.memory = mmap.mmap(fd, (self.plan.nbytes + PAGE) * world_size)
+        os.close(fd)
+        self.words = torch.frombuffer(self.memory, dtype=torch.int64)
+        self.stride = self.plan.nbytes + PAGE
+        base = self.words.data_ptr()
+        self.arena = self.words[rank * self.stride // 8 :][: self.plan.nbytes // 8]
+        self.control = self.words[(rank * self.stride + self.plan.nbytes) // 8 :][: PAGE // 8]
+        self.calls = 0
+        table = self.arena
+        table[layout.RANK] = rank
+        table[layout.CONTROL] = base + rank * self.stride + self.plan.nbytes
+        table[layout.LL_BASE], table[layout.LL_ROOM] = self.plan.ll, self.plan.ll_room
+        table[layout.SIMPLE_BASE], table[layout.SIMPLE_ROOM] = self.plan.simple, self.plan.simple_room
+        table[layout.EPOCH] = epoch
+        for peer in range(world_size):
+            table[layout.PEERS + peer] = base + peer * self.stride
+
+    @property
+    def epoch(self) -> int:
+        return int(self.arena[layout.EPOCH])
+
+    @property
+    def status(self) -> int:
+        return int(self.control[layout.STATUS])
+
+    def fill_mailboxes(self, value: int) -> None:
+        """Every word of headers, LL and simple mailboxes becomes `value`."""
+        self.arena[layout.HEADERS // 8 :] = value
+
+    def run(self, kernel, x, y, op="sum", blocks=1, tile=64, fingerprint=None, number=None) -> None:
+        self.calls += 1
+        aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
+        aligned = aligned and (kernel.reduces or x.nbytes % 16 == 0)
+        constexprs = {"WORLD_SIZE": self.world_size, "BLOCK": tile, "LANES": 16, "ALIGNED": aligned, "PTX": False}
+        if kernel.reduces:
+            constexprs["OP"] = op
+        call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
+        launch(kernel.function, (blocks,), (x, y, self.arena, x.numel(), call), constexprs, torch.device("cpu"))
+
+
+DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier"]
+
+
+def inputs(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
+    """Every rank's input: small integers, different in every call and rank, exact in every dtype and order."""
+    return [
+        torch.randint(-4, 5, (count,), generator=torch.Generator().manual_seed(seed * 1009 + rank)).to(dtype)
+        for rank in range(world_size)
+    ]
+
+
+def expected(kernel, parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
+    """What every rank must hold afterwards."""
+    if not kernel.reduces:
+        return torch.cat(parts)
+    total = parts[0].to(torch.float64)
+    for part in parts[1:]:
+        other = part.to(torch.float64)
+        total = {
+            "sum": total.add, "avg": total.add, "prod": total.mul, "min": total.minimum, "max": total.maximum,
+        }[op](other)  # fmt: skip
+    if op == "avg":
+        total = total / len(parts) if parts[0].is_floating_point() else torch.trunc(total / len(parts))
+    return total.to(parts[0].dtype)
+
+
+def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """An output that no test can take for a result."""
+    return torch.full((count,), float("nan") if dtype.is_floating_point else -99, dtype=dtype)

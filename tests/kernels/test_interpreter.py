@@ -1,0 +1,149 @@
+"""The adapter around Triton's interpreter: same kernels, mended numbers, nothing left behind."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tricomm.errors import CollectiveTimeout, InvalidArgument
+from tricomm.kernels import interpreter
+
+CPU = torch.device("cpu")
+
+
+@triton.jit
+def _double(x):
+    return x * 2
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x_ptr + at, mask=at < n)
+    tl.store(y_ptr + at, _double(value).to(y_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def _cast(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _assembly(x_ptr):
+    tl.store(x_ptr, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=tl.int32, is_pure=True, pack=1))
+
+
+@triton.jit
+def _broken(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr).no_such_thing)
+
+
+def run(kernel, *args, grid=(1,), **constexprs):
+    interpreter.interpret(kernel, grid, args, constexprs)
+
+
+def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
+    x = torch.arange(100, dtype=torch.int32)
+    y = torch.full((100,), -1, dtype=torch.int32)
+    run(_copy, x, y, 100, grid=(7,), BLOCK=16)
+    assert torch.equal(y, 2 * x)
+
+
+def test_leaves_triton_as_it_was():
+    before = (tl.load, tl.store, tl.core.tensor.__dict__.get("__index__"), triton.runtime.jit.JITFunction.__call__)
+    run(_copy, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4, BLOCK=4)
+    after = (tl.load, tl.store, tl.core.tensor.__dict__.get("__index__"), triton.runtime.jit.JITFunction.__call__)
+    assert before == after
+    assert "TensorHandle" not in globals(), "the kernel's module was filled with the interpreter's names"
+    with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
+        _double(1)
+
+
+def test_leaves_triton_as_it_was_after_an_error():
+    before = tl.load
+    with pytest.raises(AttributeError):
+        run(_broken, torch.zeros(1, dtype=torch.int32))
+    assert tl.load is before
+
+
+def special_floats() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    random = torch.randint(-(2**31), 2**31 - 1, (4096 - 16,), generator=generator, dtype=torch.int64)
+    halfway = [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x00000001, 0x00008000, 0x007FFFFF]
+    odd = [0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFC12345, 0x80000000, 0x00000000, 0x80008000]
+    bits = torch.cat([random, torch.tensor(halfway + odd)]).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def same_bits_or_both_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    nan = a.isnan() & b.isnan()
+    width = {2: torch.int16, 4: torch.int32}[a.itemsize]
+    return bool(((a.view(width) == b.view(width)) | nan).all())
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
+def test_fp32_is_rounded_as_torch_rounds_it(target):
+    x = special_floats()
+    y = torch.full((4096,), 7, dtype=target)
+    run(_cast, x, y, BLOCK=4096)
+    assert same_bits_or_both_nan(y, x.to(target))
+
+
+def test_every_bf16_pattern_widens_exactly():
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    y = torch.full((65536,), 7.0)
+    run(_cast, x, y, BLOCK=65536)
+    assert same_bits_or_both_nan(y, x.float())
+
+
+def test_the_mending_is_what_makes_the_difference():
+    """Without the adapter's cast the interpreter truncates: the test above could fail."""
+    halfway = np.array([0x3F80FFFF], dtype=np.uint32).view(np.float32)
+    truncated = (halfway.view(np.uint32) >> 16).astype(np.uint16)
+    assert interpreter.round_to_bf16(halfway) != truncated
+
+
+def test_inline_assembly_is_refused_by_name():
+    with pytest.raises(InvalidArgument, match="_assembly.*inline_asm"):
+        run(_assembly, torch.zeros(1, dtype=torch.int32))
+
+
+def test_an_unknown_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with pytest.raises(InvalidArgument, match="4.0.0 is not among the tested versions"):
+        run(_copy, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 1, BLOCK=1)
+
+
+def test_one_kernel_at_a_time_and_the_wait_for_it_is_bounded():
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with interpreter._lock:
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    try:
+        with pytest.raises(CollectiveTimeout, match="one at a time"):
+            interpreter.interpret(
+                _copy, (1,), (torch.zeros(1, dtype=torch.int32),) * 2 + (1,), {"BLOCK": 1}, timeout=0.2
+            )
+    finally:
+        release.set()
+        thread.join()
+
+
+def test_an_observer_sees_every_access_that_is_not_masked():
+    seen = []
+    x, y = torch.arange(10, dtype=torch.int32), torch.zeros(10, dtype=torch.int32)
+    with interpreter.observe(lambda kind, addresses, itemsize: seen.append((kind, len(addresses), itemsize))):
+        run(_copy, x, y, 10, BLOCK=16)
+    assert seen == [("load", 10, 4), ("store", 10, 4)]
+    run(_copy, x, y, 10, BLOCK=16)
+    assert len(seen) == 2, "an observer that was taken out still sees"

@@ -1,0 +1,280 @@
+"""The mailbox protocol between real processes: sizes, epochs, wrap-around, and what each protection is for.
+
+Each negative control takes one protection out and must see the failure that the protection prevents.
+"""
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.kernels import arenas
+from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, inputs, poisoned
+from tricomm.kernels import interpreter, layout, mailbox, primitives
+
+EVERY = 1 << 30
+NAMES = {k.name: k for k in DATA_KERNELS}
+
+
+@contextmanager
+def block(world_size, arena_bytes=128 * 1024):
+    made = Block(world_size, arena_bytes)
+    try:
+        yield made.where
+    finally:
+        made.close()
+
+
+def wait_for_all(rank: Rank) -> None:
+    """Meet without a kernel: all tables are written before anybody pushes."""
+    rank.control[100] = 1
+    end = time.monotonic() + 60
+    while any(int(rank.words[(r * rank.stride + rank.plan.nbytes) // 8 + 100]) == 0 for r in range(rank.world_size)):
+        if time.monotonic() > end:
+            raise TimeoutError("the ranks did not meet")
+        time.sleep(0.001)
+
+
+def back_to_back(rank, world_size, tell, where, name, cases):
+    """Calls of different sizes, dtypes, grids and offsets without a pause between them; returns the wrong ones."""
+    me = Rank(rank, where)
+    me.fill_mailboxes(0)
+    wait_for_all(me)
+    kernel, wrong = NAMES[name], []
+    for seed, (count, dtype, offset, blocks, tile, op) in enumerate(cases):
+        parts = inputs(count, dtype, world_size, seed)
+        x = torch.zeros(count + offset, dtype=dtype)[offset:]
+        x.copy_(parts[rank])
+        y = poisoned(count if kernel.reduces else count * world_size, dtype)
+        me.run(kernel, x, y, op, blocks, tile)
+        if not torch.equal(y, expected(kernel, parts, op)):
+            wrong.append((count, str(dtype), offset, blocks, tile, op))
+        if not torch.equal(x, parts[rank]):
+            wrong.append(("input changed", count, str(dtype)))
+    return wrong, me.epoch
+
+
+CASES = [
+    (1, torch.float32, 0, 1, 64, "sum"),
+    (7, torch.bfloat16, 1, 2, 2, "sum"),
+    (1000, torch.float16, 3, 3, 64, "max"),
+    (4099, torch.float32, 0, 2, 64, "avg"),
+    (513, torch.int64, 1, 1, 16, "prod"),
+    (2, torch.int32, 0, 3, 16, "min"),
+    (6000, torch.bfloat16, 0, 1, 64, "sum"),
+    (3001, torch.float64, 0, 2, 32, "sum"),
+    (64, torch.float32, 0, 2, 2, "sum"),
+]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
+    with block(world_size) as where:
+        results = ranks.run(world_size, back_to_back, where, name, CASES)
+    assert [wrong for wrong, _ in results] == [[]] * world_size
+    assert len({epoch for _, epoch in results}) == 1
+
+
+def same_bits(rank, world_size, tell, where):
+    """One shot and two shots, both protocols, on values whose sum depends on the order."""
+    me = Rank(rank, where)
+    wait_for_all(me)
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
+    results = []
+    for name, kernel in NAMES.items():
+        if kernel.reduces:
+            for dtype in (torch.float32, torch.bfloat16):
+                y = poisoned(1001, dtype)
+                me.run(kernel, x.to(dtype), y)
+                results.append(
+                    (name, str(dtype), y.double().tolist())
+                )  # plain values: a tensor would die with its rank
+    return results
+
+
+def test_all_ranks_and_all_algorithms_have_the_same_bits():
+    with block(3) as where:
+        results = ranks.run(3, same_bits, where)
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = [y for rank in results for _, d, y in rank if d == str(dtype)]
+        assert len(outputs) == 12
+        assert all(y == outputs[0] for y in outputs)
+
+
+def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=None):
+    """`calls` calls from epoch `first` on, in mailboxes full of words of epochs to come."""
+    if without == "clear":
+        interpreter.substitute(mailbox.clear_idle, lambda *args: None)
+    me = Rank(rank, where, epoch=first)
+    stale = first
+    for _ in range(calls // 2 + 1):
+        stale = stale + 1 if stale + 1 < layout.EPOCH_LIMIT else 2
+    # As left behind one lap of 2^32 ago by a long message: payload 1, flag of an epoch that is about to come round.
+    me.arena[me.plan.ll // 8 : me.plan.simple // 8] = (stale << 32 | 1) - (1 << 64 if stale >> 31 else 0)
+    wait_for_all(me)
+    if rank == 0:  # so slow that the others poll a word long before it comes
+        push = interpreter._python(primitives.put_ll)
+        interpreter.substitute(primitives.put_ll, lambda *args: (time.sleep(0.01), push(*args)))
+    kernel, wrong = NAMES[name], []
+    for seed in range(calls):
+        count = 90 if seed >= calls // 2 else 5  # the long ones reach words that the short ones have not touched
+        parts = inputs(count, torch.float32, world_size, seed)
+        y = poisoned(count * (1 if kernel.reduces else world_size), torch.float32)
+        me.run(kernel, parts[rank].clone(), y, blocks=2, tile=8)
+        if not torch.equal(y, expected(kernel, parts)):
+            wrong.append((seed, me.epoch))
+    return wrong, me.epoch
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("first", [EVERY - 2, 2 * EVERY - 2, 3 * EVERY - 3], ids=["2^30", "2^31", "3*2^30"])
+def test_stale_words_are_cleared_before_their_epoch_comes_round(name, first):
+    with block(2, 64 * 1024) as where:
+        results = ranks.run(2, around_the_wrap, where, name, first, 8)
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert {epoch for _, epoch in results} == {first + 8}
+
+
+def test_without_the_clearing_a_stale_word_is_taken_for_new():
+    with block(2, 64 * 1024) as where:
+        results = ranks.run(2, around_the_wrap, where, "all_reduce_one_shot_ll", EVERY - 2, 8, "clear")
+    assert any(wrong for wrong, _ in results)
+
+
+def over_the_limit(rank, world_size, tell, where, name):
+    """Across 2^32, with calls of several chunks: the epoch skips 0 and 1 and the parity goes on alternating."""
+    me = Rank(rank, where, epoch=layout.EPOCH_LIMIT - 3)
+    wait_for_all(me)
+    kernel, wrong, epochs = NAMES[name], [], []
+    for seed, count in enumerate([1, 9000, 5, 9000, 1, 1, 3000]):
+        parts = inputs(count, torch.float32, world_size, seed)
+        y = poisoned(count * (1 if kernel.reduces else world_size), torch.float32)
+        me.run(kernel, parts[rank].clone(), y, blocks=2)
+        epochs.append(me.epoch)
+        if not torch.equal(y, expected(kernel, parts)):
+            wrong.append((seed, count))
+    return wrong, epochs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_epoch_goes_over_2_to_the_32(name):
+    with block(2, 64 * 1024) as where:
+        results = ranks.run(2, over_the_limit, where, name)
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert results[0][1] == results[1][1]
+    assert results[0][1][-1] < 100 and 0 not in results[0][1]
+
+
+def uneven(rank, world_size, tell, where):
+    """Two ranks of very different speed, calls of several chunks whose last one leaves blocks without words."""
+    me = Rank(rank, where)
+    wait_for_all(me)
+    kernel, wrong = NAMES["all_reduce_one_shot_ll"], []
+    if rank == 1:
+        interpreter.substitute(primitives.pause, lambda spins: time.sleep(0.02))
+    for seed, count in enumerate([2100, 3, 2100, 2, 1, 2100, 5] * 2):
+        parts = inputs(count, torch.float32, world_size, seed)
+        y = poisoned(count, torch.float32)
+        me.run(kernel, parts[rank].clone(), y, blocks=2, tile=64)
+        if not torch.equal(y, expected(kernel, parts)):
+            wrong.append((seed, count))
+            break
+    return wrong
+
+
+def _give_up_after(me, seconds, plain):
+    """A host that sets the abort word when a call takes too long."""
+    end = time.monotonic() + seconds
+
+    def pause(spins):
+        if time.monotonic() > end:
+            me.control[layout.ABORT] = 1
+        plain(spins)
+
+    return pause
+
+
+def test_ranks_of_different_speed_lose_no_word():
+    with block(2, 64 * 1024) as where:
+        assert ranks.run(2, uneven, where) == [[], []]
+
+
+def first_calls(rank, world_size, tell, where, without):
+    """Rank 1 sleeps; how many barriers does rank 0 get through meanwhile?"""
+    from tricomm.kernels.barrier import barrier
+
+    if without == "headers":
+        interpreter.substitute(primitives.wait_headers, lambda *args: 0)
+    me = Rank(rank, where)
+    wait_for_all(me)
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(1.5)
+    constexprs = {"WORLD_SIZE": world_size, "BLOCK": 64, "LANES": 16, "PTX": False}
+    passed = 0
+    for number in range(1, 5):
+        arenas.launch(barrier, (1,), (me.arena, number << 32 | 7), constexprs, torch.device("cpu"))
+        if time.monotonic() - began < 1.2:
+            passed += 1
+    return passed
+
+
+def test_headers_hold_a_fast_rank_back():
+    with block(2) as where:
+        assert ranks.run(2, first_calls, where, None)[0] == 0
+    with block(2) as where:
+        assert ranks.run(2, first_calls, where, "headers")[0] == 4, "the control: without headers nothing holds it"
+
+
+def different(rank, world_size, tell, where, names, blocks):
+    me = Rank(rank, where)
+    wait_for_all(me)
+    x, y = torch.ones(100), poisoned(100 * world_size, torch.float32)
+    me.run(NAMES[names[rank]], x, y, fingerprint=1000 + rank, blocks=blocks[rank])
+    return me.status, bool(y.isnan().all()), me.epoch
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (2, 2), (1, 2)], ids=str)
+@pytest.mark.parametrize("first", NAMES)
+def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blocks):
+    with block(2) as where:
+        results = ranks.run(2, different, where, (first, "all_reduce_one_shot_ll"), blocks)
+    for rank, (status, untouched, epoch) in enumerate(results):
+        assert status & 0xFF == layout.MISMATCH
+        assert (status >> 8) & 0xFF == 1 - rank
+        assert (status >> 32) & 0xFFFFFFFF == 1000 + (1 - rank)
+        assert untouched and epoch == 1
+
+
+def alone(rank, world_size, tell, where, name):
+    me = Rank(rank, where)
+    interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, interpreter.yield_to_others))
+    y = poisoned(100 * world_size, torch.float32)
+    began = time.monotonic()
+    me.run(NAMES[name], torch.ones(100), y, blocks=2)
+    return time.monotonic() - began, me.epoch, os.getpid()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_abort_word_ends_every_wait(name):
+    with block(2) as where, ranks.start(1, alone, where, name) as started:
+        (outcome,) = started.results()
+    seconds, epoch, _ = outcome.value
+    assert 0.5 <= seconds < 10 and epoch == 1
+
+
+def overlapping(rank, world_size, tell, where):
+    me = Rank(rank, where)
+    me.arena[layout.BUSY] = 12345  # as another launch of this communicator would have left it while it runs
+    wait_for_all(me)
+    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
+    return me.status
+
+
+def test_a_launch_beside_another_one_is_reported():
+    with block(2) as where:
+        assert ranks.run(2, overlapping, where) == [layout.OVERLAP] * 2

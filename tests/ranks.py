@@ -1,0 +1,124 @@
+"""Real processes as ranks, each bounded and killed in the end, for what only processes show.
+
+A fork server that has imported tricomm once makes a rank in some 50 ms. What a rank returns comes back over a pipe;
+an exception comes back as an `Outcome` with its class name and words.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["tricomm", "tests.ranks"])
+
+
+@dataclass
+class Outcome:
+    """How a rank ended: `value`, or `error` (class name) and `text`; `code`: exit code of one that said nothing."""
+
+    value: Any = None
+    error: str | None = None
+    text: str = ""
+    seconds: float = 0.0
+    code: int | None = None
+
+
+@dataclass
+class Ranks:
+    """Running ranks: `pids` to hurt them, `results()` to collect what they returned."""
+
+    processes: list[Any]
+    pipes: list[Connection]
+    deadline: float
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.pid for p in self.processes]
+
+    def message(self, rank: int) -> Any:
+        """The next message that `rank` sent with its `tell` function."""
+        if not self.pipes[rank].poll(max(0.0, self.deadline - time.monotonic())):
+            raise TimeoutError(f"rank {rank} said nothing in time")
+        kind, value = self.pipes[rank].recv()
+        if kind != "tell":
+            raise AssertionError(f"rank {rank} ended before it said anything: {value}")
+        return value
+
+    def results(self) -> list[Outcome]:
+        outcomes = [Outcome(code=None) for _ in self.processes]
+        waiting = dict(enumerate(self.pipes))
+        while waiting:
+            left = self.deadline - time.monotonic()
+            ready = wait(list(waiting.values()), max(0.0, left)) if left > 0 else []
+            if not ready:
+                raise TimeoutError(f"ranks {sorted(waiting)} did not end in time")
+            for rank, pipe in list(waiting.items()):
+                if pipe in ready:
+                    try:
+                        kind, value = pipe.recv()
+                    except EOFError:
+                        self.processes[rank].join(5)
+                        outcomes[rank].code = self.processes[rank].exitcode
+                        del waiting[rank]
+                        continue
+                    if kind == "end":
+                        outcomes[rank] = value
+                        del waiting[rank]
+        return outcomes
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join(10)
+            pipe.close()
+            process.close()
+
+
+def start(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 90.0) -> Ranks:
+    """Start `body(rank, world_size, tell, *args)` in `world_size` processes; `tell(value)` sends a message here."""
+    processes, pipes = [], []
+    for rank in range(world_size):
+        here, there = _context.Pipe()
+        process = _context.Process(target=_main, args=(there, body, rank, world_size, args), daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return Ranks(processes, pipes, time.monotonic() + timeout)
+
+
+def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 90.0) -> list[Any]:
+    """Run `body(rank, world_size, tell, *args)` on every rank; returns the values, raises where a rank failed."""
+    with start(world_size, body, *args, timeout=timeout) as ranks:
+        outcomes = ranks.results()
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None or outcome.code is not None:
+            raise AssertionError(f"rank {rank}: {outcome.error} {outcome.text} (exit code {outcome.code})")
+    return [outcome.value for outcome in outcomes]
+
+
+def _main(pipe: Connection, body: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+    os.setsid()
+    began = time.monotonic()
+
+    def tell(value: Any) -> None:
+        pipe.send(("tell", value))
+
+    try:
+        outcome = Outcome(value=body(rank, world_size, tell, *args))
+    except BaseException as error:
+        outcome = Outcome(error=type(error).__name__, text=str(error))
+    outcome.seconds = time.monotonic() - began
+    pipe.send(("end", outcome))
+    pipe.close()
