@@ -1,0 +1,48 @@
+"""Memory that every rank of a group can reach, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from tricomm.errors import InvalidArgument
+from tricomm.store.control import ControlPage
+
+
+class Arena(Protocol):
+    """One block of `nbytes` bytes per rank; `bases[r]` is the address of rank r's block as mapped here."""
+
+    @property
+    def kind(self) -> str:
+        """What the memory is: "posix_shm", "cuda_ipc" or "local"."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def bases(self) -> tuple[int, ...]: ...
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` where it would leave the block."""
+
+    def close(self) -> None:
+        """Let the memory go; idempotent."""
+
+
+def open_arena(control: ControlPage, nbytes: int, device: torch.device, timeout: float) -> Arena:
+    """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
+
+    Raises the same error on all ranks, with everything undone: `ResourceError` where memory is refused,
+    `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
+    """
+    if device.type == "cpu":
+        from tricomm.store.posix_shm import open_posix_shm
+
+        return open_posix_shm(control, nbytes, timeout)
+    if device.type == "cuda":
+        from tricomm.store.cuda_ipc import open_cuda_ipc
+
+        return open_cuda_ipc(control, nbytes, device, timeout)
+    raise InvalidArgument(f"device={device}: a CPU or a CUDA device is needed")

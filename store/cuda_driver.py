@@ -1,0 +1,235 @@
+"""The CUDA driver calls that sharing memory needs: typed, loaded on first use, and checked in one place.
+
+A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.6 to 13.x), so that tests put a world
+that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are plain ints,
+sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from tricomm.errors import ResourceError
+
+HANDLE_BYTES = 64
+UUID_BYTES = 16
+PAGE_BYTES = 4096
+
+_log = logging.getLogger(__name__)
+
+_HOST_PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_LAZY_ENABLE_PEER_ACCESS = 0x01  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_BUS_ID_BYTES = 32
+
+_INSTALL = "CUDA needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
+_IPC_HELP = (
+    "each rank must be a process of its own, containers must share the IPC and PID namespaces (docker: --ipc=host "
+    "--pid=host, or one container for all ranks), and CUDA IPC does not cross MIG instances"
+)
+_PLAIN_WORDS = {
+    "CUDA_ERROR_OUT_OF_MEMORY": "too little free memory on this GPU; ask for a smaller arena, or free some there",
+    "CUDA_ERROR_NO_DEVICE": "no GPU is visible to this process; look at CUDA_VISIBLE_DEVICES and nvidia-smi",
+    "CUDA_ERROR_INVALID_DEVICE": "no such GPU in this process; look at CUDA_VISIBLE_DEVICES",
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these two GPUs cannot reach each other's memory",
+    "CUDA_ERROR_TOO_MANY_PEERS": "this GPU has as many peers as the machine allows",
+    "CUDA_ERROR_NOT_SUPPORTED": "this GPU, driver or virtual machine does not support the call",
+    "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel touched memory it may not; this process must be restarted",
+    "CUDA_ERROR_SYSTEM_NOT_READY": "the machine's GPU services are not up (NVSwitch: nvidia-fabricmanager)",
+}
+_HELP_FOR_CALL = {
+    "cuInit": _INSTALL,
+    "cuIpcGetMemHandle": _IPC_HELP,
+    "cuIpcOpenMemHandle": _IPC_HELP,
+    "cuMemHostRegister": "look at `ulimit -l` (locked memory)",
+}
+
+
+@cache
+def load_driver() -> Driver:
+    """This process's driver; raises `ResourceError` where the Python package for it is missing."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ResourceError(f"cuda.bindings cannot be imported ({error}); {_INSTALL}") from None
+    return Driver(driver)
+
+
+class Driver:
+    """CUDA's driver API as far as tricomm uses it. One per process: `load_driver()`."""
+
+    def __init__(self, bindings: Any) -> None:
+        self._bindings = bindings
+        self._words_lock = threading.Lock()
+        self._words: dict[int, tuple[int, int]] = {}
+
+    def init(self) -> None:
+        self._call("cuInit", 0)
+
+    def device_count(self) -> int:
+        return int(self._call("cuDeviceGetCount"))
+
+    def device_uuid(self, ordinal: int) -> bytes:
+        """16 bytes that name the GPU (or MIG instance) alike in all processes, whatever they can see."""
+        # In 12.x only the second form tells MIG instances apart; 13.x gave it the plain name.
+        name = "cuDeviceGetUuid_v2" if hasattr(self._bindings, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        return bytes(self._call(name, self._device(ordinal)).bytes)
+
+    def device_bus_id(self, ordinal: int) -> str:
+        text = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device(ordinal))
+        return bytes(text).split(b"\0", 1)[0].decode("ascii", "replace")
+
+    def multiprocessor_count(self, ordinal: int) -> int:
+        attribute = self._bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal)))
+
+    def can_access_peer(self, ordinal: int, peer_ordinal: int) -> bool:
+        return bool(self._call("cuDeviceCanAccessPeer", self._device(ordinal), self._device(peer_ordinal)))
+
+    def retain_context(self, ordinal: int) -> int:
+        """The device's primary context (the one torch uses too); each one needs its `release_context`."""
+        return int(self._call("cuDevicePrimaryCtxRetain", self._device(ordinal)))
+
+    def release_context(self, ordinal: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease", self._device(ordinal))
+
+    @contextmanager
+    def current(self, context: int) -> Iterator[None]:
+        """`context` is this thread's current one inside; what the thread had before comes back after."""
+        self._call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    # Everything below works in the current context.
+
+    def mem_alloc(self, nbytes: int) -> int:
+        return int(self._call("cuMemAlloc", nbytes))
+
+    def mem_free(self, address: int) -> None:
+        self._call("cuMemFree", address)
+
+    def mem_base(self, address: int) -> int:
+        """Start of the allocation that holds `address`."""
+        return int(self._call("cuMemGetAddressRange", address)[0])
+
+    def memset(self, address: int, value: int, nbytes: int) -> None:
+        self._call("cuMemsetD8", address, value, nbytes)
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        host = ctypes.create_string_buffer(nbytes)
+        self._call("cuMemcpyDtoH", ctypes.addressof(host), address, nbytes)
+        return host.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        host = ctypes.create_string_buffer(data, len(data))
+        self._call("cuMemcpyHtoD", address, ctypes.addressof(host), len(data))
+
+    def synchronize(self) -> None:
+        self._call("cuCtxSynchronize")
+
+    def ipc_get_handle(self, base: int) -> bytes:
+        """64 bytes with which another process can map the allocation that starts at `base`."""
+        structure = self._call("cuIpcGetMemHandle", base)  # named, for its bytes go with it
+        return ctypes.string_at(structure.getPtr(), HANDLE_BYTES)
+
+    def ipc_open_handle(self, handle: bytes) -> int:
+        """Address here of another process's allocation; needs its `ipc_close_handle` before the owner frees it."""
+        # The structure hides its bytes in 13.x; its address is what all versions give.
+        structure = self._bindings.CUipcMemHandle()
+        ctypes.memmove(structure.getPtr(), handle, HANDLE_BYTES)
+        # Lazy peer access needs no context on the peer's GPU; cuCtxEnablePeerAccess would cost one (hundreds of MiB)
+        # per process and GPU, and is impossible for a GPU that this process cannot see.
+        return int(self._call("cuIpcOpenMemHandle", structure, _LAZY_ENABLE_PEER_ACCESS))
+
+    def ipc_close_handle(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", address)
+
+    def host_register(self, address: int, nbytes: int) -> int:
+        """Pins host memory and gives its device address; needs its `host_unregister` before the memory goes."""
+        self._call("cuMemHostRegister", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
+        try:
+            return int(self._call("cuMemHostGetDevicePointer", address, 0))
+        except ResourceError:
+            self.host_unregister(address)
+            raise
+
+    def host_unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    def map_words(self, address: int) -> int:
+        """Device address of the host page at `address`; each call needs its `unmap_words`."""
+        # Several arenas share one control page, and CUDA refuses to register a page twice.
+        with self._words_lock:
+            mapped, users = self._words.get(address) or (self.host_register(address, PAGE_BYTES), 0)
+            self._words[address] = (mapped, users + 1)
+            return mapped
+
+    def unmap_words(self, address: int) -> None:
+        with self._words_lock:
+            mapped, users = self._words.pop(address)
+            if users > 1:
+                self._words[address] = (mapped, users - 1)
+            else:
+                self.host_unregister(address)
+
+    def _device(self, ordinal: int) -> Any:
+        return self._call("cuDeviceGet", ordinal)
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        try:
+            status, *values = getattr(self._bindings, name)(*arguments)
+        except (AttributeError, RuntimeError) as error:  # what the bindings raise for a missing library or function
+            raise ResourceError(f"{name}: {error}; {_INSTALL}") from error
+        self._check(name, status)
+        if len(values) > 1:
+            return tuple(values)
+        return values[0] if values else None
+
+    def _check(self, name: str, status: Any) -> None:
+        if int(status) == 0:
+            return
+        error = getattr(status, "name", f"CUresult {int(status)}")
+        words = _PLAIN_WORDS.get(error) or self._words_of_cuda(status)
+        remedy = _HELP_FOR_CALL.get(name)
+        raise ResourceError(f"{name}: {error}: {words}" + (f"; {remedy}" if remedy else ""))
+
+    def _words_of_cuda(self, status: Any) -> str:
+        try:
+            failed, words = self._bindings.cuGetErrorString(status)
+        except (AttributeError, RuntimeError):
+            return "no description"
+        return bytes(words).decode("utf-8", "replace") if int(failed) == 0 else "unknown error"
+
+
+class Cleanup:
+    """Driver calls that undo something: each is tried in `context`, whatever became of the others."""
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self.failures: list[ResourceError] = []
+        self._driver, self._context = driver, context
+
+    def attempt(self, call: Callable[[int], None] | Callable[[], None], *arguments: int) -> bool:
+        try:
+            with self._driver.current(self._context):
+                call(*arguments)
+        except ResourceError as error:
+            self._failed(error)
+            return False
+        return True
+
+    def release_context(self, ordinal: int) -> None:
+        try:
+            self._driver.release_context(ordinal)
+        except ResourceError as error:
+            self._failed(error)
+
+    def _failed(self, error: ResourceError) -> None:
+        _log.warning(f"releasing GPU memory: {error}")
+        self.failures.append(error)

@@ -1,0 +1,292 @@
+"""Memory that the ranks' processes share on GPUs, by CUDA IPC.
+
+    rank 0: cuMemAlloc ── 64-byte handle ──▶ rank 1: cuIpcOpenMemHandle ── writes a word ──▶ rank 0 sees it
+            cuMemFree  ◀── "I have unmapped yours" ── rank 1: cuIpcCloseMemHandle
+
+Set-up goes in stages. After each stage all ranks go on or all ranks raise, and then each undoes what it had. CUDA's
+word that a GPU can reach another is not enough (TensorRT-LLM#17034), so the last stage is a write that must arrive.
+A handle gives its holder the whole allocation: the block is the library's own, and holds nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol, TypeVar
+
+import torch
+
+from tricomm import env
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
+from tricomm.store.cuda_record import GRANULE_BYTES, Record, parse_record
+from tricomm.store.local import check_view, raw_view
+
+CLOSE_SECONDS = 5.0
+WORD_BYTES = 8
+
+_UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
+_MAX_NBYTES = 1 << 46
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Control(Protocol):
+    """What is needed of the group's control page (`tricomm.store.control`)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def device_words(self) -> int: ...
+    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]: ...
+    def agree(self, error: BaseException | None, what: str, timeout: float) -> None: ...
+    def alive(self, rank: int) -> bool: ...
+
+
+def open_cuda_ipc(
+    control: Control, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None
+) -> CudaIpcArena:
+    """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
+
+    Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
+    where memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
+    `InvalidArgument` for a bad size or device, `RendezvousError` where the ranks' records do not fit together.
+    """
+    deadline = time.monotonic() + timeout
+
+    def jointly(stage: str, action: Callable[[], _T]) -> _T:
+        return _jointly(control, f"cuda_ipc: {stage}", deadline, action)
+
+    with ExitStack() as undo:
+        arena = CudaIpcArena(control, nbytes, device)
+        undo.callback(arena._release)
+        jointly("reach the GPU", lambda: arena._attach(driver))
+        mine = jointly("allocate memory", arena._allocate)
+        records = arena._exchange(mine, _left(deadline))
+        peers = jointly("check the records", lambda: [parse_record(data, r, nbytes) for r, data in enumerate(records)])
+        jointly("map peers' memory", lambda: arena._map(peers))
+        jointly("write to peers", arena._write_probe)
+        jointly("see peers' writes", arena._read_probe)
+        jointly("clear", arena._clear_probe)
+        undo.pop_all()
+    return arena
+
+
+class CudaIpcArena:
+    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here."""
+
+    kind = "cuda_ipc"
+
+    def __init__(self, control: Control, nbytes: int, device: torch.device) -> None:
+        self.rank, self.nbytes, self.device = control.rank, nbytes, device
+        self.bases: tuple[int, ...] = ()
+        self.control_address = 0
+        self._control = control
+        self._driver: Driver | None = None
+        self._context: int | None = None
+        self._own = 0
+        self._mapped: list[int] = []
+        self._visible: dict[bytes, int] = {}
+        self._exported = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rank `rank`'s bytes from `offset` on, as a tensor that is valid until `close`.
+
+        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        if self._closed:
+            raise GroupAborted("this cuda_ipc arena is closed; its memory is gone")
+        check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
+
+    def close(self) -> None:
+        """Unmap the peers' blocks, wait until the peers have unmapped this one, free it. Idempotent.
+
+        All ranks call it; waits at most `CLOSE_SECONDS` for those that don't. Kernels must have been told to leave.
+        Raises the first `ResourceError` of the driver, after everything has been tried."""
+        failures = self._release()
+        if failures:
+            raise failures[0]
+
+    def _attach(self, driver: Driver | None) -> None:
+        _refuse_if_disabled()
+        self._check_arguments()
+        driver = driver or load_driver()
+        driver.init()
+        self._visible = {driver.device_uuid(ordinal): ordinal for ordinal in range(driver.device_count())}
+        self._context = driver.retain_context(self._ordinal)
+        self._driver = driver
+        with driver.current(self._context):
+            self.control_address = driver.map_words(self._control.device_words)
+
+    def _check_arguments(self) -> None:
+        least = WORD_BYTES * self._control.world_size
+        if not least <= self.nbytes <= _MAX_NBYTES:
+            raise InvalidArgument(f"an arena of {self.nbytes} bytes; allowed are {least} to {_MAX_NBYTES}")
+        if self.device.type != "cuda":
+            raise InvalidArgument(f"cuda_ipc shares GPU memory, not memory of {self.device}")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def _ordinal(self) -> int:
+        return int(self.device.index)
+
+    @property
+    def _cuda(self) -> Driver:
+        assert self._driver is not None, "_attach comes first"
+        return self._driver
+
+    def _allocate(self) -> bytes:
+        driver = self._cuda
+        with self._driver_current():
+            # Below 2 MiB CUDA cuts blocks from a shared piece, and a handle shares the whole piece.
+            whole = -(-self.nbytes // GRANULE_BYTES) * GRANULE_BYTES
+            self._own = driver.mem_alloc(whole)
+            driver.memset(self._own, 0, whole)
+            driver.synchronize()
+            base = driver.mem_base(self._own)
+            handle = driver.ipc_get_handle(base)
+        uuid = driver.device_uuid(self._ordinal)
+        return Record(self.rank, uuid, self.nbytes, self._own - base, handle).pack()
+
+    def _exchange(self, mine: bytes, timeout: float) -> list[bytes]:
+        # From here on a peer may map the block, even if the exchange fails on this rank.
+        self._exported = True
+        return self._control.exchange(mine, "cuda_ipc: memory records", timeout)
+
+    def _map(self, peers: list[Record]) -> None:
+        bases = []
+        with self._driver_current():
+            for peer in peers:
+                bases.append(self._own if peer.rank == self.rank else self._map_peer(peer))
+        self.bases = tuple(bases)
+
+    def _map_peer(self, peer: Record) -> int:
+        driver, ordinal = self._cuda, self._visible.get(peer.uuid)
+        # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about: opening decides.
+        if ordinal not in (None, self._ordinal) and not driver.can_access_peer(self._ordinal, ordinal):
+            raise ResourceError(
+                f"cuDeviceCanAccessPeer: GPU {driver.device_bus_id(self._ordinal)} cannot reach GPU "
+                f"{driver.device_bus_id(ordinal)} of rank {peer.rank} directly on this machine"
+            )
+        try:
+            address = driver.ipc_open_handle(peer.handle)
+        except ResourceError as error:
+            raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
+        self._mapped.append(address)
+        return address + peer.offset
+
+    def _probe_offset(self, writer: int) -> int:
+        return self.nbytes - WORD_BYTES * (self._control.world_size - writer)
+
+    def _write_probe(self) -> None:
+        with self._driver_current():
+            for target, base in enumerate(self.bases):
+                self._cuda.write(base + self._probe_offset(self.rank), _probe_word(self.rank, target))
+            self._cuda.synchronize()
+
+    def _read_probe(self) -> None:
+        world_size = self._control.world_size
+        with self._driver_current():
+            found = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
+        words = [found[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
+        missing = [r for r, word in enumerate(words) if word != _probe_word(r, self.rank)]
+        if missing:
+            raise ResourceError(
+                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but what they wrote did not arrive; "
+                "look at IOMMU and PCIe ACS settings, or set TRICOMM_P2P_DISABLE=1 to do without peer access"
+            )
+
+    def _clear_probe(self) -> None:
+        with self._driver_current():
+            self._cuda.memset(self._own + self._probe_offset(0), 0, WORD_BYTES * self._control.world_size)
+            self._cuda.synchronize()
+
+    def _driver_current(self) -> AbstractContextManager[None]:
+        assert self._context is not None, "_attach comes first"
+        return self._cuda.current(self._context)
+
+    def _release(self) -> list[ResourceError]:
+        with self._lock:
+            if self._closed:
+                return []
+            self._closed = True
+        if self._driver is None or self._context is None:
+            return []
+        undo = Cleanup(self._driver, self._context)
+        undo.attempt(self._driver.synchronize)
+        # A list, so that one failure does not stop the others from being unmapped.
+        unmapped = all([undo.attempt(self._driver.ipc_close_handle, address) for address in self._mapped])
+        may_free = self._may_free(unmapped)
+        if self._own and may_free:
+            undo.attempt(self._driver.mem_free, self._own)
+        if self.control_address:
+            undo.attempt(self._driver.unmap_words, self._control.device_words)
+        if may_free:  # the last release of a context takes all memory in it along
+            undo.release_context(self._ordinal)
+        return undo.failures
+
+    def _may_free(self, unmapped: bool) -> bool:
+        """Tell the peers that their blocks are unmapped here, and learn whether they have unmapped this one."""
+        if not self._exported:
+            return True
+        deadline = time.monotonic() + CLOSE_SECONDS
+        answer = _UNMAPPED if unmapped else _STILL_MAPPED
+        try:
+            answers = self._control.exchange(answer, "cuda_ipc: close", CLOSE_SECONDS)
+        except Exception as error:  # whatever went wrong, the block's fate has to be decided
+            self._outwait_peers(deadline, error)
+            return True
+        holders = [r for r, data in enumerate(answers) if r != self.rank and data != _UNMAPPED]
+        if holders:
+            _log.warning(
+                f"rank {self.rank} keeps {self.nbytes} bytes of GPU memory until its process ends: "
+                f"rank(s) {holders} could not unmap them"
+            )
+        return not holders
+
+    def _outwait_peers(self, deadline: float, error: Exception) -> None:
+        peers = [r for r in range(self._control.world_size) if r != self.rank]
+        while late := [r for r in peers if self._control.alive(r)]:
+            if time.monotonic() >= deadline:
+                _log.warning(
+                    f"rank {self.rank} frees its shared GPU memory although rank(s) {late} did not say within "
+                    f"{CLOSE_SECONDS:g} s that they have unmapped it: {error}"
+                )
+                return
+            time.sleep(0.01)
+
+
+def _jointly(control: Control, what: str, deadline: float, action: Callable[[], _T]) -> _T:
+    """Result of `action`, where it succeeded on all ranks; otherwise the same error on all."""
+    try:
+        result = action()
+    except Exception as error:
+        # The peers wait in `agree`: every kind of error has to reach them.
+        known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
+        control.agree(known, what, _left(deadline))
+        raise known from error
+    control.agree(None, what, _left(deadline))
+    return result
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _probe_word(writer: int, target: int) -> bytes:
+    return struct.pack("<4sHH", b"TCPW", writer, target)
+
+
+def _refuse_if_disabled() -> None:
+    for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
+        if env.flag(variable):
+            raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")

@@ -1,0 +1,139 @@
+"""Store calls with a bound of our own.
+
+A Store's timeout is no bound: with the server of a TCPStore stopped, `get` with a timeout of 4 s was still blocked
+after 90 s. So every call runs on a worker thread, and the caller waits for as long as it said. A worker that is
+stuck in a call cannot be ended; it is left behind as a daemon and never used again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+from torch.distributed.distributed_c10d import Store
+
+from tricomm.errors import RendezvousError
+
+JOIN_SECONDS = 0.2
+
+_T = TypeVar("_T")
+
+
+class _Job(Generic[_T]):
+    def __init__(self, action: Callable[[], _T]) -> None:
+        self.done = threading.Event()
+        self.error: Exception | None = None
+        self._action = action
+        self._result: _T | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._action()
+        except Exception as error:
+            self.error = error
+        self.done.set()
+
+    def result(self) -> _T:
+        if self.error is not None:
+            raise self.error
+        return cast(_T, self._result)
+
+
+class Worker:
+    """A daemon thread that runs one action at a time while its owner waits with a limit."""
+
+    def __init__(self, name: str) -> None:
+        self.stuck: str | None = None
+        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, action: Callable[[], _T], what: str, seconds: float) -> _T:
+        """What `action` returns or raises; `RendezvousError` that names `what` after `seconds`."""
+        if self.stuck is not None:
+            raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
+        job = _Job(action)
+        self._jobs.put(cast(_Job[object], job))
+        if not job.done.wait(max(seconds, 0.0)):
+            self.stuck = what
+            self._jobs.put(None)  # should it ever come back, it ends
+            raise RendezvousError(
+                f"{what} did not return within {max(seconds, 0.0):.1f} s: is the store's server stopped?"
+            )
+        return job.result()
+
+    def close(self) -> None:
+        """End the thread, unless it is stuck; idempotent."""
+        self._jobs.put(None)
+        if self.stuck is None:
+            self._thread.join(JOIN_SECONDS)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            del job  # a worker that waits must not keep the last store alive
+
+
+class Bounded:
+    """A Store whose calls all together end within `timeout` seconds (`extend` for more), and then raise.
+
+    Every method raises `RendezvousError` that names the operation, the key and the seconds waited, where the store
+    fails or does not answer. Any `torch.distributed` Store will do.
+    """
+
+    def __init__(self, store: Store, timeout: float = 300.0) -> None:
+        self._store = store
+        self._deadline = time.monotonic() + timeout
+        self._worker = Worker("tricomm-store")
+
+    def set(self, key: str, value: bytes) -> None:
+        # The declared type says str; bytes are passed on as they are, str would be encoded.
+        self._call("set", key, lambda: self._store.set(key, cast(str, value)))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that is there; of one that is not, an error when the time is up."""
+        return bytes(self._call("get", key, lambda: self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, lambda: self._store.add(key, amount)))
+
+    def check(self, key: str) -> bool:
+        """True where the key is there."""
+        return bool(self._call("check", key, lambda: self._store.check([key])))
+
+    def read(self, key: str) -> bytes | None:
+        """The value of the key, or None where it is not there; does not wait for it."""
+        return self.get(key) if self.check(key) else None
+
+    @property
+    def usable(self) -> bool:
+        """False once a call has not come back: then none will."""
+        return self._worker.stuck is None
+
+    def extend(self, seconds: float) -> None:
+        """Allow calls for `seconds` from now on, where less was left."""
+        self._deadline = max(self._deadline, time.monotonic() + seconds)
+
+    def close(self) -> None:
+        """End the worker thread; idempotent. The store itself stays open."""
+        self._worker.close()
+
+    def _call(self, operation: str, key: str, action: Callable[[], _T]) -> _T:
+        began = time.monotonic()
+        what = f"store {operation}({key!r})"
+        try:
+            return self._worker.run(action, what, self._deadline - began)
+        except RendezvousError:
+            raise
+        except Exception as error:
+            waited = time.monotonic() - began
+            raise RendezvousError(f"{what} failed after {waited:.1f} s: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Class and first line of an error's text: torch appends a C++ stack to many."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

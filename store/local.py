@@ -1,0 +1,221 @@
+"""Memory of ranks that live in one process: on the CPU (simulation, tests), or on one GPU with a stream per rank.
+
+Every rank's block is the process's own memory, so `bases` are plain addresses and nothing has to be exchanged. The
+blocks live as long as any rank uses them: the last `close` frees them all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from types import TracebackType
+
+import torch
+
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.cuda_driver import PAGE_BYTES, Driver, load_driver
+
+_MAX_NBYTES = 1 << 46
+
+
+def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape: Sequence[int], size: int) -> int:
+    """Number of elements of a view at `offset` into rank `rank`'s block, for elements of `size` bytes.
+
+    Raises `InvalidArgument` where the view leaves the block of `nbytes` bytes or is not aligned to its elements."""
+    if not 0 <= rank < len(bases):
+        raise InvalidArgument(f"rank {rank} is not in 0..{len(bases) - 1}")
+    if any(length < 0 for length in shape):
+        raise InvalidArgument(f"shape {tuple(shape)} has a negative length")
+    numel = math.prod(shape)
+    if offset < 0 or offset + numel * size > nbytes:
+        raise InvalidArgument(f"bytes {offset}..{offset + numel * size} are not inside the block of {nbytes} bytes")
+    if offset % size:
+        raise InvalidArgument(f"offset {offset} is not a multiple of the element size {size}")
+    return numel
+
+
+def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Tensor over memory that torch does not own; whoever calls keeps the memory alive."""
+    # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies where that is
+    # not `device` (pytorch#54139), which can be so for a peer's memory. This way every dtype works, too.
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    return tensor.set_(storage, 0, tuple(shape), _strides(shape))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def host_page_address(memory: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def open_local(world_size: int, nbytes: int, device: torch.device, driver: Driver | None = None) -> list[LocalArena]:
+    """One arena per rank, all in this process: blocks of `nbytes` zeroed bytes on `device` (a CPU or one GPU).
+
+    Raises `InvalidArgument` for a bad size or device, `ResourceError` where memory is refused; then nothing is left."""
+    return LocalGroup(world_size, device, driver).open(nbytes)
+
+
+class LocalGroup:
+    """The ranks of one process on one device. `open` may be called again for more memory."""
+
+    def __init__(self, world_size: int, device: torch.device, driver: Driver | None = None) -> None:
+        if world_size < 1:
+            raise InvalidArgument(f"world size {world_size} is not positive")
+        if device.type not in ("cpu", "cuda"):
+            raise InvalidArgument(f"a local group lives on the CPU or on a GPU, not on {device}")
+        self.world_size, self.device = world_size, device
+        self._driver = driver
+
+    def open(self, nbytes: int) -> list[LocalArena]:
+        """As `open_local`."""
+        if not 1 <= nbytes <= _MAX_NBYTES:
+            raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are 1 to {_MAX_NBYTES}")
+        blocks = self._gpu_blocks(nbytes) if self.device.type == "cuda" else _HostBlocks(self.world_size, nbytes)
+        return [LocalArena(rank, nbytes, blocks) for rank in range(self.world_size)]
+
+    def _gpu_blocks(self, nbytes: int) -> _GpuBlocks:
+        index = self.device.index
+        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        return _GpuBlocks(self.world_size, nbytes, device, self._driver or load_driver())
+
+
+class LocalArena:
+    """One rank's end of the shared blocks. `bases[r]` is the address of rank r's block, the same in all arenas."""
+
+    kind = "local"
+
+    def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
+        self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
+        self.bases = blocks.bases
+        self.control_host_address = host_page_address(blocks.pages[rank])
+        self.control_address = blocks.control_addresses[rank]
+        self._blocks: _Blocks | None = blocks
+        self._page = blocks.pages[rank]
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream on which this rank's kernels run; None on the CPU."""
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rank `rank`'s bytes from `offset` on, as a tensor; on a GPU it is valid until all ranks have closed.
+
+        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        if self._blocks is None:
+            raise GroupAborted(f"rank {self.rank}'s local arena is closed")
+        numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        return self._blocks.view(rank, offset, numel, dtype).view(tuple(shape))
+
+    def close(self) -> None:
+        """Idempotent; the last rank's close frees all blocks. Raises the driver's first `ResourceError`."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            blocks.leave()
+
+    def __enter__(self) -> LocalArena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Blocks:
+    """All ranks' blocks and control pages, freed when every rank has left."""
+
+    device: torch.device
+    bases: tuple[int, ...]
+    control_addresses: tuple[int, ...]
+
+    def __init__(self, world_size: int) -> None:
+        self.pages = [_zeroed(PAGE_BYTES) for _ in range(world_size)]
+        self._users = world_size
+        self._lock = threading.Lock()
+
+    def leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self.free()
+
+    def free(self) -> None:
+        raise NotImplementedError
+
+    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _HostBlocks(_Blocks):
+    device = torch.device("cpu")
+
+    def __init__(self, world_size: int, nbytes: int) -> None:
+        super().__init__(world_size)
+        self._blocks = [_zeroed(nbytes) for _ in range(world_size)]
+        self.bases = tuple(map(host_page_address, self._blocks))
+        self.control_addresses = tuple(map(host_page_address, self.pages))
+
+    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._blocks[rank], dtype=dtype, count=numel, offset=offset)
+
+    def free(self) -> None:
+        # Tensors may still look at a block: it goes with the last of them.
+        self._blocks.clear()
+
+
+class _GpuBlocks(_Blocks):
+    def __init__(self, world_size: int, nbytes: int, device: torch.device, driver: Driver) -> None:
+        super().__init__(world_size)
+        self.device, self._driver = device, driver
+        with ExitStack() as undo:
+            driver.init()
+            self._context = driver.retain_context(device.index)
+            undo.callback(driver.release_context, device.index)
+            with driver.current(self._context):
+                self.control_addresses = tuple(self._map_page(undo, page) for page in self.pages)
+                self.bases = tuple(self._allocate(undo, nbytes) for _ in range(world_size))
+                driver.synchronize()
+            self._undo = undo.pop_all()
+
+    def _map_page(self, undo: ExitStack, page: mmap.mmap) -> int:
+        address = host_page_address(page)
+        mapped = self._driver.map_words(address)
+        undo.callback(self._in_context, self._driver.unmap_words, address)
+        return mapped
+
+    def _allocate(self, undo: ExitStack, nbytes: int) -> int:
+        base = self._driver.mem_alloc(nbytes)
+        undo.callback(self._in_context, self._driver.mem_free, base)
+        self._driver.memset(base, 0, nbytes)
+        return base
+
+    def _in_context(self, call: Callable[[int], None], address: int) -> None:
+        with self._driver.current(self._context):
+            call(address)
+
+    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return raw_view(self.bases[rank] + offset, (numel,), dtype, self.device)
+
+    def free(self) -> None:
+        with self._undo:
+            with self._driver.current(self._context):
+                self._driver.synchronize()
+
+
+def _zeroed(nbytes: int) -> mmap.mmap:
+    """Page-aligned zeroed host memory; `ResourceError` where the system refuses it."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise ResourceError(f"{nbytes} bytes of host memory refused: {error.strerror}; use a smaller arena") from error

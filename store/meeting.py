@@ -1,0 +1,251 @@
+"""How the ranks of a group find each other: once, through a Store that is not needed afterwards.
+
+    add  tricomm/<rank>/generation           which meeting on this store is this rank's next one
+    set  tricomm/<rank>/hello/<generation>   who I am, and the control segment where I speak from now on
+    ...  everybody else's hello is read, checked, and its segment mapped
+    set  tricomm/<rank>/met                  this rank needs the store no more for this generation
+    confirm through the segments             every rank has mapped every other, and all mean the same group
+
+A rank that gives up says so under tricomm/failed/<generation>, so that nobody waits for it: neither those who are
+there nor those who come later. Waiting is polling, for a `get` that blocks cannot look for a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from contextlib import ExitStack
+from typing import NoReturn
+
+from torch.distributed.distributed_c10d import Store
+
+from tricomm import env, errors
+from tricomm.errors import RendezvousError, ResourceError, TricommError
+from tricomm.store import hello, process, records
+from tricomm.store.control import ControlPage, Fault, Member, State
+from tricomm.store.deadline import Bounded
+from tricomm.store.hello import hello_of
+from tricomm.store.page import NBYTES, Page, check_page
+from tricomm.store.records import Failure, Hello, Kind, Record
+from tricomm.store.segments import Segment
+
+_GRACE_SECONDS = 0.25  # for the last words to the store, behind the deadline
+_LOOK_SECONDS = 0.05
+
+
+def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: int) -> ControlPage:
+    """Meet the other ranks over `store`, which is never used again afterwards; all ranks call it.
+
+    `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. Where one rank raises,
+    all do, `RendezvousError` or `ResourceError`, naming the rank at fault and what it said. Then nothing is left
+    open, and the ranks may meet again on the same store. `InvalidArgument` for arguments of a wrong kind.
+    """
+    hello.check_arguments(rank, world_size, timeout)
+    bounded = Bounded(store, timeout + _GRACE_SECONDS)
+    with ExitStack() as undo:
+        undo.callback(bounded.close)
+        meeting = _Meeting(bounded, rank, world_size, timeout, layout_hash & (1 << 64) - 1)
+        undo.callback(meeting.release)
+        try:
+            return meeting.run()
+        except BaseException as error:
+            meeting.give_up(error)
+            if isinstance(error, TricommError):
+                raise type(error)(f"rank {rank} of {world_size} (pid {os.getpid()}): {error}") from error
+            raise
+
+
+class _Meeting:
+    """One rank's part in one meeting."""
+
+    def __init__(self, store: Bounded, rank: int, world_size: int, timeout: float, layout_hash: int) -> None:
+        self._store, self._rank, self._world_size, self._layout_hash = store, rank, world_size, layout_hash
+        self._began, self._timeout = time.monotonic(), timeout
+        self._token = env.token()
+        self._nonce = secrets.token_bytes(records.NONCE_BYTES)
+        self._generation = 0
+        self._segments: list[Segment] = []
+        self._page: Page | None = None
+        self._withdrawn = False
+
+    def run(self) -> ControlPage:
+        self._take_generation()
+        self._say_hello()
+        said = self._gather()
+        members = [self._attach(r, said[r]) for r in range(self._world_size)]
+        self._store.set(f"tricomm/{self._rank}/met", str(self._generation).encode())
+        control = ControlPage(self._rank, said[0].nonce, members)
+        control.beat()
+        control.set_state(State.READY)  # before the confirmation, so that all are ready on return
+        self._confirm(control)
+        members[self._rank].segment.close_fd()  # all who may attach have attached
+        self._segments.clear()
+        return control
+
+    def release(self) -> None:
+        """Let go of what has not become part of a control page."""
+        for segment in self._segments:
+            segment.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell whoever waits for this rank, through the store and through its page, as far as they still work."""
+        kind = type(error).__name__ if isinstance(error, TricommError) else RendezvousError.__name__
+        text = str(error) if isinstance(error, TricommError) else f"stopped by {type(error).__name__}: {error}"
+        if self._store.usable:
+            self._store.extend(_GRACE_SECONDS)
+            try:
+                self._publish(Failure(os.getpid(), kind, text))
+            except RendezvousError:
+                pass  # the store is gone; the error that brought us here matters more
+        if self._page is not None:
+            self._page.put_fault(Fault(kind, self._rank, 0, text))
+            self._page.state = State.CLOSED
+
+    def _publish(self, failure: Failure) -> None:
+        if self._generation and not self._store.check(self._failed_key()):  # who failed first knows best why
+            self._store.set(self._failed_key(), self._pack(failure))
+        if self._withdrawn:
+            self._store.add(f"tricomm/{self._rank}/generation", -1)
+
+    def _take_generation(self) -> None:
+        if not 0 <= self._rank < self._world_size:
+            self._generation = self._current_generation()
+            raise RendezvousError(
+                f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
+            )
+        self._generation = self._store.add(f"tricomm/{self._rank}/generation", 1)
+
+    def _current_generation(self) -> int:
+        """The meeting that rank 0 is in, or will be in next: where a rank that is none of its ranks complains."""
+        count = self._number("tricomm/0/generation")
+        return max(count + 1 if self._number("tricomm/0/met") >= count else count, 1)
+
+    def _number(self, key: str) -> int:
+        text = self._store.read(key) or b"0"
+        if not text.isdigit() or len(text) > 18:
+            raise RendezvousError(f"the store's {key!r} is not a number; does something else use this store?")
+        return int(text)
+
+    def _say_hello(self) -> None:
+        self._look_for_failure()
+        segment = Segment.create("tricomm-control", NBYTES)
+        self._segments.append(segment)
+        mine = hello.introduce(segment, self._rank, self._world_size, self._nonce, self._layout_hash)
+        self._page = Page(segment.buffer, segment.address)
+        self._store.set(self._hello_key(self._rank, self._generation), self._pack(mine))
+
+    def _gather(self) -> dict[int, Record]:
+        """Everybody's hello."""
+        said: dict[int, Record] = {}
+        pause, next_look = 1e-3, time.monotonic() + _LOOK_SECONDS
+        while True:
+            self._look_for_failure()
+            self._look_for_duplicate()
+            for rank in (r for r in range(self._world_size) if r not in said):
+                data = self._store.read(self._hello_key(rank, self._generation))
+                if data is not None:
+                    said[rank] = self._checked(rank, data)
+            if len(said) == self._world_size:
+                return said
+            if time.monotonic() >= next_look:
+                self._look_for_dead(said)
+                next_look = time.monotonic() + _LOOK_SECONDS
+            if self._left() <= 0:
+                self._give_up_waiting(said)
+            time.sleep(pause)
+            pause = min(pause * 1.3, 0.02)
+
+    def _checked(self, rank: int, data: bytes) -> Record:
+        found = records.parse(data, Kind.HELLO, self._generation, rank, self._token)
+        hello.check(found, self._rank, self._world_size, self._layout_hash)
+        return found
+
+    def _attach(self, rank: int, said: Record) -> Member:
+        theirs = hello_of(said)
+        if rank == self._rank:
+            segment = self._segments[0]
+        else:
+            try:
+                segment = Segment.attach(theirs.pid, theirs.start_time, theirs.fd, theirs.nbytes, readonly=True)
+            except ResourceError as error:
+                self._look_for_failure()  # it may have given up since, and said why
+                self._look_for_dead({rank: said})
+                raise ResourceError(f"rank {rank}'s control page: {error}") from error
+            self._segments.append(segment)
+        page = Page(segment.buffer, segment.address)
+        check_page(page, rank, self._world_size, said.nonce, theirs.pid, theirs.start_time)
+        return Member(segment, theirs.pid, theirs.start_time)
+
+    def _confirm(self, control: ControlPage) -> None:
+        try:
+            nonces = control.exchange(control.nonce, "meeting", max(self._left(), 0.0))
+        except TricommError as error:
+            raise RendezvousError(f"not confirmed: {error}") from error
+        for rank, nonce in enumerate(nonces):
+            if nonce != control.nonce:
+                raise RendezvousError(f"rank {rank} met another group than rank {self._rank} on this store")
+
+    def _look_for_failure(self) -> None:
+        data = self._store.read(self._failed_key())
+        if data is None:
+            return
+        found = records.parse(data, Kind.FAILURE, self._generation, None, self._token)
+        failure = found.body
+        if not isinstance(failure, Failure):
+            raise RendezvousError("failure record: bad kind")
+        kind = ResourceError if failure.kind == errors.ResourceError.__name__ else RendezvousError
+        raise kind(
+            f"meeting {self._generation} was given up by rank {found.rank} of {found.world_size} "
+            f"(pid {failure.pid}): {failure.text}"
+        )
+
+    def _look_for_duplicate(self) -> None:
+        """Whoever takes a rank's number while the one before is still meeting is one too many."""
+        before = self._generation - 1
+        if before == 0 or self._number(f"tricomm/{self._rank}/met") >= before:
+            return
+        other = self._claimant(before)
+        if other is not None and not self._store.check(self._failed_key(before)):
+            # The complaint belongs to the meeting that is under way, and this claim to the number never counted.
+            self._generation, self._withdrawn = before, True
+            raise RendezvousError(
+                f"duplicate rank: pid {os.getpid()} and pid {other.pid} both say that they are rank {self._rank} "
+                f"(world size {self._world_size} here); give each process its own rank"
+            )
+
+    def _claimant(self, generation: int) -> Hello | None:
+        """The process that was this rank in `generation`, if it still runs."""
+        data = self._store.read(self._hello_key(self._rank, generation)) if generation > 0 else None
+        if data is None:
+            return None
+        other = hello_of(records.parse(data, Kind.HELLO, generation, self._rank, self._token))
+        gone = other.boot_id == process.boot_id() and not process.alive(other.pid, other.start_time)
+        return None if gone else other
+
+    def _give_up_waiting(self, said: dict[int, Record]) -> NoReturn:
+        text = f"within {self._timeout:g} s {hello.who_came(said, self._world_size)}"
+        other = self._claimant(self._generation - 1)
+        if len(said) == 1 and other is not None and other.pid != os.getpid():
+            # Nobody was waiting for this process: withdraw, so that the one who had the number stays in step.
+            self._generation, self._withdrawn = 0, True
+            text += f"; pid {other.pid}, which met as rank {self._rank} before, still runs: is the number taken?"
+        raise RendezvousError(text)
+
+    def _look_for_dead(self, said: dict[int, Record]) -> None:
+        for rank, record in said.items():
+            theirs = hello_of(record)
+            if not process.alive(theirs.pid, theirs.start_time):
+                raise RendezvousError(f"rank {rank} (pid {theirs.pid}) died during the meeting")
+
+    def _left(self) -> float:
+        return self._timeout - (time.monotonic() - self._began)
+
+    def _pack(self, body: Hello | Failure) -> bytes:
+        return Record(self._rank, self._world_size, self._generation, self._nonce, body).pack(self._token)
+
+    def _failed_key(self, generation: int | None = None) -> str:
+        return f"tricomm/failed/{generation or self._generation}"
+
+    def _hello_key(self, rank: int, generation: int) -> str:
+        return f"tricomm/{rank}/hello/{generation}"

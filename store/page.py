@@ -1,0 +1,223 @@
+"""One rank's page of the control segment: where everything lies, and how a reader never sees half of it.
+
+    page 0   identity (written once, before anybody attaches); state, heartbeat, sequence (one word each); fault
+    page 1   512 words shared between this rank and its kernels; peers read them
+    page 2   ring of the last 8 descriptors, by sequence number
+    page 3   exchange slot of even steps;  page 4: of odd steps
+
+One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
+Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
+reader needs no ordering from the processor: what it copied is either whole and the one it asked for, or it looks
+again.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tricomm.errors import ResourceError
+
+PAGE_BYTES = 4096
+NBYTES = 5 * PAGE_BYTES
+MESSAGE_BYTES = 1024
+RING = 8
+WORDS = 512
+
+_MAGIC = b"TRICTRL\x01"
+_IDENTITY = struct.Struct("<8sii16sQQ")
+_FAULT = struct.Struct("<32siq")
+_DESCRIPTOR = struct.Struct("<qQ24s24s24s24s24sqqq16s")
+_MESSAGE = struct.Struct("<Q64s")
+_FRAME = struct.Struct("<II")  # length, CRC
+_STATE, _HEARTBEAT, _SEQUENCE, _FAULTED = 16, 17, 18, 19  # word numbers in page 0
+_FAULT_AT, _FAULT_TEXT = 256, 2048
+_DEVICE_AT, _RING_AT, _SLOTS_AT = PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES
+_ENTRY = PAGE_BYTES // RING
+_TRIES = 1000
+
+
+class State(enum.IntEnum):
+    """Where a rank stands."""
+
+    MEETING = 1
+    READY = 2
+    CLOSED = 3
+    ABORTED = 4
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """One call of a collective, as its rank made it."""
+
+    sequence: int
+    fingerprint: int
+    collective: str
+    op: str
+    dtype: str
+    algorithm: str
+    protocol: str
+    count: int
+    root: int
+    grid: int
+    mode: str
+
+    def text(self) -> str:
+        """For people."""
+        root = f", root={self.root}" if self.root >= 0 else ""
+        how = f"{self.algorithm}/{self.protocol}, grid {self.grid}, {self.mode}"
+        what = f"{self.collective}(op={self.op}, dtype={self.dtype}, count={self.count}{root})"
+        return f"{what} [{how}] at sequence {self.sequence}"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a rank gave the group up: `kind` is the name of an error class, `culprit` the rank it is about."""
+
+    kind: str
+    culprit: int
+    sequence: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a rank said in step `step` of the exchanges, and what it was about."""
+
+    step: int
+    what: str
+    payload: bytes
+
+
+class Page:
+    """Reads, and for its own rank writes, one control segment of `NBYTES` bytes that is mapped at `address`."""
+
+    def __init__(self, buffer: memoryview, address: int) -> None:
+        self.device_address = address + _DEVICE_AT
+        self._buffer = buffer
+        self._words = buffer.cast("q")
+
+    def identify(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
+        self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
+
+    def is_of(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> bool:
+        """True where the page says that it is the one that its rank announced."""
+        want = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
+        return bytes(self._buffer[: _IDENTITY.size]) == want
+
+    @property
+    def state(self) -> int:
+        return self._words[_STATE]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._words[_STATE] = state
+
+    @property
+    def heartbeat(self) -> int:
+        """CLOCK_MONOTONIC of the last beat, in nanoseconds; the same clock for all processes of a machine."""
+        return self._words[_HEARTBEAT]
+
+    @heartbeat.setter
+    def heartbeat(self, nanoseconds: int) -> None:
+        self._words[_HEARTBEAT] = nanoseconds
+
+    @property
+    def sequence(self) -> int:
+        return self._words[_SEQUENCE]
+
+    def device_words(self) -> NDArray[np.int64]:
+        return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
+
+    def announce(self, call: Descriptor) -> None:
+        packed = [field.encode()[:24] if isinstance(field, str) else field for field in astuple(call)]
+        self._put(_ring_at(call.sequence), _DESCRIPTOR.pack(*packed))
+        self._words[_SEQUENCE] = call.sequence  # behind its descriptor, so that a reader of this finds that
+
+    def called(self, sequence: int) -> Descriptor | None:
+        """The call number `sequence`; None where there was none, or it is too long ago."""
+        data = self._take(_ring_at(sequence), _DESCRIPTOR.size)
+        if data is None or len(data) != _DESCRIPTOR.size:
+            return None
+        fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
+        found = Descriptor(*fields)
+        return found if found.sequence == sequence else None
+
+    def last(self) -> Descriptor | None:
+        for _ in range(_TRIES):  # its rank may be calling on and on, and overwrite what we look for
+            sequence = self.sequence
+            found = self.called(sequence)
+            if found is not None or sequence == self.sequence:
+                return found
+        return None
+
+    def put_fault(self, fault: Fault) -> bool:
+        """False where there is one already: the first stays."""
+        if self._words[_FAULTED]:
+            return False
+        head = _FAULT.pack(fault.kind.encode()[:32], fault.culprit, fault.sequence)
+        self._put(_FAULT_AT, head + fault.text.encode(errors="replace")[:_FAULT_TEXT])
+        self._words[_FAULTED] = 1
+        return True
+
+    def fault(self) -> Fault | None:
+        if not self._words[_FAULTED]:
+            return None
+        data = self._take(_FAULT_AT, _FAULT.size + _FAULT_TEXT)
+        if data is None or len(data) < _FAULT.size:
+            return None
+        kind, culprit, sequence = _FAULT.unpack_from(data)
+        return Fault(_text(kind), culprit, sequence, data[_FAULT.size :].decode(errors="ignore"))
+
+    def post(self, message: Message) -> None:
+        head = _MESSAGE.pack(message.step, message.what.encode()[:64])
+        self._put(_slot_at(message.step), head + message.payload)
+
+    def posted(self, step: int) -> Message | None:
+        """What lies in the slot of `step`: that step's message, an older or a newer one, or None."""
+        data = self._take(_slot_at(step), _MESSAGE.size + MESSAGE_BYTES, tries=1)
+        if data is None or len(data) < _MESSAGE.size:
+            return None
+        found, what = _MESSAGE.unpack_from(data)
+        return Message(found, _text(what), data[_MESSAGE.size :])
+
+    def _put(self, at: int, payload: bytes) -> None:
+        length = struct.pack("<I", len(payload))
+        frame = _FRAME.pack(len(payload), zlib.crc32(length + payload))
+        self._buffer[at : at + _FRAME.size + len(payload)] = frame + payload
+
+    def _take(self, at: int, most: int, tries: int = _TRIES) -> bytes | None:
+        """The whole record at `at`; None where there is none, or where it never held still."""
+        for _ in range(tries):
+            length, crc = _FRAME.unpack(bytes(self._buffer[at : at + _FRAME.size]))
+            if length <= most:
+                payload = bytes(self._buffer[at + _FRAME.size : at + _FRAME.size + length])
+                if crc == zlib.crc32(struct.pack("<I", length) + payload):
+                    return payload
+            if length == 0 and crc == 0:
+                return None
+        return None
+
+
+def check_page(page: Page, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
+    """Raises `ResourceError` where the page is not the one that `rank` announced."""
+    if not page.is_of(rank, world_size, nonce, pid, start_time):
+        raise ResourceError(f"the segment behind rank {rank}'s record (pid {pid}) is not its control page")
+
+
+def _ring_at(sequence: int) -> int:
+    return _RING_AT + sequence % RING * _ENTRY
+
+
+def _slot_at(step: int) -> int:
+    return _SLOTS_AT + step % 2 * PAGE_BYTES
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode(errors="ignore")

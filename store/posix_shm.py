@@ -1,0 +1,120 @@
+"""Memory that the ranks' processes share on the CPU.
+
+    rank 0: memfd, sealed ── pid, descriptor, size ──▶ rank 1: opens /proc/<pid>/fd/<n>, maps it
+
+Set-up goes in stages. After each stage all ranks go on or all ranks raise, and then each undoes what it had.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError, TricommError
+from tricomm.store.control import ControlPage
+from tricomm.store.local import check_view
+from tricomm.store.segments import Segment
+
+_MAGIC = b"TCSHM\x00\x00\x01"
+_RECORD = struct.Struct("<8siqiQ")  # magic, rank, pid, descriptor, bytes
+_T = TypeVar("_T")
+
+
+def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
+    """A block of `nbytes` bytes, zeroed, of each rank, mapped by all ranks; called by all ranks together.
+
+    Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` where
+    memory or a descriptor is refused, `InvalidArgument` for a bad size, `RendezvousError` where the ranks' records
+    don't fit together; and as `ControlPage.exchange` does where a rank is gone.
+    """
+    deadline = time.monotonic() + timeout
+    with ExitStack() as undo:
+
+        def jointly(stage: str, action: Callable[[], _T]) -> _T:
+            return _jointly(control, f"posix_shm: {stage}", deadline, action)
+
+        mine = jointly("allocate memory", lambda: _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
+        record = _RECORD.pack(_MAGIC, control.rank, os.getpid(), mine.fd, nbytes)
+        records = control.exchange(record, "posix_shm: records", _left(deadline))
+        segments = jointly("map peers' memory", lambda: _attach_all(control, records, mine, undo))
+        mine.close_fd()
+        undo.pop_all()
+    return PosixShmArena(segments)
+
+
+class PosixShmArena:
+    """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
+
+    kind = "posix_shm"
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.nbytes = segments[0].nbytes
+        self.bases = tuple(segment.address for segment in segments)
+        self._segments = tuple(segments)
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """View of rank `rank`'s block from byte `offset` on; it keeps that block mapped, also after `close`.
+
+        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        if not self._segments:
+            raise GroupAborted("this posix_shm arena is closed")
+        numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        if numel == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(self._segments[rank].buffer, dtype=dtype, count=numel, offset=offset)
+        return flat.view(tuple(shape))
+
+    def close(self) -> None:
+        """Unmap everything that no tensor looks at any more; the rest goes with its last tensor. Idempotent."""
+        segments, self._segments = self._segments, ()
+        for segment in segments:
+            segment.close()
+
+
+def _attach_all(control: ControlPage, records: Sequence[bytes], mine: Segment, undo: ExitStack) -> list[Segment]:
+    return [
+        mine if rank == control.rank else _kept(undo, _attach(control, rank, record, mine.nbytes))
+        for rank, record in enumerate(records)
+    ]
+
+
+def _attach(control: ControlPage, rank: int, record: bytes, nbytes: int) -> Segment:
+    if len(record) != _RECORD.size:
+        raise RendezvousError(f"rank {rank}'s memory record has {len(record)} bytes, expected {_RECORD.size}")
+    magic, sender, pid, fd, size = _RECORD.unpack(record)
+    if magic != _MAGIC or sender != rank or pid != control.pid(rank) or fd < 0:
+        raise RendezvousError(f"rank {rank}'s memory record is not what that rank would write: mixed versions?")
+    if size != nbytes:
+        raise RendezvousError(f"rank {rank} shares {size} bytes where this rank shares {nbytes}: use the same size")
+    try:
+        return Segment.attach(pid, control.start_time(rank), fd, nbytes, readonly=False)
+    except ResourceError as error:
+        raise ResourceError(f"rank {rank}'s memory cannot be mapped: {error}") from error
+
+
+def _kept(undo: ExitStack, segment: Segment) -> Segment:
+    undo.callback(segment.close)
+    return segment
+
+
+def _jointly(control: ControlPage, what: str, deadline: float, action: Callable[[], _T]) -> _T:
+    """Result of `action`, where it succeeded on all ranks; otherwise the same error on all."""
+    try:
+        result = action()
+    except Exception as error:
+        # The peers wait in `agree`: every kind of error has to reach them.
+        known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
+        control.agree(known, what, _left(deadline))
+        raise known from error
+    control.agree(None, what, _left(deadline))
+    return result
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)

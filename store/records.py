@@ -1,0 +1,175 @@
+"""Fixed-size binary records that cross the Store, and the one function that decides whether to believe them.
+
+    magic 8 | version 2 | kind 2 | payload bytes 4 | generation 8 | rank 4 | world size 4 | seal kind 4 | nonce 16
+    payload (a fixed size for each kind)
+    seal 32: SHA-256 of all before it, or HMAC-SHA256 under TRICOMM_TOKEN
+
+Whoever can write to the Store can write anything: nothing is used before `parse` has looked at all of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+
+from tricomm.errors import RendezvousError
+
+MAX_WORLD_SIZE = 1 << 16
+NONCE_BYTES = 16
+SEAL_BYTES = 32
+
+_MAGIC = b"TRICOMM\x00"
+_VERSION = 1
+_HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
+_HELLO = struct.Struct("<QQQ16sIIQQI64s")
+_FAILURE = struct.Struct("<Q32s512s")
+_MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
+_MAX_FD = 1 << 30
+_MAX_SEGMENT = 1 << 30
+_PLAIN, _KEYED = 1, 2
+
+
+class Kind(enum.IntEnum):
+    """What a record says."""
+
+    HELLO = 1
+    FAILURE = 2
+
+
+_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE}
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A rank introduces itself: its process, its host, and the segment in which it will speak from now on."""
+
+    pid: int
+    start_time: int
+    pid_namespace: int
+    boot_id: bytes
+    uid: int
+    fd: int
+    nbytes: int
+    layout_hash: int
+    state: int
+    hostname: str
+
+    def pack(self) -> bytes:
+        host = self.hostname.encode(errors="replace")[:64]
+        where = (self.pid, self.start_time, self.pid_namespace, self.boot_id, self.uid, self.fd, self.nbytes)
+        return _HELLO.pack(*where, self.layout_hash, self.state, host)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank gives the meeting up: `kind` is the name of an error class, `text` says why."""
+
+    pid: int
+    kind: str
+    text: str
+
+    def pack(self) -> bytes:
+        return _FAILURE.pack(self.pid, self.kind.encode()[:32], self.text.encode(errors="replace")[:512])
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: who says it, in which group and generation, and what. Never printed: the nonce is a secret."""
+
+    rank: int
+    world_size: int
+    generation: int
+    nonce: bytes
+    body: Hello | Failure
+
+    def pack(self, token: bytes | None) -> bytes:
+        kind = Kind.HELLO if isinstance(self.body, Hello) else Kind.FAILURE
+        payload = self.body.pack()
+        seal_kind = _PLAIN if token is None else _KEYED
+        head = (_MAGIC, _VERSION, kind, len(payload), self.generation, self.rank, self.world_size, seal_kind)
+        data = _HEADER.pack(*head, self.nonce) + payload
+        return data + _seal(data, token)
+
+    def __repr__(self) -> str:
+        return f"Record(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+
+
+def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: bytes | None) -> Record:
+    """The record of `rank` (None: of any rank) in `generation`; pure.
+
+    Raises `RendezvousError` that names whose record is wrong and in which respect. Never allocates, indexes or
+    unpacks by a value of the record before its length and its seal are right.
+    """
+    whose = "failure record" if rank is None else f"rank {rank}'s record"
+    layout = _PAYLOADS[kind]
+    _check_envelope(data, whose, kind, layout.size)
+    _, _, _, _, found_generation, sender, world_size, seal_kind, nonce = _HEADER.unpack_from(data)
+    _check_seal(data, whose, seal_kind, token)
+    if found_generation != generation:
+        raise RendezvousError(f"{whose}: bad generation: it is of meeting {found_generation}, not of {generation}")
+    if rank is not None and sender != rank:
+        raise RendezvousError(f"{whose}: bad rank: it says that it is rank {sender}'s")
+    payload = data[_HEADER.size : _HEADER.size + layout.size]
+    if kind is Kind.FAILURE:
+        return Record(sender, world_size, generation, nonce, _failure(payload))
+    if not 1 <= world_size <= MAX_WORLD_SIZE or not 0 <= sender < world_size:
+        raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
+    return Record(sender, world_size, generation, nonce, _hello(payload, whose))
+
+
+def _check_envelope(data: bytes, whose: str, kind: Kind, payload_bytes: int) -> None:
+    if not isinstance(data, bytes) or len(data) < _HEADER.size:
+        size = len(data) if isinstance(data, bytes) else type(data).__name__
+        raise RendezvousError(f"{whose}: bad length: {size} bytes are too few for a record")
+    magic, version, found_kind, length, *_ = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise RendezvousError(f"{whose}: bad magic: these are not tricomm's bytes; does something else use this store?")
+    if version != _VERSION:
+        raise RendezvousError(f"{whose}: bad version {version}, expected {_VERSION}: install one tricomm everywhere")
+    if found_kind != kind:
+        raise RendezvousError(f"{whose}: bad kind {found_kind}, expected {kind.value}")
+    want = _HEADER.size + payload_bytes + SEAL_BYTES
+    if length != payload_bytes or len(data) != want:
+        raise RendezvousError(f"{whose}: bad length: {len(data)} bytes that claim {length} of payload, expected {want}")
+
+
+def _check_seal(data: bytes, whose: str, seal_kind: int, token: bytes | None) -> None:
+    if seal_kind not in (_PLAIN, _KEYED):
+        raise RendezvousError(f"{whose}: bad seal kind {seal_kind}")
+    if (seal_kind == _KEYED) != (token is not None):
+        has = "is sealed with a token, and this rank has none" if token is None else "is not sealed with a token"
+        raise RendezvousError(f"{whose}: bad MAC: it {has}; set the same TRICOMM_TOKEN on every rank")
+    if not hmac.compare_digest(data[-SEAL_BYTES:], _seal(data[:-SEAL_BYTES], token)):
+        what = "checksum: it was changed" if token is None else "MAC: another TRICOMM_TOKEN, or it was changed"
+        raise RendezvousError(f"{whose}: bad {what}")
+
+
+def _seal(data: bytes, token: bytes | None) -> bytes:
+    return hashlib.sha256(data).digest() if token is None else hmac.digest(token, data, "sha256")
+
+
+def _hello(payload: bytes, whose: str) -> Hello:
+    pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, host = _HELLO.unpack(payload)
+    for name, value, least, most in (
+        ("pid", pid, 1, _MAX_PID),
+        ("start time", started, 1, 1 << 62),
+        ("descriptor", fd, 0, _MAX_FD),
+        ("segment size", nbytes, 1, _MAX_SEGMENT),
+    ):
+        if not least <= value <= most:
+            raise RendezvousError(f"{whose}: bad {name}: {value} is not in {least}..{most}")
+    return Hello(pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, _text(host))
+
+
+def _failure(payload: bytes) -> Failure:
+    pid, kind, text = _FAILURE.unpack(payload)
+    return Failure(pid, _text(kind), _text(text))
+
+
+def _text(data: bytes) -> str:
+    """Text of a zero-padded field; what is cut or not printable does no harm."""
+    text = data.split(b"\0", 1)[0].decode(errors="ignore")
+    return "".join(c if c.isprintable() else "?" for c in text)

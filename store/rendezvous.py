@@ -1,0 +1,201 @@
+"""Opening the Store that ranks meet at: torch's own stores, with our bounds, and never on a wildcard address.
+
+`TCPStore("127.0.0.1", ...)` listens on every interface. So where this process hosts the store, it binds the socket
+to the given address itself and hands it over.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+
+from tricomm import env
+from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.store.deadline import Worker, first_line
+from tricomm.store.meeting import meet
+
+__all__ = ["meet", "open_store"]
+
+_RETRY_SECONDS = 0.02
+_GRACE_SECONDS = 0.25  # for what is bounded by itself; name look-ups are not
+_QUERY = ("rank", "world_size")
+# A store that is hosted here lives until the process ends: a peer may already be meeting there for the next group.
+_hosted: dict[tuple[int, str, int], TCPStore] = {}  # by pid, too: a fork has no server
+_hosting = threading.Lock()
+
+
+def open_store(url: str, rank: int | None, world_size: int | None, timeout: float) -> tuple[Store, int, int]:
+    """The store at `url`, this process's rank, and the number of ranks.
+
+    `url` is "env://" (MASTER_ADDR, MASTER_PORT), "tcp://host:port" or "file:///path"; `rank` and `world_size` are
+    taken from its query (?rank=0&world_size=2), from the arguments, or from RANK and WORLD_SIZE. Rank 0 hosts a
+    TCPStore on the given address, and nowhere else, unless torchrun's agent hosts one already.
+
+    Raises `InvalidArgument` that names what is missing or wrong, `RendezvousError` within `timeout` + 1 seconds where
+    the store cannot be reached or hosted.
+    """
+    if not isinstance(url, str):
+        raise InvalidArgument(f"url={url!r}: a string is needed")
+    parts = urlsplit(url)
+    if parts.scheme not in ("env", "tcp", "file"):
+        raise InvalidArgument(f"url={url!r}: use env://, tcp://host:port or file:///path")
+    query = _query(url, parts)
+    rank = _number(url, "rank", query.get("rank"), rank, "RANK")
+    world_size = _number(url, "world_size", query.get("world_size"), world_size, "WORLD_SIZE")
+    if world_size < 1:
+        raise InvalidArgument(f"world_size={world_size}: a positive number of ranks is needed")
+    if parts.scheme == "file":
+        return _file_store(url, parts, world_size), rank, world_size
+    host, port = _from_environment() if parts.scheme == "env" else _from_url(url, parts)
+    agent = parts.scheme == "env" and env.flag("TORCHELASTIC_USE_AGENT_STORE")
+    open_it = _join if rank != 0 or agent else _host
+    store: Store = _bounded(host, port, timeout + _GRACE_SECONDS, lambda: open_it(host, port, world_size, timeout))
+    if agent:  # torchrun keeps one store over all restarts, and torch keeps them apart by this prefix
+        store = PrefixStore(f"/worker/attempt_{env.text('TORCHELASTIC_RESTART_COUNT') or '0'}", store)
+    return store, rank, world_size
+
+
+def _query(url: str, parts: SplitResult) -> dict[str, str]:
+    query = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(set(query) - set(_QUERY)):
+        raise InvalidArgument(f"url={url!r}: unknown {', '.join(unknown)}; there are {' and '.join(_QUERY)}")
+    return query
+
+
+def _number(url: str, name: str, in_url: str | None, argument: int | None, variable: str) -> int:
+    if in_url is not None:
+        if not in_url.isdecimal():
+            raise InvalidArgument(f"url={url!r}: {name}={in_url!r} is not a number")
+        if argument is not None and argument != int(in_url):
+            raise InvalidArgument(f"url={url!r} says {name}={in_url}, the argument says {argument}: give one")
+        return int(in_url)
+    found = argument if argument is not None else env.integer(variable)
+    if found is None:
+        raise InvalidArgument(
+            f"{name} is missing: pass {name}=, add ?{name}= to the URL, or set {variable} (torchrun does)"
+        )
+    if isinstance(found, bool) or not isinstance(found, int):
+        raise InvalidArgument(f"{name}={found!r}: an integer is needed")
+    return found
+
+
+def _from_environment() -> tuple[str, int]:
+    host, port = env.text("MASTER_ADDR"), env.integer("MASTER_PORT")
+    missing = [n for n, v in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if v is None]
+    if host is None or port is None:
+        raise InvalidArgument(
+            f"env:// needs {' and '.join(missing)}: start with torchrun, set the variables, or use tcp:// or file://"
+        )
+    return host, _port(port, "MASTER_PORT")
+
+
+def _from_url(url: str, parts: SplitResult) -> tuple[str, int]:
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise InvalidArgument(f"url={url!r}: {error}") from None
+    if not host or port is None:
+        raise InvalidArgument(f"url={url!r}: host and port are needed, as in tcp://127.0.0.1:29500")
+    return host, _port(port, url)
+
+
+def _port(port: int, where: str) -> int:
+    if not 1 <= port <= 65535:
+        raise InvalidArgument(f"{where}: port {port} is not in 1..65535")
+    return port
+
+
+def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
+    path = parts.path
+    if parts.netloc or not path.startswith("/") or path.endswith("/"):
+        raise InvalidArgument(f"url={url!r}: an absolute path is needed, as in file:///dir/name")
+    if not os.path.isdir(os.path.dirname(path)):
+        raise InvalidArgument(f"url={url!r}: the directory {os.path.dirname(path)!r} does not exist; make it first")
+    try:
+        # torch would create it readable for everybody.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        with open(fd, "rb"):
+            found = os.fstat(fd)
+    except OSError as error:
+        raise RendezvousError(
+            f"url={url!r}: {error.strerror}; all ranks need a file there that is their own"
+        ) from error
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        whose = f"uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
+        raise RendezvousError(
+            f"url={url!r}: the file ({whose}) can be written by others than uid {os.geteuid()}: use a new path in a "
+            "directory of your own"
+        )
+    return FileStore(path, world_size)
+
+
+def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
+    """Host the store; a second call in this process gets the same one."""
+    key = (os.getpid(), host, port)
+    with _hosting, ExitStack() as undo:
+        if key in _hosted:
+            return _hosted[key]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0 cannot host a store at {host}:{port} ({error.strerror}): take a free port on an address of "
+                "this machine, or pass a store that exists"
+            ) from error
+        fd = os.dup(listener.fileno())  # the store closes the one that it gets
+        return _hosted.setdefault(key, _tcp_store(str(address[0]), port, world_size, timeout, fd))
+
+
+def _join(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
+    """Connect to the store, waiting until its host has come."""
+    began = time.monotonic()
+    while True:
+        left = timeout - (time.monotonic() - began)
+        try:
+            # Torch's client retries on its own clock, and overshoots: let it begin only when somebody listens.
+            socket.create_connection((host, port), max(left, 0.01)).close()
+            break
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited + _RETRY_SECONDS >= timeout:
+                raise RendezvousError(
+                    f"no store at {host}:{port} within {waited:.1f} s ({error.strerror or error}): does rank 0 run, and "
+                    "do all ranks have the same MASTER_ADDR and MASTER_PORT?"
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+    left = max(timeout - (time.monotonic() - began), _RETRY_SECONDS)
+    return _tcp_store(host, port, world_size, left, None)
+
+
+def _tcp_store(host: str, port: int, world_size: int, timeout: float, fd: int | None) -> TCPStore:
+    limit = timedelta(seconds=timeout)
+    if fd is None:
+        return TCPStore(host, port, world_size, False, limit, wait_for_workers=False)
+    return TCPStore(host, port, world_size, True, limit, wait_for_workers=False, master_listen_fd=fd)
+
+
+def _bounded(host: str, port: int, timeout: float, action: Callable[[], TCPStore]) -> TCPStore:
+    began = time.monotonic()
+    worker = Worker("tricomm-open-store")
+    try:
+        return worker.run(action, f"opening the store at {host}:{port}", timeout)
+    except RendezvousError:
+        raise
+    except Exception as error:
+        waited = time.monotonic() - began
+        raise RendezvousError(f"no store at {host}:{port} after {waited:.1f} s: {first_line(error)}") from error
+    finally:
+        worker.close()

@@ -1,0 +1,362 @@
+"""What one process of a `FakeCuda` world sees as the module `cuda.bindings.driver`."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.store.fake_driver import CudaRuleBroken, FakeCuda
+
+GRANULE = 2 << 20
+PAGE = 4096
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_DEVICE = 101
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217
+    CUDA_ERROR_INVALID_HANDLE = 400
+    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
+    CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
+    CUDA_ERROR_UNKNOWN = 999
+
+
+class CUipcMemHandle:
+    def __init__(self) -> None:
+        self._bytes = ctypes.create_string_buffer(64)
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self._bytes)
+
+
+class _Refused(Exception):
+    """The call gives an error code, as CUDA promises to."""
+
+    def __init__(self, name: str) -> None:
+        self.status = CUresult[name]
+
+
+@dataclass(eq=False)
+class Block:
+    """One cuMemAlloc."""
+
+    owner: Bindings
+    gpu: int
+    base: int
+    data: bytearray
+    live: bool = True
+    mappings: Counter[int] = field(default_factory=Counter)  # by process number
+
+
+@dataclass(eq=False)
+class Mapping:
+    """One cuIpcOpenMemHandle."""
+
+    base: int
+    block: Block
+    gpu: int
+    peer_access: bool
+    live: bool = True
+
+
+def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    name = function.__name__
+
+    @functools.wraps(function)
+    def recorded(self: Bindings, *arguments: Any) -> tuple[Any, ...]:
+        with self.world.lock:
+            self.calls.append(name)
+            self.world.log.append((self.number, name))
+            self.counts[name] += 1
+            failure = self.failures.get((name, self.counts[name]))
+            # Popping reports earlier errors, but it pops.
+            if failure and name != "cuCtxPopCurrent":
+                return (CUresult[failure],) + (None,)
+            try:
+                value = function(self, *arguments)
+            except _Refused as refusal:
+                return (refusal.status,) + (None,)
+        status = CUresult[failure] if failure else CUresult.CUDA_SUCCESS
+        return (status, *value) if isinstance(value, tuple) else (status, value)
+
+    return recorded
+
+
+class Bindings:
+    """What one process sees as the module `cuda.bindings.driver`."""
+
+    CUresult = CUresult
+    CUipcMemHandle = CUipcMemHandle
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16)
+
+    def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
+        self.world, self.number, self.visible = world, number, visible
+        self.alive = True
+        self.calls: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.failures: dict[tuple[str, int], str] = {}
+        self.loses_writes_to_peers = False
+        self.kernel_running = False
+        self._initialised = False
+        self._retained: Counter[int] = Counter()
+        self._stack = threading.local()
+        self._blocks: list[Block] = []
+        self._mappings: list[Mapping] = []
+        self._pages: dict[int, int] = {}
+        self._next_address = (number + 1) << 40
+
+    def holds(self) -> list[str]:
+        me = f"process {self.number} still holds"
+        return (
+            [f"{me} block {block.base:#x}" for block in self._blocks if block.live]
+            + [f"{me} mapping {mapping.base:#x}" for mapping in self._mappings if mapping.live]
+            + [f"{me} pinned page {address:#x}" for address in self._pages]
+            + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
+        )
+
+    def die(self) -> None:
+        self.alive = False
+        for mapping in self._mappings:
+            if mapping.live:
+                mapping.block.mappings[self.number] -= 1
+
+    @_call
+    def cuInit(self, flags: int) -> None:
+        self._initialised = True
+
+    @_call
+    def cuDeviceGetCount(self) -> int:
+        return len(self.visible)
+
+    @_call
+    def cuDeviceGet(self, ordinal: int) -> int:
+        if not self._initialised or not 0 <= ordinal < len(self.visible):
+            raise _Refused("CUDA_ERROR_INVALID_DEVICE")
+        return ordinal
+
+    @_call
+    def cuDeviceGetUuid(self, device: int) -> Any:
+        return SimpleNamespace(bytes=hashlib.md5(b"gpu%d" % self.visible[device]).digest())
+
+    @_call
+    def cuDeviceGetPCIBusId(self, length: int, device: int) -> bytes:
+        return (b"0000:%02x:00.0" % self.visible[device]).ljust(length, b"\0")
+
+    @_call
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return 132
+
+    @_call
+    def cuDeviceCanAccessPeer(self, device: int, peer: int) -> int:
+        return int(self.world.reachable(self.visible[device], self.visible[peer]))
+
+    @_call
+    def cuDevicePrimaryCtxRetain(self, device: int) -> int:
+        self._retained[self.visible[device]] += 1
+        return self._context_of(self.visible[device])
+
+    @_call
+    def cuDevicePrimaryCtxRelease(self, device: int) -> None:
+        gpu = self.visible[device]
+        if not self._retained[gpu]:
+            raise self._complain(f"released the context of GPU {gpu}, which it does not hold")
+        self._retained[gpu] -= 1
+        if not self._retained[gpu]:
+            self._reset(gpu)
+
+    def _reset(self, gpu: int) -> None:
+        """A context goes with all that is in it, which is no way to clean up, except after a failure."""
+        blocks = [block for block in self._blocks if block.live and block.gpu == gpu]
+        mappings = [mapping for mapping in self._mappings if mapping.live and mapping.gpu == gpu]
+        if (blocks or mappings or self._pages) and not self.failures:
+            raise self._complain(f"destroyed the context of GPU {gpu} with something in it")
+        for mapping in mappings:
+            self._unmap(mapping)
+        for block in blocks:
+            self._free(block)
+        self._pages.clear()
+
+    @_call
+    def cuCtxPushCurrent(self, context: int) -> None:
+        gpu = context - self._context_of(0)
+        if not self._retained[gpu]:
+            raise self._complain(f"made context {context} current, which it does not hold")
+        self._contexts().append(gpu)
+
+    @_call
+    def cuCtxPopCurrent(self) -> int:
+        if not self._contexts():
+            raise self._complain("popped a context that it did not push")
+        return self._context_of(self._contexts().pop())
+
+    @_call
+    def cuCtxSynchronize(self) -> None:
+        self._current_gpu()
+        self.kernel_running = False
+
+    @_call
+    def cuMemAlloc(self, nbytes: int) -> int:
+        gpu = self._current_gpu()
+        live = [block for p in self.world.processes for block in p._blocks if block.live and block.gpu == gpu]
+        if nbytes + sum(len(block.data) for block in live) > self.world.capacity:
+            raise _Refused("CUDA_ERROR_OUT_OF_MEMORY")
+        # Poison, since CUDA does not clear what it hands out.
+        block = Block(self, gpu, self._fresh_address(nbytes), bytearray(b"\xa5" * nbytes))
+        self._blocks.append(block)
+        return block.base
+
+    @_call
+    def cuMemFree(self, address: int) -> None:
+        self._current_gpu()
+        block = next((block for block in self._blocks if block.base == address), None)
+        if block is None or not block.live:
+            raise self._complain(f"freed {address:#x}, which is no block or is freed already")
+        self._free(block)
+
+    def _free(self, block: Block) -> None:
+        holders = [number for number, count in block.mappings.items() if count]
+        if holders:
+            raise self._complain(f"freed block {block.base:#x} while process(es) {holders} have it mapped")
+        if self.kernel_running:
+            raise self._complain(f"freed block {block.base:#x} while a kernel runs")
+        block.live = False
+
+    @_call
+    def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        block, _ = self._find(address, 1)
+        return block.base, len(block.data)
+
+    @_call
+    def cuMemsetD8(self, address: int, value: int, nbytes: int) -> None:
+        block, start = self._find(address, nbytes)
+        block.data[start : start + nbytes] = bytes([value]) * nbytes
+
+    @_call
+    def cuMemcpyDtoH(self, host: int, address: int, nbytes: int) -> None:
+        block, start = self._find(address, nbytes)
+        ctypes.memmove(host, bytes(block.data[start : start + nbytes]), nbytes)
+
+    @_call
+    def cuMemcpyHtoD(self, address: int, host: int, nbytes: int) -> None:
+        block, start = self._find(address, nbytes)
+        if block.owner is self or not self.loses_writes_to_peers:
+            block.data[start : start + nbytes] = ctypes.string_at(host, nbytes)
+
+    @_call
+    def cuIpcGetMemHandle(self, address: int) -> CUipcMemHandle:
+        self._current_gpu()
+        block = next((block for block in self._blocks if block.base == address and block.live), None)
+        if block is None:
+            raise self._complain(f"exported {address:#x}, which is not the start of a live block of its own")
+        if len(block.data) % GRANULE:
+            raise self._complain(f"exported a block of {len(block.data)} bytes, and with it its neighbours")
+        data = hashlib.sha512(b"%d %d" % (self.number, self._blocks.index(block))).digest()
+        self.world.handles[data] = block
+        handle = CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), data, 64)
+        return handle
+
+    @_call
+    def cuIpcOpenMemHandle(self, handle: CUipcMemHandle, flags: int) -> int:
+        gpu = self._current_gpu()
+        block = self.world.handles.get(ctypes.string_at(handle.getPtr(), 64))
+        if block is None:
+            raise _Refused("CUDA_ERROR_INVALID_HANDLE")
+        if block.owner is self:
+            raise self._complain("opened its own handle, which CUDA allows other processes only")
+        if not block.live:
+            raise self._complain(f"opened the handle of freed block {block.base:#x}")
+        if flags & 1 and gpu != block.gpu and not self.world.reachable(gpu, block.gpu):
+            raise _Refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+        block.mappings[self.number] += 1
+        base = self._fresh_address(len(block.data))
+        self._mappings.append(Mapping(base, block, gpu, peer_access=bool(flags & 1) or gpu == block.gpu))
+        return base
+
+    @_call
+    def cuIpcCloseMemHandle(self, address: int) -> None:
+        self._current_gpu()
+        mapping = next((mapping for mapping in self._mappings if mapping.base == address), None)
+        if mapping is None or not mapping.live:
+            raise self._complain(f"closed {address:#x}, which is no mapping or is closed already")
+        self._unmap(mapping)
+
+    def _unmap(self, mapping: Mapping) -> None:
+        if self.kernel_running:
+            raise self._complain(f"closed mapping {mapping.base:#x} while a kernel runs")
+        mapping.live = False
+        mapping.block.mappings[self.number] -= 1
+
+    @_call
+    def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        self._current_gpu()
+        if address % PAGE or flags != 3:
+            raise self._complain(f"pinned {address:#x} with flags {flags}: not a page, not mapped, or not portable")
+        if address in self._pages:
+            raise _Refused("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
+        self._pages[address] = nbytes
+
+    @_call
+    def cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
+        if address not in self._pages:
+            raise _Refused("CUDA_ERROR_INVALID_VALUE")
+        return address + (1 << 60)
+
+    @_call
+    def cuMemHostUnregister(self, address: int) -> None:
+        self._current_gpu()
+        if address not in self._pages:
+            raise self._complain(f"unpinned {address:#x}, which is not pinned")
+        del self._pages[address]
+
+    def cuGetErrorString(self, status: CUresult) -> tuple[CUresult, bytes]:
+        return CUresult.CUDA_SUCCESS, b"CUDA's own words"
+
+    def _complain(self, text: str) -> CudaRuleBroken:
+        return self.world.complain(f"process {self.number} {text}")
+
+    def _context_of(self, gpu: int) -> int:
+        return 1000 * (self.number + 1) + gpu
+
+    def _contexts(self) -> list[int]:
+        if not hasattr(self._stack, "gpus"):
+            self._stack.gpus = []
+        return self._stack.gpus
+
+    def _current_gpu(self) -> int:
+        if not self._contexts():
+            raise _Refused("CUDA_ERROR_INVALID_CONTEXT")
+        return self._contexts()[-1]
+
+    def _fresh_address(self, nbytes: int) -> int:
+        address = self._next_address
+        self._next_address += -(-nbytes // GRANULE) * GRANULE + GRANULE
+        return address
+
+    def _find(self, address: int, nbytes: int) -> tuple[Block, int]:
+        gpu = self._current_gpu()
+        for mapping in self._mappings:
+            if mapping.live and mapping.base <= address and address + nbytes <= mapping.base + len(mapping.block.data):
+                if not mapping.block.live:
+                    raise self._complain(f"touched {address:#x} after its owner freed it")
+                if not mapping.peer_access or mapping.gpu != gpu:
+                    raise self._complain(f"touched GPU {mapping.block.gpu} from GPU {gpu} without peer access")
+                return mapping.block, address - mapping.base
+        for block in self._blocks:
+            if block.base <= address and address + nbytes <= block.base + len(block.data):
+                if not block.live:
+                    raise self._complain(f"touched {address:#x} after it freed it")
+                return block, address - block.base
+        raise self._complain(f"touched {address:#x} (+{nbytes}), where nothing is mapped")

@@ -1,0 +1,85 @@
+"""The part of the control page that sharing GPU memory relies on, for ranks that are threads of one test."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tricomm import errors
+
+PAGE = 4096
+
+
+class FakeGroup:
+    """Stand-in for the control page: rank threads that gather small messages with a bound."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.condition = threading.Condition()
+        self.rounds: dict[int, dict[int, tuple[str, bytes]]] = {}
+        self.dead: set[int] = set()
+        self.pages = [mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(world_size)]
+        self.controls = [FakeControl(self, rank) for rank in range(world_size)]
+
+    def kill(self, rank: int) -> None:
+        with self.condition:
+            self.dead.add(rank)
+            self.condition.notify_all()
+
+
+class FakeControl:
+    def __init__(self, group: FakeGroup, rank: int) -> None:
+        self.group, self.rank, self.world_size = group, rank, group.world_size
+        self.device_words = ctypes.addressof(ctypes.c_char.from_buffer(group.pages[rank]))
+        self.tamper: Callable[[str, bytes], bytes] = lambda what, payload: payload
+        self._round = 0
+
+    def alive(self, rank: int) -> bool:
+        return rank not in self.group.dead
+
+    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        assert len(payload) <= 1024
+        group, deadline = self.group, time.monotonic() + timeout
+        with group.condition:
+            self._round += 1
+            posted = group.rounds.setdefault(self._round, {})
+            posted[self.rank] = what, self.tamper(what, payload)
+            group.condition.notify_all()
+            while len(posted) < self.world_size:
+                gone = sorted(group.dead - posted.keys())
+                if gone:
+                    raise errors.PeerDied(f"rank(s) {gone} died during {what}")
+                if not group.condition.wait(max(deadline - time.monotonic(), 0)) and time.monotonic() >= deadline:
+                    late = sorted(set(range(self.world_size)) - posted.keys())
+                    raise errors.CollectiveTimeout(f"rank(s) {late} did not reach {what} within {timeout} s")
+            assert {stage for stage, _ in posted.values()} == {what}, f"the ranks are at different stages: {posted}"
+            return [posted[rank][1] for rank in range(self.world_size)]
+
+    def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
+        mine = b"" if error is None else f"{type(error).__name__} {error}".encode()[:1024]
+        for rank, data in enumerate(self.exchange(mine, what, timeout)):
+            if data:
+                name, _, text = data.decode(errors="replace").partition(" ")
+                raise getattr(errors, name)(f"{what}: rank {rank}: {text}")
+
+
+def run_ranks(world_size: int, body: Callable[[int], Any], seconds: float = 20) -> list[Any]:
+    """What `body(rank)` gave or raised, for each rank in a thread of its own, named "rank N"."""
+    outcomes: list[Any] = [TimeoutError(f"no outcome within {seconds} s")] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = body(rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    return outcomes

@@ -1,0 +1,68 @@
+"""A world of GPUs and processes without any: what `cuda.bindings.driver` does, and what CUDA forbids.
+
+`FakeCuda` is the machine. Each `world.process()` is a `Driver` of the library over fake bindings, so the real
+`cuda_driver.py` runs in every test. Where CUDA calls something undefined behaviour, the fake complains: it raises
+`CudaRuleBroken`, and `world.verify()` fails even if somebody swallowed that. `verify` also finds whatever was left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from tests.store.fake_bindings import Bindings, Block
+from tricomm.store.cuda_driver import Driver
+
+
+class CudaRuleBroken(AssertionError):
+    """Something that CUDA does not allow was done."""
+
+
+class FakeCuda:
+    """One machine. `reachable(a, b)`: may GPU a reach GPU b's memory. `capacity`: bytes of each GPU."""
+
+    def __init__(
+        self, gpus: int = 1, reachable: Callable[[int, int], bool] = lambda a, b: True, capacity: int = 1 << 32
+    ) -> None:
+        self.gpus, self.reachable, self.capacity = gpus, reachable, capacity
+        self.lock = threading.RLock()
+        self.complaints: list[str] = []
+        self.processes: list[Bindings] = []
+        self.handles: dict[bytes, Block] = {}
+        self.log: list[tuple[int, str]] = []
+
+    def process(self, visible: Sequence[int] | None = None) -> FakeDriver:
+        """A new process, with CUDA_VISIBLE_DEVICES=`visible`."""
+        process = Bindings(self, len(self.processes), tuple(range(self.gpus) if visible is None else visible))
+        self.processes.append(process)
+        return FakeDriver(process)
+
+    def complain(self, text: str) -> CudaRuleBroken:
+        self.complaints.append(text)
+        return CudaRuleBroken(text)
+
+    def verify(self) -> None:
+        """Fails where a rule was broken, or a living process still holds something."""
+        left = [text for process in self.processes if process.alive for text in process.holds()]
+        assert not self.complaints + left, "; ".join(self.complaints + left)
+
+
+class FakeDriver(Driver):
+    """The library's driver in one fake process, with the test's own handles on that process."""
+
+    def __init__(self, process: Bindings) -> None:
+        super().__init__(process)
+        self.process = process
+
+    @property
+    def calls(self) -> list[str]:
+        return self.process.calls
+
+    def fail_at(self, name: str, nth: int = 1, error: str = "CUDA_ERROR_UNKNOWN") -> None:
+        """The `nth` call of `name` from now on gives `error`, and does nothing."""
+        self.process.failures[name, self.process.counts[name] + nth] = error
+
+    def kill(self) -> None:
+        """End the process: the kernel takes back all that it held."""
+        with self.process.world.lock:
+            self.process.die()

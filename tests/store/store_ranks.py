@@ -1,0 +1,169 @@
+"""Ranks for the tests of meeting and sharing: threads of this process, and bodies for real processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, TCPStore
+
+from tricomm.errors import TricommError
+from tricomm.store import hello, process
+from tricomm.store.control import ControlPage
+from tricomm.store.deadline import Bounded
+from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.segments import Segment
+
+LAYOUT = 0x1234
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def holdings(sockets: bool = True) -> dict[str, Any]:
+    """What this process holds that a group could leave behind; a store's server has sockets that come and go."""
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        mapped = [line.split()[-2:] for line in maps if "tricomm" in line and "memfd" in line]
+    names = sorted(t.name for t in threading.enumerate())
+    fds = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.lexists(f"/proc/self/fd/{fd}")
+    ]
+    return {
+        "fds": sorted(f for f in fds if sockets or not f.startswith("socket:")),
+        "maps": mapped,
+        "threads": names,
+        "shm": os.listdir("/dev/shm"),
+    }
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    before = holdings()
+    yield
+    assert holdings() == before
+
+
+def in_threads(world_size: int, body: Callable[[int], Any], seconds: float = 30) -> list[Any]:
+    """What `body(rank)` returned, or the exception that it raised, for each rank in a thread of its own."""
+    outcomes: list[Any] = [TimeoutError(f"no outcome within {seconds} s")] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = body(rank)
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return outcomes
+
+
+def succeed(world_size: int, body: Callable[[int], Any], seconds: float = 30) -> list[Any]:
+    outcomes = in_threads(world_size, body, seconds)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+@contextmanager
+def pages(world_size: int) -> Iterator[list[ControlPage]]:
+    """Control pages of ranks that are threads of this process."""
+    store = HashStore()
+    made: list[ControlPage] = succeed(world_size, lambda rank: meet(store, rank, world_size, 10, LAYOUT))
+    try:
+        yield made
+    finally:
+        for page in made:
+            page.close()
+
+
+def serve(rank: int, world_size: int, tell: Callable[[Any], None]) -> None:
+    """A process that hosts a TCPStore until it is killed."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            "127.0.0.1", port, None, True, timedelta(seconds=30), False, master_listen_fd=os.dup(listener.fileno())
+        )
+    tell(port)
+    time.sleep(600)
+    del store
+
+
+def try_to_meet(store: Any, rank: int, world_size: int, timeout: float, layout: int = LAYOUT) -> tuple[Any, ...]:
+    """("ok", members' pids, seconds), or (class of the error, its words, seconds); checks that nothing is left."""
+    before = holdings(sockets=False)
+    began = time.monotonic()
+    try:
+        page = meet(store, rank, world_size, timeout, layout)
+    except TricommError as error:
+        result = type(error).__name__, str(error), time.monotonic() - began
+    else:
+        result = "ok", [page.pid(r) for r in range(world_size)], time.monotonic() - began
+        page.exchange(b"", "all are here", 10)
+        page.close()
+        del page
+    after = holdings(sockets=False)
+    if "did not return" not in result[1]:  # a store call that never returns keeps its thread
+        assert after == before, (before, after)
+    return result
+
+
+def meet_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
+    """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch, die."""
+    claim = claims[rank]
+    if "token" in claim:
+        os.environ["TRICOMM_TOKEN"] = claim["token"]
+    if claim.get("patch") == "boot":
+        process.boot_id = lambda: b"another host    "
+    if claim.get("patch") == "namespace":
+        process.pid_namespace = lambda: 42
+    if "die" in claim:
+        die_at(claim["die"])
+    store, _, _ = open_store(url, 1 if url.startswith("tcp") else 0, 2, 10)
+    if "uid" in claim:
+        os.seteuid(claim["uid"])
+    tell(os.getpid())
+    time.sleep(claim.get("delay", 0.0))
+    return try_to_meet(store, claim["rank"], claim["world"], timeout, claim.get("layout", LAYOUT))
+
+
+def die_at(point: str) -> None:
+    """Kill this process at a step of the meeting."""
+
+    def die(*_: Any, **__: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if point == "before hello":
+        hello.introduce = die
+    elif point == "after hello":
+        hello.check = die
+    elif point == "attach":
+        Segment.attach = die  # type: ignore[method-assign,assignment]
+    elif point == "met":
+        usual = Bounded.set
+        Bounded.set = lambda self, key, value: die() if key.endswith("/met") else usual(self, key, value)  # type: ignore
+    elif point == "confirm":
+        ControlPage.exchange = die  # type: ignore[method-assign]
+    else:
+        raise ValueError(point)

@@ -1,0 +1,346 @@
+"""The control page: what ranks see of each other, and how they agree without a store."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests import ranks
+from tests.store.store_ranks import holdings, in_threads, meet_as, nothing_left, pages, succeed
+from tricomm import errors
+from tricomm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    PeerDied,
+    ResourceError,
+    TricommError,
+)
+from tricomm.store.control import ControlPage, Descriptor, Fault, State
+from tricomm.store.page import MESSAGE_BYTES, NBYTES, Message, Page
+from tricomm.store.rendezvous import meet, open_store
+
+CALL = Descriptor(0, 2**63 + 5, "all_reduce", "sum", "bfloat16", "two_shot", "ll", 10**12, -1, 24, "eager")
+
+
+def call(sequence: int) -> Descriptor:
+    return Descriptor(sequence, sequence * 7, f"collective{sequence % 3}", "max", "int64", "a", "p", 1, 0, 8, "graph")
+
+
+def test_who_is_who():
+    with pages(3) as group:
+        assert [page.rank for page in group] == [0, 1, 2]
+        assert {page.world_size for page in group} == {3}
+        assert len({page.nonce for page in group}) == 1 and len(group[0].nonce) == 16
+        assert {page.group for page in group} == {group[0].nonce[:4].hex()}
+        assert {page.pid(r) for page in group for r in range(3)} == {os.getpid()}
+        assert all(page.alive(r) for page in group for r in range(3))
+        assert group[0].start_time(2) > 0
+
+
+def test_state_heartbeat_and_sequence_are_seen_by_the_others():
+    with pages(2) as (one, two):
+        assert one.state(1) == State.READY and 0 <= two.heartbeat_age(0) < 5
+        before = two.heartbeat(0)
+        one.beat()
+        assert before < two.heartbeat(0)
+        assert two.heartbeat(0) <= time.monotonic_ns() and 0 <= two.heartbeat_age(0) < 5
+        time.sleep(0.05)
+        assert two.heartbeat_age(0) >= 0.05
+        one.set_state(State.ABORTED)
+        assert two.state(0) == State.ABORTED and two.state(1) == State.READY
+
+
+def test_words_are_shared_page_aligned_and_not_writable_by_peers():
+    with pages(2) as (one, two):
+        assert one.device_words % 4096 == 0 and one.words().ctypes.data == one.device_words
+        words, seen = one.words(), two.peer_words(0)
+        assert words.shape == seen.shape == (512,) and words.dtype == np.int64
+        words[0], words[511] = 1, -(2**63)
+        assert seen[0] == 1 and seen[511] == -(2**63) and two.words()[0] == 0
+        assert words.flags.writeable and not seen.flags.writeable
+        one.close()
+        two.close()
+        assert seen[0] == 1  # a view outlives its group
+
+
+def test_descriptors_of_the_last_8_calls():
+    with pages(2) as (one, two):
+        assert two.last(0) is None and two.called(0, 0) is None and two.sequence(0) == 0
+        one.announce(CALL)
+        assert two.last(0) == CALL == one.last(0)
+        assert "all_reduce(op=sum, dtype=bfloat16, count=1000000000000) [two_shot/ll" in CALL.text()
+        for sequence in range(1, 21):
+            one.announce(call(sequence))
+            assert two.sequence(0) == sequence and two.last(0) == call(sequence)
+        assert [two.called(0, s) for s in range(13, 21)] == [call(s) for s in range(13, 21)]
+        assert two.called(0, 12) is None and two.called(0, 21) is None
+        assert "root=0" in call(1).text() and "at sequence 1" in call(1).text()
+
+
+def write_or_read(rank: int, world_size: int, tell, url: str):
+    store, rank, world_size = open_store(url, rank, world_size, 20)
+    page = meet(store, rank, world_size, 20, 1)
+    seen, sequence, end = 0, 0, time.monotonic() + 1.0
+    while time.monotonic() < end:
+        if rank == 0:
+            sequence += 1
+            page.announce(call(sequence))
+            continue
+        found = page.last(0)
+        if found is not None:
+            assert found == call(found.sequence)
+            seen, sequence = seen + (found.sequence != sequence), found.sequence
+    page.close()
+    return seen
+
+
+def test_a_reader_never_sees_half_a_descriptor(tmp_path):
+    _, seen = ranks.run(2, write_or_read, f"file://{tmp_path}/store")
+    assert seen > 100
+
+
+def test_a_torn_record_is_not_believed():
+    buffer = memoryview(bytearray(NBYTES))
+    page = Page(buffer, 0)
+    page.announce(CALL)
+    page.put_fault(Fault("PeerDied", 1, 2, "text"))
+    page.post(Message(0, "what", b"payload"))
+    assert page.last() == CALL and page.fault() is not None and page.posted(0) == Message(0, "what", b"payload")
+    for at in (8192 + 20, 256 + 8, 12288 + 80):
+        buffer[at] ^= 1
+    assert page.last() is None and page.fault() is None and page.posted(0) is None
+    buffer[8192:8196] = b"\xff\xff\xff\xff"  # a length that would leave the page
+    assert page.last() is None
+
+
+def test_the_first_fault_stays_and_is_cut_to_fit():
+    with pages(2) as (one, two):
+        assert two.fault(0) is None
+        first = Fault("CollectiveTimeout", 1, 77, "first — " + "ä" * 5000)
+        one.raise_fault(first)
+        one.raise_fault(Fault("PeerDied", 0, 78, "second"))
+        found = two.fault(0)
+        assert (found.kind, found.culprit, found.sequence) == ("CollectiveTimeout", 1, 77)
+        assert found.text.startswith("first — ää") and first.text.startswith(found.text) and len(found.text) > 500
+        assert two.fault(1) is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_exchange_gives_everybodys_bytes_in_rank_order(world_size):
+    with pages(world_size) as group:
+
+        def body(rank: int) -> None:
+            for step in range(50):
+                size = [0, 1, MESSAGE_BYTES, 17][step % 4]
+                want = [bytes([r, step]) * (size // 2) for r in range(world_size)]
+                assert group[rank].exchange(want[rank], f"step {step}", 20) == want
+
+        succeed(world_size, body)
+
+
+def test_exchange_waits_for_a_late_rank_and_no_longer():
+    with pages(2) as group:
+
+        def body(rank: int) -> float:
+            time.sleep(0.3 * rank)
+            began = time.monotonic()
+            group[rank].exchange(b"", "late", 10)
+            return time.monotonic() - began
+
+        first, second = succeed(2, body)
+        assert 0.2 < first < 1.0 and second < 0.2
+
+
+def test_exchange_names_the_missing_ranks():
+    with pages(3) as group:
+        began = time.monotonic()
+        outcomes = in_threads(3, lambda r: group[r].exchange(b"", "grid", 0.5) if r != 1 else None)
+        assert 0.5 <= time.monotonic() - began < 1.5
+        for rank in (0, 2):
+            assert isinstance(outcomes[rank], CollectiveTimeout)
+            assert f"rank {rank} of 3: grid: rank(s) [1] did not come within 0.5 s" in str(outcomes[rank])
+
+
+def test_exchange_with_a_rank_that_is_elsewhere():
+    with pages(2) as group:
+        outcomes = in_threads(2, lambda r: group[r].exchange(b"", ["open", "close"][r], 5))
+        assert [type(o) for o in outcomes] == [CollectiveMismatch] * 2
+        assert "open: rank 1 is at 'close' instead" in str(outcomes[0])
+
+
+def test_exchange_with_a_rank_that_has_closed():
+    with pages(2) as (one, two):
+        two.raise_fault(Fault("GroupAborted", 1, 0, "it had enough"))
+        two.close()
+        began = time.monotonic()
+        with pytest.raises(PeerDied, match="rank 1 has closed the group: it had enough"):
+            one.exchange(b"", "anything", 10)
+        assert time.monotonic() - began < 1
+
+
+def test_a_last_word_counts():
+    with pages(2) as (one, two):
+        in_threads(2, lambda r: two.exchange(b"last", "end", 0.1) if r else None)
+        two.close()
+        assert one.exchange(b"first", "end", 1) == [b"first", b"last"]
+
+
+def test_exchange_after_a_rank_went_on_alone():
+    with pages(2) as (one, two):
+        for _ in range(3):
+            with pytest.raises(CollectiveTimeout):
+                two.exchange(b"", "grid", 0)
+        with pytest.raises(GroupAborted, match="rank 1 has gone on without this rank"):
+            one.exchange(b"", "grid", 5)
+
+
+def test_exchange_refuses_too_much_and_stays_usable():
+    with pages(1) as (page,):
+        with pytest.raises(InvalidArgument, match="1025 bytes to exchange; at most 1024"):
+            page.exchange(bytes(1025), "much", 1)
+        assert page.exchange(b"ok", "less", 1) == [b"ok"]
+
+
+def test_agree():
+    with pages(3) as group:
+        succeed(3, lambda r: group[r].agree(None, "fine", 5))
+        bad = ResourceError("no memory on this rank")
+        outcomes = in_threads(3, lambda r: group[r].agree(bad if r == 1 else None, "allocate", 5))
+        assert [type(o) for o in outcomes] == [ResourceError] * 3
+        assert {str(o) for o in outcomes} == {"allocate: rank 1: no memory on this rank"}
+        assert outcomes[1].__cause__ is bad
+        succeed(3, lambda r: group[r].agree(None, "usable again", 5))
+
+
+def test_agree_on_several_errors_and_foreign_ones():
+    with pages(2) as group:
+        mine = [KeyError("a" * 5000), InvalidArgument("bad")]
+        outcomes = in_threads(2, lambda r: group[r].agree(mine[r], "two", 5))
+        assert [type(o) for o in outcomes] == [TricommError] * 2
+        assert "rank 0: KeyError: 'aaa" in str(outcomes[0]) and "rank 1: bad" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("name", [n for n in dir(errors) if n[0].isupper() and n not in ("TricommError",)])
+def test_agree_keeps_every_class_of_ours(name):
+    with pages(1) as (page,):
+        with pytest.raises(getattr(errors, name), match="stage: rank 0: words"):
+            page.agree(getattr(errors, name)("words"), "stage", 1)
+
+
+def test_close_is_idempotent_and_final():
+    with nothing_left():
+        with pages(2) as (one, two):
+            one.close()
+            one.close()
+            assert two.state(0) == State.CLOSED
+            for use in (one.beat, one.words, lambda: one.state(1), lambda: one.exchange(b"", "x", 1)):
+                with pytest.raises(GroupAborted, match="is closed"):
+                    use()
+            with pytest.raises(InvalidArgument, match=r"rank 2 is not in 0..1"):
+                two.state(2)
+
+
+def in_fork(body) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = body()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def forked(rank: int, world_size: int, tell, url: str):
+    store, rank, world_size = open_store(url, rank, world_size, 20)
+    page = meet(store, rank, world_size, 20, 1)
+
+    def child() -> int:
+        refused = 0
+        for use in (page.beat, page.words, lambda: page.set_state(State.ABORTED), lambda: page.exchange(b"", "", 1)):
+            try:
+                use()
+            except GroupAborted as error:
+                refused += "was created in pid" in str(error)
+        page.close()
+        return 10 + refused
+
+    code = in_fork(child)
+    states = [int(page.state(r)) for r in range(world_size)]
+    both = page.exchange(b"%d" % code, "after the fork", 20)
+    page.close()
+    return both, states
+
+
+def test_a_forked_child_only_lets_go(tmp_path):
+    for both, states in ranks.run(2, forked, f"file://{tmp_path}/store"):
+        assert both == [b"14", b"14"] and states == [State.READY, State.READY]
+
+
+def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
+    store, rank, world_size = open_store(url, rank, world_size, 20)
+    page = meet(store, rank, world_size, 20, 1)
+    page.exchange(b"", "all are here", 20)
+    before = holdings()
+    tell(os.getpid())
+    if rank == 1:
+        time.sleep(100)
+    began = time.monotonic()
+    try:
+        page.exchange(b"", "grid", timeout)
+    except TricommError as error:
+        assert holdings() == before
+        return type(error).__name__, str(error), time.monotonic() - began, page.alive(1)
+    return "no error"
+
+
+@pytest.mark.parametrize("hurt,name", [(signal.SIGKILL, "PeerDied"), (signal.SIGSTOP, "CollectiveTimeout")])
+def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
+    timeout = 20.0 if hurt == signal.SIGKILL else 2.0
+    with ranks.start(3, waiting, f"file://{tmp_path}/store", timeout) as group:
+        pids = [group.message(r) for r in range(3)]
+        time.sleep(0.3)
+        os.kill(pids[1], hurt)
+        if hurt == signal.SIGKILL:
+            outcomes = group.results()
+        else:
+            outcomes = [group_result(group, r) for r in (0, None, 2) if r is not None]
+            outcomes = [outcomes[0], None, outcomes[1]]
+    for rank in (0, 2):
+        found, text, seconds, alive = outcomes[rank].value
+        assert found == name and f"rank {rank} of 3: grid" in text
+        assert alive == (hurt == signal.SIGSTOP)
+        if hurt == signal.SIGKILL:
+            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2
+        else:
+            assert "rank(s) [1] did not come within 2 s" in text and 2.0 <= seconds < 3.0
+
+
+def group_result(group: ranks.Ranks, rank: int) -> ranks.Outcome:
+    assert group.pipes[rank].poll(20)
+    kind, outcome = group.pipes[rank].recv()
+    assert kind == "end"
+    return outcome
+
+
+def test_a_recycled_pid_is_not_alive():
+    with pages(1) as (page,):
+        assert page.alive(0)
+        member = page._members[0]
+        other = type(member)(member.segment, member.pid, member.start_time + 1)
+        late = ControlPage(0, page.nonce, [other])
+        assert not late.alive(0)
+
+
+def test_ranks_of_real_processes_see_each_other(tmp_path):
+    claims = [{"rank": r, "world": 3} for r in range(3)]
+    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+        pids = [group.message(r) for r in range(3)]
+        results = [o.value for o in group.results()]
+    assert [r[:2] for r in results] == [("ok", pids)] * 3

@@ -1,0 +1,300 @@
+"""The driver layer over the real bindings as far as they go without a GPU, and the fake's rules, each one broken."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.store.fake_bindings import GRANULE, CUipcMemHandle
+from tests.store.fake_driver import CudaRuleBroken, FakeCuda, FakeDriver
+from tricomm.errors import ResourceError
+from tricomm.store.cuda_driver import Driver, load_driver
+
+
+def no_libcuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
+def current_in(driver: Driver) -> None:
+    with driver.current(1):
+        pass
+
+
+CALLS: dict[str, Callable[[Driver], object]] = {
+    "cuInit": lambda d: d.init(),
+    "cuDeviceGetCount": lambda d: d.device_count(),
+    "cuDeviceGet": lambda d: d.device_uuid(0),
+    "cuCtxPushCurrent": current_in,
+    "cuMemAlloc": lambda d: d.mem_alloc(8),
+    "cuMemFree": lambda d: d.mem_free(8),
+    "cuMemGetAddressRange": lambda d: d.mem_base(8),
+    "cuMemsetD8": lambda d: d.memset(8, 0, 8),
+    "cuMemcpyDtoH": lambda d: d.read(8, 8),
+    "cuMemcpyHtoD": lambda d: d.write(8, b"12345678"),
+    "cuCtxSynchronize": lambda d: d.synchronize(),
+    "cuIpcGetMemHandle": lambda d: d.ipc_get_handle(8),
+    "cuIpcOpenMemHandle": lambda d: d.ipc_open_handle(bytes(64)),
+    "cuIpcCloseMemHandle": lambda d: d.ipc_close_handle(8),
+    "cuMemHostRegister": lambda d: d.host_register(4096, 4096),
+    "cuMemHostUnregister": lambda d: d.host_unregister(4096),
+}
+ON_A_DEVICE = {
+    "cuDeviceGetUuid": lambda d: d.device_uuid(0),
+    "cuDeviceGetPCIBusId": lambda d: d.device_bus_id(0),
+    "cuDeviceGetAttribute": lambda d: d.multiprocessor_count(0),
+    "cuDeviceCanAccessPeer": lambda d: d.can_access_peer(0, 1),
+    "cuDevicePrimaryCtxRetain": lambda d: d.retain_context(0),
+    "cuDevicePrimaryCtxRelease": lambda d: d.release_context(0),
+}
+
+
+@pytest.mark.skipif(not no_libcuda(), reason="has NVIDIA's driver")
+@pytest.mark.parametrize("name", CALLS.keys() | ON_A_DEVICE.keys())
+def test_real_bindings_take_the_arguments_and_miss_only_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    driver = load_driver()
+    if name in ON_A_DEVICE:
+        monkeypatch.setattr(driver, "_device", lambda ordinal: driver._bindings.CUdevice(ordinal))
+    with pytest.raises(ResourceError, match=rf"{name}.*libcuda\.so\.1.*pip install tricomm\[cuda\]"):
+        {**CALLS, **ON_A_DEVICE}[name](driver)
+
+
+def test_real_handle_carries_64_bytes() -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    handle = bindings.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), bytes(range(64)), 64)
+    assert ctypes.string_at(handle.getPtr(), 64) == bytes(range(64))
+    assert bindings.CU_MEMHOSTREGISTER_PORTABLE | bindings.CU_MEMHOSTREGISTER_DEVICEMAP == 3
+    assert bindings.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS == 1
+    assert len(bytes(bindings.CUuuid().bytes)) == 16
+
+
+def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    load_driver.cache_clear()
+    try:
+        with pytest.raises(ResourceError, match=r"pip install tricomm\[cuda\]"):
+            load_driver()
+    finally:
+        load_driver.cache_clear()
+
+
+def test_older_bindings_name_mig_instances_by_the_second_form() -> None:
+    driver = ready()
+    driver.process.cuDeviceGetUuid_v2 = lambda device: (0, type("U", (), {"bytes": b"2" * 16})())  # type: ignore
+    assert driver.device_uuid(0) == b"2" * 16
+
+
+def test_facts_of_a_device() -> None:
+    driver = FakeCuda(2).process([1, 0])
+    driver.init()
+    assert driver.device_count() == 2
+    assert driver.device_bus_id(0) == "0000:01:00.0"
+    assert driver.multiprocessor_count(0) == 132
+    assert driver.can_access_peer(0, 1)
+    assert driver.device_uuid(0) == ready(FakeCuda(2)).device_uuid(1) != driver.device_uuid(1)
+
+
+def test_a_page_that_cannot_be_mapped_is_not_left_pinned() -> None:
+    driver, page = ready(), mmap.mmap(-1, 4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    driver.fail_at("cuMemHostGetDevicePointer")
+    with driver.current(CONTEXT), pytest.raises(ResourceError, match="cuMemHostGetDevicePointer"):
+        driver.map_words(address)
+    assert driver.calls[-2:] == ["cuMemHostUnregister", "cuCtxPopCurrent"]
+
+
+CONTEXT = 1000
+
+
+def ready(world: FakeCuda | None = None) -> FakeDriver:
+    """The first process of a world, with its first GPU's context retained."""
+    driver = (world or FakeCuda()).process()
+    driver.init()
+    driver.retain_context(0)
+    return driver
+
+
+def exported(world: FakeCuda) -> tuple[FakeDriver, int, bytes]:
+    owner = ready(world)
+    with owner.current(CONTEXT):
+        base = owner.mem_alloc(GRANULE)
+        return owner, base, owner.ipc_get_handle(base)
+
+
+def importer(world: FakeCuda, ordinal: int = 0) -> tuple[FakeDriver, int]:
+    driver = world.process()
+    driver.init()
+    return driver, driver.retain_context(ordinal)
+
+
+def free_while_mapped(world: FakeCuda) -> None:
+    owner, base, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+
+
+def double_free(world: FakeCuda) -> None:
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+        owner.mem_free(base)
+
+
+def double_close(world: FakeCuda) -> None:
+    _, _, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        address = peer.ipc_open_handle(handle)
+        peer.ipc_close_handle(address)
+        peer.ipc_close_handle(address)
+
+
+def open_own_handle(world: FakeCuda) -> None:
+    owner, _, handle = exported(world)
+    with owner.current(CONTEXT):
+        owner.ipc_open_handle(handle)
+
+
+def open_after_free(world: FakeCuda) -> None:
+    owner, base, handle = exported(world)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+    peer, context = importer(world)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+
+
+def export_an_inner_address(world: FakeCuda) -> None:
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        owner.ipc_get_handle(base + 256)
+
+
+def export_a_piece_with_neighbours(world: FakeCuda) -> None:
+    owner = ready(world)
+    with owner.current(CONTEXT):
+        owner.ipc_get_handle(owner.mem_alloc(4096))
+
+
+def use_after_free(world: FakeCuda) -> None:
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+        owner.read(base, 8)
+
+
+def use_after_close(world: FakeCuda) -> None:
+    _, _, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        address = peer.ipc_open_handle(handle)
+        peer.ipc_close_handle(address)
+        peer.write(address, b"1")
+
+
+def touch_nothing(world: FakeCuda) -> None:
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        owner.write(base + GRANULE - 4, bytes(8))
+
+
+def write_without_peer_access(world: FakeCuda) -> None:
+    _, _, handle = exported(world)
+    peer, context = importer(world, ordinal=1)
+    structure = CUipcMemHandle()
+    ctypes.memmove(structure.getPtr(), handle, 64)
+    with peer.current(context):
+        peer.write(peer._call("cuIpcOpenMemHandle", structure, 0), b"1")
+
+
+def unmap_under_a_kernel(world: FakeCuda) -> None:
+    _, _, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        address = peer.ipc_open_handle(handle)
+        peer.process.kernel_running = True
+        peer.ipc_close_handle(address)
+
+
+def free_under_a_kernel(world: FakeCuda) -> None:
+    owner, base, _ = exported(world)
+    owner.process.kernel_running = True
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+
+
+def release_a_context_twice(world: FakeCuda) -> None:
+    driver = ready(world)
+    driver.release_context(0)
+    driver.release_context(0)
+
+
+def release_a_context_in_use(world: FakeCuda) -> None:
+    exported(world)[0].release_context(0)
+
+
+def use_a_context_that_is_not_held(world: FakeCuda) -> None:
+    with world.process().current(CONTEXT):
+        pass
+
+
+def unpin_what_is_not_pinned(world: FakeCuda) -> None:
+    driver = ready(world)
+    with driver.current(CONTEXT):
+        driver.host_unregister(4096)
+
+
+def pin_part_of_a_page(world: FakeCuda) -> None:
+    driver = ready(world)
+    with driver.current(CONTEXT):
+        driver.host_register(100, 4096)
+
+
+WRONG = [
+    free_while_mapped, double_free, double_close, open_own_handle, open_after_free, export_an_inner_address,
+    export_a_piece_with_neighbours, use_after_free, use_after_close, touch_nothing, write_without_peer_access,
+    unmap_under_a_kernel, free_under_a_kernel, release_a_context_twice, release_a_context_in_use,
+    use_a_context_that_is_not_held, unpin_what_is_not_pinned, pin_part_of_a_page,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_the_fake_complains(wrong: Callable[[FakeCuda], None]) -> None:
+    world = FakeCuda(2)
+    with pytest.raises(CudaRuleBroken):
+        wrong(world)
+    with pytest.raises(AssertionError):
+        world.verify()
+
+
+def test_the_fake_finds_every_kind_of_leak() -> None:
+    world = FakeCuda()
+    owner, _, handle = exported(world)
+    peer, context = importer(world)
+    page = mmap.mmap(-1, 4096)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+        peer.map_words(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+    assert [text.split()[4] for p in (owner, peer) for text in p.process.holds()] == [
+        "block", "the", "mapping", "pinned", "the",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="process 1 still holds mapping"):
+        world.verify()
+
+
+def test_calls_without_a_context_are_refused() -> None:
+    driver = ready()
+    with pytest.raises(ResourceError, match="cuMemAlloc: CUDA_ERROR_INVALID_CONTEXT: CUDA's own words"):
+        driver.mem_alloc(8)

@@ -1,0 +1,336 @@
+"""Sharing GPU memory against a driver that enforces CUDA's rules. No GPU."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.store.fake_control import FakeGroup, run_ranks
+from tests.store.fake_driver import FakeCuda, FakeDriver
+from tricomm import env
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
+from tricomm.store import cuda_ipc
+from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
+from tricomm.store.cuda_record import Record, parse_record
+
+NBYTES = 4096
+
+
+class Job:
+    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
+
+    def __init__(self, world: FakeCuda, visible: list[list[int]]) -> None:
+        self.world, self.size = world, len(visible)
+        self.group = FakeGroup(self.size)
+        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
+
+    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0") -> CudaIpcArena:
+        return open_cuda_ipc(self.group.controls[rank], nbytes, torch.device(device), 10.0, self.drivers[rank])
+
+    def open_all(self) -> list[CudaIpcArena]:
+        arenas = run_ranks(self.size, self.open)
+        assert all(isinstance(arena, CudaIpcArena) for arena in arenas), arenas
+        return arenas
+
+    def close_all(self, arenas: list[CudaIpcArena]) -> list[Any]:
+        return run_ranks(self.size, lambda rank: arenas[rank].close())
+
+
+def two_gpus() -> Job:
+    return Job(FakeCuda(2), [[0, 1], [1, 0]])
+
+
+def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
+    for outcome in outcomes:
+        assert type(outcome) is kind, outcome
+        for word in words:
+            assert word in str(outcome), outcome
+
+
+PLACES = {
+    "same GPU": (1, [[0], [0]]),
+    "own GPUs, same order": (2, [[0, 1], [1, 0]]),
+    "three GPUs, all orders": (3, [[0, 1, 2], [2, 0, 1], [1, 2, 0]]),
+    "peers invisible": (2, [[0], [1]]),
+    "two ranks on each GPU": (2, [[0, 1], [0, 1], [1, 0], [1]]),
+}
+
+
+@pytest.mark.parametrize("gpus, visible", PLACES.values(), ids=PLACES.keys())
+def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> None:
+    job = Job(FakeCuda(gpus), visible)
+    arenas = job.open_all()
+
+    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        assert (arena.kind, arena.nbytes, len(set(arena.bases))) == ("cuda_ipc", NBYTES, job.size)
+        with driver.current(arena._context):
+            assert not any(driver.read(arena.bases[writer], 2 << 20)), "no word of the probe, nothing of earlier users"
+    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with driver.current(arena._context):
+            for target in range(job.size):
+                driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
+    for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with driver.current(arena._context):
+            words = driver.read(arena.bases[target], 8 * job.size).split()
+        assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
+
+    assert job.close_all(arenas) == [None] * job.size
+    assert job.close_all(arenas) == [None] * job.size
+    job.world.verify()
+
+
+def test_blocks_are_freed_only_after_all_have_unmapped_them() -> None:
+    job = Job(FakeCuda(2), [[0, 1], [1, 0], [0]])
+    arenas = job.open_all()
+    for driver in job.drivers:
+        driver.process.kernel_running = True
+    job.world.log.clear()
+    job.close_all(arenas)
+    names = [name for _, name in job.world.log]
+    assert names.index("cuMemFree") > max(i for i, name in enumerate(names) if name == "cuIpcCloseMemHandle")
+    job.world.verify()
+
+
+def test_control_words_are_mapped_once_for_all_arenas_of_a_process() -> None:
+    job = two_gpus()
+    first, second = job.open_all(), job.open_all()
+    for rank in range(2):
+        assert (
+            first[rank].control_address
+            == second[rank].control_address
+            == job.group.controls[rank].device_words + (1 << 60)
+        )
+    job.close_all(first)
+    assert all(driver.process._pages for driver in job.drivers)
+    job.close_all(second)
+    job.world.verify()
+
+
+def calls_of_open() -> list[tuple[int, str, int]]:
+    """(rank, call, how many of them) of a set-up that goes well."""
+    job = two_gpus()
+    arenas = job.open_all()
+    counts = [Counter(driver.calls) for driver in job.drivers]
+    job.close_all(arenas)
+    return [(rank, name, nth) for rank in range(2) for name, n in counts[rank].items() for nth in range(1, n + 1)]
+
+
+@pytest.mark.parametrize("rank, name, nth", calls_of_open())
+def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+    job = two_gpus()
+    job.drivers[rank].fail_at(name, nth)
+    outcomes = run_ranks(2, job.open)
+    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
+    job.world.verify()
+
+
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    assert {name for _, name, _ in calls_of_open()} == {
+        "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent",
+        "cuCtxPopCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemAlloc", "cuMemsetD8",
+        "cuCtxSynchronize", "cuMemGetAddressRange", "cuIpcGetMemHandle", "cuDeviceCanAccessPeer", "cuIpcOpenMemHandle",
+        "cuMemcpyHtoD", "cuMemcpyDtoH",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_writes_that_do_not_arrive_are_refused_by_all(rank: int) -> None:
+    job = two_gpus()
+    job.drivers[rank].process.loses_writes_to_peers = True
+    refused(run_ranks(2, job.open), ResourceError, f"rank {1 - rank}", f"rank(s) [{rank}]", "did not arrive")
+    job.world.verify()
+
+
+def test_gpus_that_cannot_reach_each_other_are_refused_by_all() -> None:
+    job = Job(FakeCuda(2, reachable=lambda a, b: (a, b) != (1, 0)), [[0, 1], [1, 0]])
+    refused(run_ranks(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
+    job.world.verify()
+
+
+def test_for_an_invisible_gpu_opening_decides() -> None:
+    job = Job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]])
+    refused(run_ranks(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
+    job.world.verify()
+
+
+@pytest.mark.parametrize("variable", ["TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"])
+def test_one_rank_that_forbids_peer_access_decides_for_all(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The ranks are threads here, so the environment of one rank is what it reads.
+    def flag(name: str) -> bool:
+        return name == variable and threading.current_thread().name == "rank 1"
+
+    monkeypatch.setattr(env, "flag", flag)
+    job = two_gpus()
+    refused(run_ranks(2, job.open), ResourceError, "rank 1", variable)
+    assert job.drivers[1].calls == []
+    job.world.verify()
+
+
+@pytest.mark.parametrize("nbytes, device", [(15, "cuda:0"), (-1, "cuda:0"), (1 << 60, "cuda:0"), (NBYTES, "cpu")])
+def test_bad_arguments_are_refused_by_all(nbytes: int, device: str) -> None:
+    job = two_gpus()
+    outcomes = run_ranks(2, lambda rank: job.open(rank, nbytes, device) if rank else job.open(rank))
+    refused(outcomes, InvalidArgument, "rank 1")
+    job.world.verify()
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    job = two_gpus()
+    refused(run_ranks(2, lambda rank: job.open(rank, NBYTES, "cuda:7")), ResourceError, "CUDA_VISIBLE_DEVICES")
+    job.world.verify()
+
+
+def test_a_full_gpu_is_named() -> None:
+    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
+    refused(run_ranks(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
+    job.world.verify()
+
+
+def test_different_sizes_are_refused_by_all() -> None:
+    job = two_gpus()
+    outcomes = run_ranks(2, lambda rank: job.open(rank, NBYTES * (rank + 1)))
+    refused(outcomes, RendezvousError, "8192", "4096")
+    job.world.verify()
+
+
+def test_a_forged_handle_is_refused_by_all() -> None:
+    job = two_gpus()
+    job.group.controls[0].tamper = lambda what, data: data[:-64] + bytes(64) if "memory records" in what else data
+    refused(run_ranks(2, job.open), ResourceError, "cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_HANDLE")
+    job.world.verify()
+
+
+def test_a_block_is_sought_where_its_record_says() -> None:
+    def shifted(what: str, data: bytes) -> bytes:
+        return replace(parse_record(data, 0, NBYTES), offset=256).pack() if "memory records" in what else data
+
+    job = two_gpus()
+    job.group.controls[0].tamper = shifted
+    refused(run_ranks(2, job.open), ResourceError, "rank 0", "rank(s) [1]", "did not arrive")
+    job.world.verify()
+
+
+RECORD = Record(3, bytes(range(16)), NBYTES, 256, bytes(range(64)))
+
+
+def test_a_record_survives_the_way() -> None:
+    assert parse_record(RECORD.pack(), 3, NBYTES) == RECORD
+    assert len(RECORD.pack()) <= 1024
+    assert "\\x" not in repr(RECORD) and "handle" not in repr(RECORD)
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        (b"", "0 bytes"),
+        (RECORD.pack() + b"x", "bytes"),
+        (b"X" + RECORD.pack()[1:], "version"),
+        (RECORD.pack()[:4] + b"\x02\x00" + RECORD.pack()[6:], "version"),
+        (Record(4, RECORD.uuid, NBYTES, 0, RECORD.handle).pack(), "rank 4"),
+        (Record(3, RECORD.uuid, NBYTES + 1, 0, RECORD.handle).pack(), "size"),
+        (Record(3, RECORD.uuid, NBYTES, 2 << 20, RECORD.handle).pack(), "allocation"),
+        (Record(3, RECORD.uuid, NBYTES, 255, RECORD.handle).pack(), "allocation"),
+    ],
+)
+def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
+    with pytest.raises(RendezvousError, match=words):
+        parse_record(record, 3, NBYTES)
+
+
+def test_random_records_are_refused_or_sane() -> None:
+    rng = random.Random(1)
+    good = RECORD.pack()
+    for _ in range(20_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            record = parse_record(bytes(data[: rng.choice([len(good), len(good), rng.randrange(200)])]), 3, NBYTES)
+        except RendezvousError:
+            continue
+        assert record.rank == 3 and record.nbytes == NBYTES and record.offset < 2 << 20
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(cuda_ipc, "CLOSE_SECONDS", 0.3)
+    yield
+
+
+def test_a_dead_peer_does_not_hold_up_close(caplog: pytest.LogCaptureFixture) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[1].kill()
+    job.group.kill(1)
+    arenas[0].close()
+    assert caplog.records == []
+    job.world.verify()
+
+
+def test_a_silent_peer_holds_up_close_for_its_bound_only(impatient: None, caplog: pytest.LogCaptureFixture) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[1].process.die()  # so that the fake lets the block go: the peer is silent, yet counted alive
+    arenas[0].close()
+    assert "rank(s) [1] did not say within 0.3 s" in caplog.text
+    job.world.verify()
+
+
+def test_memory_that_a_peer_cannot_unmap_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[1].fail_at("cuIpcCloseMemHandle")
+    outcomes = job.close_all(arenas)
+    assert outcomes[0] is None and isinstance(outcomes[1], ResourceError)
+    assert "rank 0 keeps 4096 bytes" in caplog.text
+    assert job.world.complaints == []
+    assert job.drivers[0].calls.count("cuMemFree") == job.drivers[0].calls.count("cuDevicePrimaryCtxRelease") == 0
+
+
+def calls_of_close() -> list[tuple[str, int]]:
+    job = two_gpus()
+    arenas = job.open_all()
+    before = Counter(job.drivers[0].calls)
+    job.close_all(arenas)
+    return [(name, nth) for name, n in (Counter(job.drivers[0].calls) - before).items() for nth in range(1, n + 1)]
+
+
+@pytest.mark.parametrize("name, nth", calls_of_close())
+def test_a_failing_call_in_close_stops_nothing_else(name: str, nth: int, caplog: pytest.LogCaptureFixture) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    before = Counter(job.drivers[0].calls)
+    job.drivers[0].fail_at(name, nth)
+    outcomes = job.close_all(arenas)
+    after = Counter(job.drivers[0].calls) - before
+    assert isinstance(outcomes[0], ResourceError) and outcomes[1] is None and name in str(outcomes[0])
+    assert name in caplog.text
+    assert after["cuDevicePrimaryCtxRelease"] == 1 or name == "cuDeviceGet"
+    assert after["cuMemFree"] == 1 or name == "cuCtxPushCurrent"
+    assert job.world.complaints == []
+
+
+def test_views_are_bounded_and_end_with_the_arena() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    for bad in [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, NBYTES - 4, (2,)), (0, 2, (1,)), (0, 0, (-1,))]:
+        with pytest.raises(InvalidArgument):
+            arenas[0].tensor(*bad, torch.float32)
+    job.close_all(arenas)
+    with pytest.raises(GroupAborted):
+        arenas[0].tensor(0, 0, (1,), torch.float32)
+
+
+def test_a_closed_group_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    job = two_gpus()
+    job.close_all(job.open_all())
+    assert caplog.records == []

@@ -1,0 +1,177 @@
+"""Hostile bytes in the store: refused with words, whatever they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import pickle
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from tricomm.errors import RendezvousError
+from tricomm.store import records
+from tricomm.store.records import Failure, Hello, Kind, Record, parse
+
+HELLO = Hello(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
+RECORD = Record(1, 4, 3, bytes(range(100, 116)), HELLO)
+TOKENS = [None, b"secret"]
+
+
+@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize("body", [HELLO, Failure(17, "RendezvousError", "rank 2 did not come — ever")])
+def test_a_record_comes_back_as_it_was(body, token):
+    record = dataclasses.replace(RECORD, body=body)
+    kind = Kind.HELLO if isinstance(body, Hello) else Kind.FAILURE
+    assert parse(record.pack(token), kind, 3, 1, token) == record
+
+
+def test_size_does_not_depend_on_what_is_said():
+    long = dataclasses.replace(RECORD, body=Failure(1, "K" * 99, "ä" * 9999))
+    short = dataclasses.replace(RECORD, body=Failure(1, "", ""))
+    assert len(long.pack(None)) == len(short.pack(b"token"))
+    assert parse(long.pack(None), Kind.FAILURE, 3, None, None).body.text == "ä" * 256
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    how = rng.randrange(6)
+    if how == 0:
+        changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    elif how == 1:
+        for _ in range(rng.randrange(1, 20)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+    elif how == 2:
+        del changed[rng.randrange(len(changed)) :]
+    elif how == 3:
+        changed += rng.randbytes(rng.randrange(1, 300))
+    elif how == 4:
+        at, size = rng.randrange(len(changed)), rng.choice([1, 2, 4, 8])
+        value = rng.choice([0, 1, 2**31 - 1, 2**31, 2**63, 2**64 - 1]) % (1 << 8 * size)
+        changed[at : at + size] = value.to_bytes(size, "little")
+    else:
+        cut = rng.randrange(len(changed))
+        changed = changed[cut:] + changed[:cut]
+    return bytes(changed)
+
+
+def fuzz(mutations: int, token: bytes | None, seed: int) -> None:
+    rng = random.Random(seed)
+    valid = RECORD.pack(token)
+    refused = 0
+    for _ in range(mutations):
+        data = mutate(valid, rng)
+        if data == valid:
+            continue
+        with pytest.raises(RendezvousError, match="rank 1's record: bad "):
+            parse(data, Kind.HELLO, 3, 1, token)
+        refused += 1
+    assert refused > mutations * 0.9
+
+
+@pytest.mark.parametrize("token", TOKENS)
+def test_no_mutation_is_accepted(token):
+    fuzz(10_000, token, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("token", TOKENS)
+def test_no_mutation_is_accepted_soak(token):
+    fuzz(100_000, token, seed=2)
+
+
+@pytest.mark.parametrize("sealed,reading", [(None, b"secret"), (b"secret", None), (b"secret", b"Secret")])
+def test_tokens_that_differ(sealed, reading):
+    with pytest.raises(RendezvousError, match="rank 1's record: bad MAC.*TRICOMM_TOKEN"):
+        parse(RECORD.pack(sealed), Kind.HELLO, 3, 1, reading)
+
+
+def test_forged_without_the_token():
+    data = bytearray(RECORD.pack(b"secret"))
+    data[-32:] = hashlib.sha256(data[:-32]).digest()
+    with pytest.raises(RendezvousError, match="bad MAC"):
+        parse(bytes(data), Kind.HELLO, 3, 1, b"secret")
+
+
+@pytest.mark.parametrize(
+    "rank,generation,words",
+    [(2, 3, "rank 2's record: bad rank: it says that it is rank 1's"), (1, 4, "bad generation: it is of meeting 3")],
+)
+def test_a_valid_record_in_the_wrong_place(rank, generation, words):
+    with pytest.raises(RendezvousError, match=words):
+        parse(RECORD.pack(b"t"), Kind.HELLO, generation, rank, b"t")
+
+
+def test_a_hello_is_no_failure():
+    with pytest.raises(RendezvousError, match="failure record: bad kind"):
+        parse(RECORD.pack(None), Kind.FAILURE, 3, None, None)
+
+
+def sealed(head: dict[str, int], **body: int) -> bytes:
+    """A record with a right seal and impossible values."""
+    values = {"rank": 1, "world": 4, "version": 1, "length": 132} | head
+    hello = dataclasses.asdict(HELLO) | body
+    where = [hello[n] for n in ("pid", "start_time", "pid_namespace", "boot_id", "uid", "fd", "nbytes", "layout_hash")]
+    payload = struct.pack("<QQQ16sIIQQI64s", *where, 1, b"host")
+    data = struct.pack(
+        "<8sHHIQiiI16s", b"TRICOMM\0", values["version"], 1, values["length"], 3, values["rank"], values["world"], 1,
+        bytes(16),
+    ) + payload  # fmt: skip
+    return data + hashlib.sha256(data).digest()
+
+
+def test_the_forger_can_forge():
+    assert parse(sealed({}), Kind.HELLO, 3, 1, None).body.fd == 7
+
+
+@pytest.mark.parametrize(
+    "data,words",
+    [
+        (sealed({"world": 10**9}), "bad world size: rank 1 of 1000000000"),
+        (sealed({"world": 0}), "bad world size"),
+        (sealed({"world": -1}), "bad world size"),
+        (sealed({"world": 1}), "bad world size: rank 1 of 1"),
+        (sealed({"rank": -1}), "bad rank"),
+        (sealed({"rank": 2**31 - 1}), "bad rank"),
+        (sealed({"version": 2}), "bad version 2, expected 1"),
+        (sealed({"length": 2**32 - 1}), "bad length"),
+        (sealed({"length": 0}), "bad length"),
+        (sealed({}, pid=0), "bad pid: 0"),
+        (sealed({}, pid=2**63), f"bad pid: {2**63}"),
+        (sealed({}, start_time=2**64 - 1), "bad start time"),
+        (sealed({}, fd=2**32 - 1), "bad descriptor: 4294967295"),
+        (sealed({}, nbytes=2**63), f"bad segment size: {2**63}"),
+        (sealed({}, nbytes=0), "bad segment size: 0"),
+        (b"", "bad length: 0 bytes"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 9, "bad magic"),
+    ],
+    ids=range(17),
+)
+def test_boundary_values(data, words):
+    with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
+        parse(data, Kind.HELLO, 3, 1, None)
+
+
+class Canary:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_pickle_is_only_bytes(tmp_path):
+    canary = tmp_path / "canary"
+    data = pickle.dumps(Canary(canary)).ljust(len(RECORD.pack(None)), b"\0")
+    with pytest.raises(RendezvousError, match="rank 0's record: bad magic"):
+        parse(data, Kind.HELLO, 1, 0, None)
+    assert not canary.exists()
+    pickle.loads(data)
+    assert canary.exists()  # it would have
+
+
+def test_secrets_are_not_printed():
+    assert RECORD.nonce.hex() not in repr(RECORD) and repr(RECORD.nonce) not in repr(RECORD)
+    assert records.SEAL_BYTES == 32

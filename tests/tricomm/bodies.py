@@ -1,0 +1,361 @@
+"""What ranks do in the communicator's tests. Module-level, so that a new process can find it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+
+import tricomm
+from tests.kernels.arenas import expected, inputs, poisoned
+from tricomm.kernels import registry
+
+SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
+
+
+@contextmanager
+def communicator(rank, world_size, url, **options):
+    with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options})) as comm:
+        yield comm
+
+
+def leftovers() -> dict[str, set[str]]:
+    """Everything that a group could leave behind in this process."""
+    fds = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            fds.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split()[-1] for line in maps if "memfd" in line or "tricomm-" in line}
+    threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
+    return {
+        "shm": set(os.listdir("/dev/shm")),
+        "fds": {f for f in fds if "memfd" in f or "pidfd" in f},
+        "maps": mapped,
+        "threads": threads,
+    }
+
+
+def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
+    """All dtypes and ops, in place, out of place and strided, back to back; returns what was wrong."""
+    wrong = []
+    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+        for seed, (count, dtype, op, how) in enumerate(cases):
+            parts = inputs(count, dtype, world_size, seed)
+            want = expected(registry.find("all_reduce", algorithm, protocol), parts, op)
+            how_to = {"op": op, "algorithm": algorithm, "protocol": protocol}
+            if how == "out":
+                out = poisoned(count, dtype)
+                x = parts[rank].clone()
+                got = comm.all_reduce(x, out=out, **how_to)
+                if got is not out or not torch.equal(x, parts[rank]):
+                    wrong.append((seed, "input changed or other output"))
+            elif how == "strided":
+                x = torch.zeros(count, 3, dtype=dtype)[:, 1]
+                x.copy_(parts[rank])
+                got = comm.all_reduce(x, **how_to)
+            else:
+                x = torch.zeros(count + 3, dtype=dtype)[3:]
+                x.copy_(parts[rank])
+                got = comm.all_reduce(x, async_op=True, **how_to).wait()
+                if got is not x:
+                    wrong.append((seed, "not in place"))
+            if not torch.equal(got, want):
+                wrong.append((seed, count, str(dtype), op, how))
+    return wrong
+
+
+def gathers(rank, world_size, tell, url, protocol):
+    wrong = []
+    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+        for seed, (shape, dtype) in enumerate(
+            [
+                ((1,), torch.float32),
+                ((3, 5), torch.bfloat16),
+                ((4096,), torch.float64),
+                ((), torch.int64),
+                ((7,), torch.int32),
+            ]
+        ):
+            parts = [p.reshape(shape) for p in inputs(max(1, torch.Size(shape).numel()), dtype, world_size, seed)]
+            want = torch.cat([p.reshape(1) if not shape else p for p in parts])
+            got = comm.all_gather(parts[rank].clone(), protocol=protocol)
+            out = torch.full_like(want, 55)
+            same = comm.all_gather(parts[rank].clone(), out=out, protocol=protocol)
+            if not torch.equal(got, want) or not torch.equal(out, want) or same is not out:
+                wrong.append((shape, str(dtype)))
+    return wrong
+
+
+def bad_then_good(rank, world_size, tell, url):
+    """Each bad call is refused on one rank, and the group goes on: the corrected retry joins the waiting peers."""
+    refused = []
+    with communicator(rank, world_size, url) as comm:
+        for seed, call in enumerate(
+            [
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.bool)),
+                lambda: comm.all_reduce(torch.ones(3), op="median"),
+                lambda: comm.all_reduce(torch.ones(3), out=torch.ones(4)),
+                lambda: comm.all_reduce(torch.ones(1).expand(4)),
+                lambda: comm.all_reduce(torch.ones(3), algorithm="ring"),
+                lambda: comm.all_gather(torch.ones(3), out=torch.ones(3)),
+                lambda: comm.launch(print, (1,)),
+                lambda: comm.explain("all_reduce", -1),
+            ]
+        ):
+            if rank == seed % world_size:
+                try:
+                    call()
+                except tricomm.InvalidArgument as error:
+                    refused.append(str(error))
+            x = torch.full((5,), float(rank + seed))
+            comm.all_reduce(x)
+            if not torch.equal(x, torch.full((5,), float(sum(r + seed for r in range(world_size))))):
+                return f"wrong after refusal {seed}"
+        before = comm._sequence
+        comm.all_reduce(torch.empty(0))
+        assert comm.all_gather(torch.empty(0, 3)).shape == (0, 3)
+        if comm._sequence != before:
+            return "a call of zero elements consumed a sequence number"
+        comm.barrier()
+    return len(refused)
+
+
+def life(rank, world_size, tell, url):
+    """Close twice, use after close, make again over the same store, leave nothing."""
+    before = leftovers()
+    for _ in range(5):
+        comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+        x = torch.ones(4)
+        comm.all_reduce(x)
+        assert x.tolist() == [float(world_size)] * 4
+        comm.barrier()
+        comm.close()
+        comm.close()
+        for use in (lambda: comm.all_reduce(x), comm.barrier, comm.synchronize, lambda: comm.symmetric((4,), x.dtype)):
+            try:
+                use()
+            except tricomm.GroupAborted as error:
+                assert "closed" in str(error)
+            else:
+                raise AssertionError("a closed communicator was usable")
+    del comm, use
+    after = leftovers()
+    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+
+
+def forked(rank, world_size, tell, url):
+    """A child's copy refuses, and its end does not disturb the parent."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.all_reduce(torch.ones(2))
+            except tricomm.InvalidArgument as error:
+                comm.close()
+                os._exit(7 if "forked" in str(error) else 8)
+            os._exit(9)
+        _, status = os.waitpid(child, 0)
+        for _ in range(5):
+            x = torch.ones(3)
+            comm.all_reduce(x)
+        return os.waitstatus_to_exitcode(status), x.tolist()
+
+
+def two_groups(rank, world_size, tell, url, other):
+    """Two communicators in one process, used in turn with different sizes."""
+    with communicator(rank, world_size, url) as a, communicator(rank, world_size, other) as b:
+        for seed in range(6):
+            x, y = torch.full((seed * 100 + 1,), 1.0 + rank), torch.full((7,), 10 + rank)
+            a.all_reduce(x)
+            b.all_reduce(y, op="max")
+            a.all_gather(y)
+            if x[0] != sum(1 + r for r in range(world_size)) or y[0] != 10 + world_size - 1:
+                return "wrong"
+        return a.group != b.group
+
+
+def opposite_orders(rank, world_size, tell, url, other):
+    """Two threads use two groups in opposite orders: a named timeout, never a hang."""
+    errors = []
+    with communicator(rank, world_size, url, timeout=3.0) as a, communicator(rank, world_size, other, timeout=3.0) as b:
+        order = [a, b] if rank == 0 else [b, a]
+        began = time.monotonic()
+
+        def use(comm, delay):
+            time.sleep(delay)
+            try:
+                comm.all_reduce(torch.ones(4))
+            except tricomm.TricommError as error:
+                errors.append(type(error).__name__)
+
+        threads = [threading.Thread(target=use, args=(comm, 0.3 * n)) for n, comm in enumerate(order)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors, time.monotonic() - began
+
+
+def endless(rank, world_size, tell, url, algorithm, protocol, options):
+    """Call until something goes wrong; say what, after how long, and what is left behind."""
+    before = leftovers()
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options}))
+    comm.barrier()
+    tell(os.getpid())
+    last = time.monotonic()
+    try:
+        seed = 0
+        while True:
+            x = torch.full((1000,), float(seed % 7 + rank))
+            last = time.monotonic()
+            comm.all_reduce(x, algorithm=algorithm, protocol=protocol)
+            seed += 1
+    except tricomm.TricommError as error:
+        caught, kind = time.monotonic(), type(error).__name__
+        text = str(error)
+    comm.close()
+    del comm
+    left = leftovers()
+    left = {name: sorted(left[name] - before[name]) for name in before if left[name] - before[name]}
+    return kind, text, caught, last, left
+
+
+def makes_another(rank, world_size, tell, url, other, survivors):
+    """After a fault the same processes make a new communicator."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        tell(os.getpid())
+        try:
+            while True:
+                comm.all_reduce(torch.ones(10))
+        except tricomm.TricommError as error:
+            kind = type(error).__name__
+    if rank not in survivors:
+        return kind, None
+    with communicator(survivors.index(rank), len(survivors), other) as comm:
+        x = torch.ones(10)
+        comm.all_reduce(x)
+        return kind, x[0].item()
+
+
+def diverges(rank, world_size, tell, url, how):
+    """500 good calls' worth of habit, then one rank calls something else."""
+    with communicator(rank, world_size, url) as comm:
+        for _ in range(20):
+            comm.all_reduce(torch.ones(8))
+        began = time.monotonic()
+        odd = rank == world_size - 1
+        try:
+            if how == "collective":
+                comm.all_gather(torch.ones(8)) if odd else comm.all_reduce(torch.ones(8))
+            elif how == "count":
+                comm.all_reduce(torch.ones(9 if odd else 8))
+            elif how == "dtype":
+                comm.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32))
+            elif how == "op":
+                comm.all_reduce(torch.ones(8), op="max" if odd else "sum")
+            elif how == "algorithm":
+                comm.all_reduce(torch.ones(8), algorithm="two_shot" if odd else "one_shot")
+            else:
+                comm.barrier() if odd else comm.all_reduce(torch.ones(8))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        return "nothing", "", 0.0
+
+
+def absent(rank, world_size, tell, url, limit):
+    """The last rank lives, and makes no call."""
+    with communicator(rank, world_size, url, timeout=limit) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            if rank == world_size - 1:
+                time.sleep(limit + 1.5)
+                comm.all_reduce(torch.ones(3))
+            else:
+                comm.all_reduce(torch.ones(3))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        return "nothing", "", 0.0
+
+
+def leaves(rank, world_size, tell, url, how):
+    """The last rank closes, returns, or exits; the others go on calling."""
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    comm.all_reduce(torch.ones(4))
+    comm.barrier()
+    if rank == world_size - 1:
+        time.sleep(0.2)  # until the others have left the barrier
+        if how == "exit":
+            os._exit(0)
+        comm.close()
+        return "left", ""
+    began = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(torch.ones(4))
+    except tricomm.TricommError as error:
+        kind, text = type(error).__name__, str(error)
+    finally:
+        comm.close()
+    return kind, text, time.monotonic() - began
+
+
+def interrupted(rank, world_size, tell, url):
+    """Ctrl-C in the middle of a call."""
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    comm.barrier()
+    if rank == 1:
+        tell(os.getpid())
+        try:
+            time.sleep(30)
+            comm.all_reduce(torch.ones(3))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error)
+        finally:
+            comm.close()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tell(os.getpid())
+    try:
+        comm.all_reduce(torch.ones(3))
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", ""
+    finally:
+        comm.close()
+    return "nothing", ""
+
+
+def memory(rank, world_size, tell, url):
+    """Symmetric memory, and a user's own kernel over it."""
+    from tests.tricomm.user_kernel import rotate
+
+    with communicator(rank, world_size, url) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        if w.local.abs().sum() != 0 or w.local.shape != (3, 5) or len(w.peers) != world_size:
+            return "not zeroed, or of another shape"
+        w.local.fill_(float(rank))
+        comm.barrier()
+        seen = [p[0, 0].item() for p in w.peers]
+        comm.barrier()
+        out = torch.zeros(15)
+        comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
+        table = w.table.tolist()
+        comm.barrier()
+        w.local.fill_(1.0)
+        comm.all_reduce(w)
+        reduced = w.local.sum().item()
+        refused = None
+        try:
+            comm.symmetric((rank + 1,), torch.float32)
+        except tricomm.InvalidArgument as error:
+            refused = str(error)
+        w.close()
+        return seen, out.tolist(), len(set(table)), reduced, refused

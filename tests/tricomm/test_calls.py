@@ -1,0 +1,101 @@
+"""Arguments: what no kernel can take is refused by name, before anything is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tricomm import calls
+from tricomm.errors import InvalidArgument
+from tricomm.options import Options, seconds
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("op", "name"), [("SUM", "sum"), (dist.ReduceOp.PRODUCT, "prod"), (dist.ReduceOp.AVG, "avg")])
+def test_operations_by_name_and_by_reduce_op(op, name):
+    assert calls.operation(op) == name
+
+
+@pytest.mark.parametrize("op", ["median", None, 3, dist.ReduceOp.BXOR])
+def test_an_unknown_operation_is_refused_with_the_list(op):
+    with pytest.raises(InvalidArgument, match="sum, avg, min, max, prod"):
+        calls.operation(op)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([1.0], "a torch.Tensor is needed, found list"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.ones(3, requires_grad=True), "detach"),
+        (torch.ones(3, dtype=torch.bool), "dtype torch.bool is not supported; there is float64"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.empty(3, device="meta"), "meta tensor has no data"),
+    ],
+    ids=["list", "sparse", "grad", "bool", "conj", "meta"],
+)
+def test_tensors_that_no_kernel_takes(x, words):
+    with pytest.raises(InvalidArgument, match=words):
+        calls.check_tensor(x, CPU, "all_reduce")
+
+
+def test_a_tensor_of_another_device_is_refused_with_both():
+    with pytest.raises(InvalidArgument, match="on cpu, this communicator is on cuda:0"):
+        calls.check_tensor(torch.ones(2), torch.device("cuda:0"), "all_reduce")
+
+
+def test_requires_grad_is_fine_where_nothing_is_recorded():
+    with torch.no_grad():
+        calls.check_tensor(torch.ones(3, requires_grad=True), CPU, "all_reduce")
+
+
+def test_outputs_are_checked_for_shape_dtype_and_overlap():
+    x = torch.ones(10)
+    with pytest.raises(InvalidArgument, match=r"shape \(9,\), expected \(10,\)"):
+        calls.check_output(torch.ones(9), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="dtype torch.float64"):
+        calls.check_output(torch.ones(10, dtype=torch.float64), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="not contiguous"):
+        calls.check_output(torch.ones(20)[::2], (10,), x, "all_reduce")
+    room = torch.ones(12)
+    with pytest.raises(InvalidArgument, match="overlaps"):
+        calls.check_apart(room[:10], room[2:], "all_reduce", same_is_fine=True)
+    calls.check_apart(room, room, "all_reduce", same_is_fine=True)
+    with pytest.raises(InvalidArgument, match="overlaps"):
+        calls.check_apart(room, room, "all_gather", same_is_fine=False)
+
+
+def test_an_expanded_tensor_cannot_be_written_in_place():
+    with pytest.raises(InvalidArgument, match="stride 0"):
+        calls.check_writable(torch.ones(1).expand(5), "all_reduce")
+    calls.check_writable(torch.ones(4, 5).t(), "all_reduce")
+
+
+def test_fingerprints_differ_in_every_fact():
+    facts = ["all_reduce", "sum", "float32", 8, -1, "one_shot", "ll", 1, 64, "eager"]
+    seen = {calls.fingerprint(*facts)}
+    for place, other in enumerate(["x", "max", "int32", 9, 0, "two_shot", "simple", 2, 128, "graph"]):
+        seen.add(calls.fingerprint(*facts[:place], other, *facts[place + 1 :]))
+    assert len(seen) == len(facts) + 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"timeout": 0}, "timeout=0"),
+        ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
+        ({"arena_bytes": 100}, "at least 65536"),
+        ({"blocks": 65}, "1 to 64"),
+        ({"tile": 3}, "power of two"),
+        ({"first_epoch": 0}, "first_epoch=0"),
+    ],
+)
+def test_options_out_of_range(bad, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Options(**bad)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
+def test_a_timeout_is_a_positive_number_of_seconds(value):
+    with pytest.raises(InvalidArgument, match="positive number of seconds"):
+        seconds(value, "timeout")

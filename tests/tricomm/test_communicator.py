@@ -1,0 +1,79 @@
+"""The communicator between real processes: results, argument errors, life, two groups, a user's kernels."""
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.tricomm import bodies
+from tricomm.kernels import registry
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def other(tmp_path):
+    return f"file://{tmp_path}/other"
+
+
+CASES = [
+    (1, torch.float32, "sum", "place"),
+    (1001, torch.bfloat16, "avg", "out"),
+    (1001, torch.float16, "max", "strided"),
+    (517, torch.float64, "prod", "place"),
+    (20000, torch.float32, "sum", "out"),
+    (3, torch.int64, "avg", "place"),
+    (6, torch.int32, "min", "strided"),
+    (2049, torch.int64, "sum", "out"),
+]
+REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
+def test_all_reduce(world_size, algorithm, protocol, url):
+    assert ranks.run(world_size, bodies.every_call, url, algorithm, protocol, CASES) == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("protocol", ["ll", "simple"])
+def test_all_gather(world_size, protocol, url):
+    assert ranks.run(world_size, bodies.gathers, url, protocol) == [[]] * world_size
+
+
+def test_one_rank_is_a_group_too(url):
+    assert ranks.run(1, bodies.every_call, url, "two_shot", "ll", CASES[:4]) == [[]]
+
+
+def test_a_refused_call_consumes_nothing_and_the_group_goes_on(url):
+    assert ranks.run(2, bodies.bad_then_good, url) == [4, 4]
+
+
+def test_close_use_after_close_and_again_over_the_same_store(url):
+    assert ranks.run(2, bodies.life, url) == [{}, {}]
+
+
+def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
+    for code, x in ranks.run(2, bodies.forked, url):
+        assert code == 7 and x == [2.0, 2.0, 2.0]
+
+
+def test_two_communicators_in_one_process(url, other):
+    assert ranks.run(2, bodies.two_groups, url, other) == [True, True]
+
+
+def test_opposite_orders_in_two_threads_end_in_a_named_timeout(url, other):
+    for errors, seconds in ranks.run(2, bodies.opposite_orders, url, other):
+        assert "CollectiveTimeout" in errors and len(errors) == 2
+        assert seconds < 12
+
+
+def test_symmetric_memory_and_a_users_kernel(url):
+    for rank, (seen, out, addresses, reduced, refused) in enumerate(ranks.run(3, bodies.memory, url)):
+        assert seen == [0.0, 1.0, 2.0]
+        assert out == [float((rank + 1) % 3)] * 15
+        assert addresses == 3 and reduced == 45.0
+        assert refused is not None and "rank 1 for" in refused or "rank 0 for" in refused

@@ -1,0 +1,43 @@
+"""tricomm: single-node multi-GPU collectives whose device code is all Triton.
+
+The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) -> a cached launch plan -> one kernel of
+`tricomm.kernels` -> peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures it from outside.
+"""
+
+from tricomm.communicator import Communicator, init
+from tricomm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    PeerDied,
+    PeerStalled,
+    RendezvousError,
+    ResourceError,
+    TricommError,
+)
+from tricomm.options import Options
+from tricomm.selection import Choice
+from tricomm.symmetric import Symmetric
+from tricomm.work import Work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Choice",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "Communicator",
+    "GroupAborted",
+    "InvalidArgument",
+    "Options",
+    "PeerDied",
+    "PeerStalled",
+    "RendezvousError",
+    "ResourceError",
+    "Symmetric",
+    "TricommError",
+    "Work",
+    "__version__",
+    "init",
+]

@@ -1,0 +1,86 @@
+"""What a call is: its arguments checked, its operation named, its fingerprint."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import registry
+
+DTYPES = {getattr(torch, name): name for name in registry.DTYPES}
+_REDUCE_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PRODUCT: "prod",
+}
+
+
+def operation(op: Any) -> str:
+    """The name of a reduction given as a string or a `torch.distributed.ReduceOp`; raises `InvalidArgument`."""
+    if isinstance(op, str):
+        name: str | None = op.lower()
+    else:
+        kind = getattr(op, "op", op)
+        name = _REDUCE_OPS.get(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else None
+    if name not in registry.OPS:
+        raise InvalidArgument(f"op={op!r} is not supported; there is {', '.join(registry.OPS)}")
+    return name
+
+
+def check_tensor(x: Any, device: torch.device, what: str) -> None:
+    """Refuse a tensor that no kernel can take, before anything is sent; raises `InvalidArgument`."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
+    if x.layout != torch.strided or x.is_quantized:
+        raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
+    if x.is_conj() or x.is_neg():
+        raise InvalidArgument(
+            f"{what}: a lazily conjugated or negated view was given; pass x.resolve_conj()/resolve_neg()"
+        )
+    if x.device.type == "meta":
+        raise InvalidArgument(f"{what}: a meta tensor has no data")
+    if x.device != device:
+        raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
+    if x.dtype not in DTYPES:
+        raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(registry.DTYPES)}")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(
+            f"{what}: the tensor requires grad and collectives are not differentiable; pass x.detach()"
+        )
+
+
+def check_writable(x: torch.Tensor, what: str) -> None:
+    """Refuse a tensor of which several elements are the same memory: it cannot take a result in place."""
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise InvalidArgument(
+            f"{what}: the tensor is expanded (stride 0), so it cannot be written; pass x.contiguous()"
+        )
+
+
+def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, what: str) -> None:
+    """Refuse an output of another shape or dtype, or one that cannot be written in one piece."""
+    if out.dtype != x.dtype:
+        raise InvalidArgument(f"{what}: out has dtype {out.dtype}, the input {x.dtype}")
+    if tuple(out.shape) != shape:
+        raise InvalidArgument(f"{what}: out has shape {tuple(out.shape)}, expected {shape}")
+    if not out.is_contiguous():
+        raise InvalidArgument(f"{what}: out is not contiguous; pass a contiguous tensor and copy from it")
+
+
+def check_apart(x: torch.Tensor, out: torch.Tensor, what: str, same_is_fine: bool) -> None:
+    """Refuse an output that overlaps the input, except the very same memory where the call may run in place."""
+    first, last = x.data_ptr(), x.data_ptr() + x.nbytes
+    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    if start < last and first < end and not (same_is_fine and first == start and last == end):
+        raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory")
+
+
+def fingerprint(*facts: Any) -> int:
+    """32 bits that differ where two ranks make different calls: collective, op, dtype, count, kernel, grid, mode."""
+    return zlib.crc32(repr(facts).encode())

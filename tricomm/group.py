@@ -1,0 +1,286 @@
+"""The life of a group: its set-up, how a kernel is launched over it, its faults, its end.
+
+`Communicator` adds the collectives. A fault costs the group and nothing else; everything that was opened is given
+back by `close`, on whatever road the group ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import struct
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tricomm import errors, plan
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
+from tricomm.kernels import layout
+from tricomm.kernels.launch import launch
+from tricomm.monitor import Monitor
+from tricomm.options import Options
+from tricomm.selection import Site
+from tricomm.store.arena import Arena
+from tricomm.store.control import ControlPage, Fault
+
+log = logging.getLogger("tricomm")
+_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
+_live: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+class Group:
+    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself."""
+
+    def __init__(
+        self,
+        control: ControlPage,
+        arena: Arena,
+        arena_layout: layout.Layout,
+        device: torch.device,
+        timeout: float,
+        options: Options,
+    ) -> None:
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self.group = control.group
+        self.device = device
+        self.options = options
+        self._control, self._arena, self._layout = control, arena, arena_layout
+        self._timeout = timeout
+        self._pid = os.getpid()
+        self._closed = False
+        self._sequence = 0
+        self._numbers = itertools.count(1)
+        self._owned = ExitStack()
+        self._stream: Any = None
+        self._words = control.words()
+        self._words[layout.ENDED] = options.first_epoch
+        self._group = self._write_table()
+        # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
+        device_class, most = self._agree_on_devices()
+        self._site = Site(device_class, self.world_size, arena_layout, most, options.blocks, options.tile)
+        self._monitor = Monitor(control, timeout, options.stall_timeout)
+        self._monitor.start(self._diagnose)
+        _live.add(self)
+
+    def _write_table(self) -> torch.Tensor:
+        """Fill the group table at the head of this rank's arena; the kernels read everything from there."""
+        table = self._arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
+        values = [0] * (layout.HEADERS // 8)
+        values[layout.RANK] = self.rank
+        values[layout.CONTROL] = getattr(self._arena, "control_address", self._control.device_words)
+        values[layout.LL_BASE], values[layout.LL_ROOM] = self._layout.ll, self._layout.ll_room
+        values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = self._layout.simple, self._layout.simple_room
+        values[layout.EPOCH] = self.options.first_epoch
+        values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
+        table.copy_(torch.tensor(values, dtype=torch.int64))
+        return table
+
+    def _agree_on_devices(self) -> tuple[str, int]:
+        """What the devices have in common, and the largest grid whose blocks are surely resident together on each."""
+        uuid, processors = b"cpu", layout.MAX_BLOCKS
+        if self.device.type == "cuda":
+            facts = torch.cuda.get_device_properties(self.device)
+            uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
+        mine = _DEVICE.pack(uuid, _architecture(self.device).encode(), processors)
+        answers = self._control.exchange(mine, "device facts", self._timeout)
+        uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
+        kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
+        most = layout.MAX_BLOCKS
+        if kind != "cpu":  # ranks that share a device share its processors
+            most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
+        return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)
+
+    @property
+    def kind(self) -> str:
+        """How memory is shared: posix_shm, cuda_ipc or local."""
+        return self._arena.kind
+
+    @property
+    def simulated(self) -> bool:
+        """True where the kernels are interpreted on a CPU; no time measured there says anything about a GPU."""
+        return self.device.type != "cuda"
+
+    @property
+    def arena_layout(self) -> layout.Layout:
+        """Where headers and mailboxes lie in an arena."""
+        return self._layout
+
+    @property
+    def peer_ranges(self) -> list[tuple[int, int]]:
+        """(first address, bytes) of every rank's arena as mapped in this process."""
+        return [(base, self._arena.nbytes) for base in self._arena.bases]
+
+    @property
+    def group_table(self) -> torch.Tensor:
+        """int64 tensor that `tricomm.kernels.primitives` take as `group`: who am I, where my peers are."""
+        return self._group
+
+    def check(self) -> None:
+        """Raise the group's fault where there is one; costs two memory reads where there is none."""
+        if int(self._words[layout.STATUS]) or int(self._words[layout.ABORT]) or self._monitor.fault is not None:
+            self._diagnose()
+            self._raise()
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`.
+
+        `timeout` is in seconds (default: the communicator's).
+        """
+        self._usable()
+        self._wait(self._timeout if timeout is None else timeout)
+
+    def close(self) -> None:
+        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets."""
+        if self._closed:
+            return
+        self._closed = True
+        _live.discard(self)
+        if os.getpid() != self._pid:
+            return
+        with ExitStack() as undo:
+            undo.callback(self._control.close)
+            undo.callback(self._arena.close)
+            undo.callback(self._owned.close)
+            undo.callback(self._monitor.stop)
+            self._drain()
+            # Views keep a mapping alive; the words keep what they said.
+            self._group, self._words = torch.empty(0), self._words.copy()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"tricomm group {self.group}, rank {self.rank} of {self.world_size} on {self.device}"
+
+    def _usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise InvalidArgument(
+                f"{self}: made in process {self._pid}, forked into {os.getpid()}; make a new one here"
+            )
+        if self._closed:
+            raise GroupAborted(f"{self}: closed; make a new communicator")
+        self.check()
+
+    # The way of a call
+
+    def _launch(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], *counts: int) -> None:
+        """Tell the peers what comes, then run it."""
+        self._sequence += 1
+        self._control.announce(chosen.announced(self._sequence))
+        lost = self._monitor.lost
+        if lost is not None:
+            self._monitor.died(lost)
+            self._raise()
+        if self.device.type == "cuda":
+            self._follow_stream()
+        call = (next(self._numbers) & 0x7FFFFFFF) << 32 | chosen.fingerprint
+        self._guarded(chosen.kernel, chosen.grid, (*tensors, self._group, *counts, call), chosen.constexprs)
+
+    def _follow_stream(self) -> None:
+        """Order this call after the last one where the caller has changed streams: there is one pair of mailboxes."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def _guarded(self, kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> None:
+        """Launch; whatever stops this rank in the middle of a kernel (Ctrl-C above all) is told to the others."""
+        try:
+            launch(kernel, grid, args, constexprs, self.device, timeout=self._timeout)
+        except BaseException as error:
+            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
+            raise
+        if self.device.type != "cuda":
+            self.check()
+
+    def _wait(self, timeout: float) -> None:
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            end = time.monotonic() + timeout
+            while not event.query():
+                self.check()
+                if time.monotonic() > end:
+                    raise CollectiveTimeout(f"{self}: the stream has not finished within {timeout:g} s")
+                time.sleep(2e-5)
+        self.check()
+
+    # Faults
+
+    def _diagnose(self) -> None:
+        """Put what a kernel reported in the status word into words."""
+        status = int(self._words[layout.STATUS])
+        if status & 0xFF == layout.OVERLAP:
+            self._monitor.give_up(
+                self._fault(
+                    GroupAborted,
+                    "two launches of this communicator overlapped: a graph replay ran beside another call; order them "
+                    "on one stream or with an event",
+                )
+            )
+        elif status & 0xFF == layout.MISMATCH:
+            self._monitor.give_up(self._mismatch((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
+
+    def _mismatch(self, peer: int, fingerprint: int) -> Fault:
+        mine = self._control.last(self.rank)
+        theirs = self._control.called(peer, mine.sequence) if mine is not None else None
+        if theirs is None or theirs.fingerprint != fingerprint:
+            theirs = self._control.last(peer)
+        text = (
+            f"ranks made different calls: rank {self.rank} {mine.text() if mine else 'none'}; "
+            f"rank {peer} {theirs.text() if theirs else f'a call with fingerprint {fingerprint:08x}'}; "
+            "make the same call, with the same shape, on every rank"
+        )
+        return Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text)
+
+    def _fault(self, kind: type[TricommError], text: str) -> Fault:
+        return Fault(kind.__name__, self.rank, self._sequence, text)
+
+    def _raise(self) -> None:
+        fault = self._monitor.fault
+        if fault is None:  # abort without a fault can only be a fault that is being recorded this very moment
+            fault = self._monitor.give_up(self._fault(GroupAborted, "the group was given up"))
+        kind = getattr(errors, fault.kind, GroupAborted)
+        raise kind(f"{self}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator.")
+
+    def _drain(self) -> None:
+        """Let kernels in flight end before their memory goes; those that cannot are told to leave."""
+        if self.device.type != "cuda":
+            return
+        try:
+            self._wait(self._timeout)
+        except TricommError:
+            self._words[layout.ABORT] = 1
+            torch.cuda.synchronize(self.device)
+
+
+def _architecture(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+@atexit.register
+def _close_all() -> None:
+    for comm in list(_live):
+        if comm._pid == os.getpid():
+            log.warning("%s was not closed; closing it at exit", comm)
+            comm.close()

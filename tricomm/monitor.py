@@ -1,0 +1,190 @@
+"""Watches over one communicator: beats its own heart, looks at the peers', and ends a call that cannot end by itself.
+
+A kernel says in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
+monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
+has moved past that epoch; then its death is no concern of this call.
+
+Time is counted in the monitor's own ticks, and a tick counts for a quarter of a second at most: a process that was
+itself stopped, or starved, does not blame the others for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from tricomm import errors
+from tricomm.kernels import layout
+from tricomm.store.control import ControlPage, Fault, State
+
+TICK = 0.02
+_LONGEST_TICK = 0.25
+_SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
+
+
+class Monitor:
+    """Thread that turns a dead, stopped, late or diverging peer into a named fault.
+
+    `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
+    group is given up; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended,
+    or it closed the group.
+    """
+
+    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float) -> None:
+        self.fault: Fault | None = None
+        self.lost: int | None = None
+        self._control = control
+        self._timeout = timeout
+        self._stall = stall_timeout
+        self._words = control.words()
+        self._peers = {r: control.peer_words(r) for r in range(control.world_size) if r != control.rank}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._running = 0
+        self._elapsed = 0.0
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._user_calls = 0
+        self._diagnose: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
+
+    def start(self, diagnose: Callable[[], None]) -> None:
+        """Begin to watch. `diagnose` is called when a kernel has reported something in the status word."""
+        self._diagnose = diagnose
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait for it; idempotent."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=5.0)
+        # Views keep a mapping alive, and the group and its monitor know each other: let go of both here.
+        self._words, self._peers = np.zeros(layout.ENDED + 1, np.int64), {}
+        self._diagnose = lambda: None
+
+    def give_up(self, fault: Fault) -> Fault:
+        """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
+        with self._lock:
+            if self.fault is None:
+                self.fault = fault
+                self._control.raise_fault(fault)
+                self._control.set_state(State.ABORTED)
+                self._words[layout.ABORT] = 1
+            return self.fault
+
+    def user_call(self, delta: int) -> None:
+        """A user's own kernel starts (+1) or has returned (-1); such a kernel moves no epoch."""
+        self._user_calls += delta
+
+    def running(self) -> bool:
+        """True while a kernel of this rank is under way."""
+        started = int(self._words[layout.STARTED])
+        return self._user_calls > 0 or (started != 0 and started == int(self._words[layout.ENDED]))
+
+    def unfinished(self) -> list[int]:
+        """Ranks that have not done their part in the running call."""
+        started = int(self._words[layout.STARTED])
+        return [
+            r for r, words in self._peers.items() if self._user_calls > 0 or not _past(words[layout.ENDED], started)
+        ]
+
+    def _gone(self, rank: int) -> bool:
+        return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._stop.wait(TICK):
+            now = time.monotonic()
+            tick, last = min(now - last, _LONGEST_TICK), now
+            self._control.beat()
+            if self.fault is None:
+                self._look(tick)
+
+    def _look(self, tick: float) -> None:
+        self._count(tick)
+        self.lost = next((r for r in self._peers if self._gone(r)), None)
+        if int(self._words[layout.STATUS]):
+            self._diagnose()
+            return
+        for rank in self._peers:
+            fault = self._control.fault(rank)
+            if fault is not None:
+                self._adopt(rank, fault)
+                return
+        if not self.running():
+            return
+        late = self.unfinished()
+        for rank in late:
+            if self._gone(rank):
+                self.died(rank)
+                return
+            if min(self._elapsed, self._beats[rank][1]) > self._stall:
+                self._stalled(rank)
+                return
+        if self._elapsed > self._timeout:
+            self._late(late)
+
+    def _count(self, tick: float) -> None:
+        """Add a tick to everything that has not changed since the last one."""
+        running = (-1 if self._user_calls else int(self._words[layout.STARTED])) if self.running() else 0
+        self._elapsed = self._elapsed + tick if running and running == self._running else 0.0
+        self._running = running
+        for rank in self._peers:
+            beat = self._control.heartbeat(rank)
+            before, age = self._beats.get(rank, (beat, 0.0))
+            self._beats[rank] = (beat, age + tick if beat == before else 0.0)
+
+    def _adopt(self, rank: int, fault: Fault) -> None:
+        kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__
+        text = fault.text if fault.kind in _SHARED else f"rank {rank} gave the group up: {fault.text}"
+        self.give_up(Fault(kind, fault.culprit, fault.sequence, text))
+
+    def died(self, rank: int) -> Fault:
+        """Give the group up because `rank` is gone."""
+        closed = self._control.state(rank) == State.CLOSED
+        what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
+        return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._told(rank)}")
+
+    def _stalled(self, rank: int) -> Fault:
+        return self._blame(
+            errors.PeerStalled,
+            rank,
+            f"rank {rank} (pid {self._control.pid(rank)}) shows no sign of life for {self._beats[rank][1]:.1f} s "
+            f"(limit {self._stall:g} s): stopped or starved; {self._told(rank)}",
+        )
+
+    def _late(self, late: list[int]) -> Fault:
+        who = "; ".join(f"rank {r} (alive) {self._told(r)}" for r in late) or "all peers have done their part"
+        return self._blame(
+            errors.CollectiveTimeout,
+            late[0] if late else self._control.rank,
+            f"the call took longer than {self._timeout:g} s; {who}",
+        )
+
+    def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
+        control = self._control
+        own = control.last(control.rank)
+        doing = (
+            f"rank {control.rank} was in {own.text()}" if own is not None else f"rank {control.rank} made no call yet"
+        )
+        return self.give_up(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
+
+    def _told(self, rank: int) -> str:
+        theirs = self._control.last(rank)
+        mine = self._control.sequence(self._control.rank)
+        if theirs is None:
+            return "it has made no call"
+        if theirs.sequence < mine:
+            return f"it last called {theirs.text()} and has not entered sequence {mine}"
+        return f"its last call is {theirs.text()}"
+
+
+def _past(ended: int, started: int) -> bool:
+    """True where a rank whose last call ended before epoch `ended` has left epoch `started` behind.
+
+    Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
+    wrap at 2^32, and ranks are never far apart.
+    """
+    return 0 < (int(ended) - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2

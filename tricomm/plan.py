@@ -1,0 +1,70 @@
+"""A launch plan: everything about a call that its shape decides, worked out once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tricomm import calls
+from tricomm.kernels import registry
+from tricomm.kernels.layout import MAX_WORLD_SIZE
+from tricomm.selection import Choice, Site
+from tricomm.store.control import Descriptor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide."""
+
+    choice: Choice
+    kernel: Any
+    grid: tuple[int, ...]
+    constexprs: dict[str, Any]
+    fingerprint: int
+    descriptor: Descriptor
+
+    def announced(self, sequence: int) -> Descriptor:
+        """The descriptor of this plan's call number `sequence`."""
+        return replace(self.descriptor, sequence=sequence)
+
+
+def make(site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: int, aligned: bool, mode: str) -> Plan:
+    """Bind `choice` to `count` elements of `dtype` (None for a barrier).
+
+    `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
+    in the fingerprint or in anything that a peer sees.
+    """
+    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
+    gpu = site.device != "cpu"
+    constexprs: dict[str, Any] = {
+        "WORLD_SIZE": site.world_size,
+        "BLOCK": choice.block,
+        "LANES": 32 * choice.warps if gpu else MAX_WORLD_SIZE,
+        "PTX": gpu,
+    }
+    if kernel.reduces:
+        constexprs["OP"] = op
+    if dtype is not None:
+        constexprs["ALIGNED"] = aligned
+    name = calls.DTYPES[dtype] if dtype is not None else "none"
+    op = op if kernel.reduces else "none"
+    facts = (
+        choice.collective,
+        op,
+        name,
+        count,
+        -1,
+        choice.algorithm,
+        choice.protocol,
+        choice.blocks,
+        choice.block,
+        mode,
+    )
+    fingerprint = calls.fingerprint(*facts)
+    descriptor = Descriptor(
+        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=name,
+        algorithm=choice.algorithm, protocol=choice.protocol, count=count, root=-1, grid=choice.blocks, mode=mode,
+    )  # fmt: skip
+    return Plan(choice, kernel.function, (choice.blocks,), constexprs, fingerprint, descriptor)

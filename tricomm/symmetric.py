@@ -1,0 +1,63 @@
+"""Memory of one shape on every rank that all ranks of a communicator can reach."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tricomm.errors import GroupAborted
+from tricomm.store.arena import Arena
+
+
+class Symmetric:
+    """A tensor on every rank, mapped everywhere.
+
+    local   this rank's tensor, of the shape and dtype asked for
+    peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
+    table   int64 [world_size] on the communicator's device: the addresses of `peers`
+
+    It lives until `close()` or until its communicator is closed. Its memory starts zeroed.
+    """
+
+    def __init__(
+        self, arena: Arena, rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._arena = arena
+        self._closed = False
+        self.shape = shape
+        self.dtype = dtype
+        self._peers = tuple(arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases)))
+        self._local = self._peers[rank]
+        self._table = torch.tensor(arena.bases, dtype=torch.int64, device=device)
+
+    @property
+    def local(self) -> torch.Tensor:
+        self._check()
+        return self._local
+
+    @property
+    def peers(self) -> tuple[torch.Tensor, ...]:
+        self._check()
+        return self._peers
+
+    @property
+    def table(self) -> torch.Tensor:
+        self._check()
+        return self._table
+
+    def close(self) -> None:
+        """Give the memory back; collective over CUDA IPC. Idempotent; views of it are invalid after."""
+        if not self._closed:
+            self._closed = True
+            self._peers, self._local, self._table = (), torch.empty(0), torch.empty(0)
+            self._arena.close()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise GroupAborted("this symmetric memory is closed")
+
+
+def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor, rounded up to whole pages of 4096."""
+    return max(1, -(-math.prod(shape) * dtype.itemsize // 4096)) * 4096
