@@ -1,1 +1,1 @@
-"""Device code: Triton kernels, their primitives, and how one is launched. Sees tensors and ints, never a group or a store."""
+"""Device code: Triton kernels, their primitives, how one is launched. Sees tensors and ints, never a store."""

@@ -22,6 +22,7 @@ def launch(
     multiply-add is off: a sum must have the same bits in every kernel that adds in the same order.
     """
     if device.type == "cuda":
-        kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs)
+        with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors say
+            kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constexprs)
     else:
         interpreter.interpret(kernel, grid, args, constexprs, timeout)

@@ -57,35 +57,50 @@ def host_page_address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def open_local(world_size: int, nbytes: int, device: torch.device, driver: Driver | None = None) -> list[LocalArena]:
+def open_local(
+    world_size: int,
+    nbytes: int,
+    device: torch.device,
+    driver: Driver | None = None,
+    pages: Sequence[int] | None = None,
+) -> list[LocalArena]:
     """One arena per rank, all in this process: blocks of `nbytes` zeroed bytes on `device` (a CPU or one GPU).
 
+    `pages` are the host addresses of the ranks' control pages (`ControlPage.device_words`); None: pages of their own.
+
     Raises `InvalidArgument` for a bad size or device, `ResourceError` where memory is refused; then nothing is left."""
-    return LocalGroup(world_size, device, driver).open(nbytes)
+    return LocalGroup(world_size, device, driver, pages).open(nbytes)
 
 
 class LocalGroup:
     """The ranks of one process on one device. `open` may be called again for more memory."""
 
-    def __init__(self, world_size: int, device: torch.device, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        device: torch.device,
+        driver: Driver | None = None,
+        pages: Sequence[int] | None = None,
+    ) -> None:
         if world_size < 1:
             raise InvalidArgument(f"world size {world_size} is not positive")
         if device.type not in ("cpu", "cuda"):
             raise InvalidArgument(f"a local group lives on the CPU or on a GPU, not on {device}")
         self.world_size, self.device = world_size, device
-        self._driver = driver
+        self._driver, self._pages = driver, pages
 
     def open(self, nbytes: int) -> list[LocalArena]:
         """As `open_local`."""
         if not 1 <= nbytes <= _MAX_NBYTES:
             raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are 1 to {_MAX_NBYTES}")
-        blocks = self._gpu_blocks(nbytes) if self.device.type == "cuda" else _HostBlocks(self.world_size, nbytes)
+        gpu = self.device.type == "cuda"
+        blocks = self._gpu_blocks(nbytes) if gpu else _HostBlocks(self.world_size, nbytes, self._pages)
         return [LocalArena(rank, nbytes, blocks) for rank in range(self.world_size)]
 
     def _gpu_blocks(self, nbytes: int) -> _GpuBlocks:
         index = self.device.index
         device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return _GpuBlocks(self.world_size, nbytes, device, self._driver or load_driver())
+        return _GpuBlocks(self.world_size, nbytes, device, self._driver or load_driver(), self._pages)
 
 
 class LocalArena:
@@ -96,15 +111,14 @@ class LocalArena:
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
         self.bases = blocks.bases
-        self.control_host_address = host_page_address(blocks.pages[rank])
+        self.control_host_address = blocks.host_addresses[rank]
         self.control_address = blocks.control_addresses[rank]
         self._blocks: _Blocks | None = blocks
-        self._page = blocks.pages[rank]
 
     @cached_property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream on which this rank's kernels run; None on the CPU."""
-        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Rank `rank`'s bytes from `offset` on, as a tensor; on a GPU it is valid until all ranks have closed.
@@ -137,8 +151,9 @@ class _Blocks:
     bases: tuple[int, ...]
     control_addresses: tuple[int, ...]
 
-    def __init__(self, world_size: int) -> None:
-        self.pages = [_zeroed(PAGE_BYTES) for _ in range(world_size)]
+    def __init__(self, world_size: int, pages: Sequence[int] | None) -> None:
+        self._pages = [_zeroed(PAGE_BYTES) for _ in range(world_size)] if pages is None else []
+        self.host_addresses = tuple(map(host_page_address, self._pages) if pages is None else pages)
         self._users = world_size
         self._lock = threading.Lock()
 
@@ -158,11 +173,11 @@ class _Blocks:
 class _HostBlocks(_Blocks):
     device = torch.device("cpu")
 
-    def __init__(self, world_size: int, nbytes: int) -> None:
-        super().__init__(world_size)
+    def __init__(self, world_size: int, nbytes: int, pages: Sequence[int] | None) -> None:
+        super().__init__(world_size, pages)
         self._blocks = [_zeroed(nbytes) for _ in range(world_size)]
         self.bases = tuple(map(host_page_address, self._blocks))
-        self.control_addresses = tuple(map(host_page_address, self.pages))
+        self.control_addresses = self.host_addresses
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
@@ -175,21 +190,22 @@ class _HostBlocks(_Blocks):
 
 
 class _GpuBlocks(_Blocks):
-    def __init__(self, world_size: int, nbytes: int, device: torch.device, driver: Driver) -> None:
-        super().__init__(world_size)
+    def __init__(
+        self, world_size: int, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[int] | None
+    ) -> None:
+        super().__init__(world_size, pages)
         self.device, self._driver = device, driver
         with ExitStack() as undo:
             driver.init()
             self._context = driver.retain_context(device.index)
             undo.callback(driver.release_context, device.index)
             with driver.current(self._context):
-                self.control_addresses = tuple(self._map_page(undo, page) for page in self.pages)
+                self.control_addresses = tuple(self._map_page(undo, address) for address in self.host_addresses)
                 self.bases = tuple(self._allocate(undo, nbytes) for _ in range(world_size))
                 driver.synchronize()
             self._undo = undo.pop_all()
 
-    def _map_page(self, undo: ExitStack, page: mmap.mmap) -> int:
-        address = host_page_address(page)
+    def _map_page(self, undo: ExitStack, address: int) -> int:
         mapped = self._driver.map_words(address)
         undo.callback(self._in_context, self._driver.unmap_words, address)
         return mapped

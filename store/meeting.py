@@ -6,8 +6,8 @@
     set  tricomm/<rank>/met                  this rank needs the store no more for this generation
     confirm through the segments             every rank has mapped every other, and all mean the same group
 
-A rank that gives up says so under tricomm/failed/<generation>, so that nobody waits for it: neither those who are
-there nor those who come later. Waiting is polling, for a `get` that blocks cannot look for a failure.
+A rank that gives up says so under tricomm/failed/<generation>, so that nobody waits for it, now or later. Waiting is
+polling, for a `get` that blocks cannot look for a failure.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Meeting:
         self._generation = 0
         self._segments: list[Segment] = []
         self._page: Page | None = None
-        self._withdrawn = False
+        self._withdrawn = 0
 
     def run(self) -> ControlPage:
         self._take_generation()
@@ -103,10 +103,11 @@ class _Meeting:
             self._page.state = State.CLOSED
 
     def _publish(self, failure: Failure) -> None:
+        if self._withdrawn:  # first, so that whoever hears of the failure and tries again finds the number free
+            self._store.set(self._hello_key(self._rank, self._withdrawn), b"")
+            self._store.add(f"tricomm/{self._rank}/generation", -1)
         if self._generation and not self._store.check(self._failed_key()):  # who failed first knows best why
             self._store.set(self._failed_key(), self._pack(failure))
-        if self._withdrawn:
-            self._store.add(f"tricomm/{self._rank}/generation", -1)
 
     def _take_generation(self) -> None:
         if not 0 <= self._rank < self._world_size:
@@ -142,9 +143,8 @@ class _Meeting:
         while True:
             self._look_for_failure()
             self._look_for_duplicate()
-            for rank in (r for r in range(self._world_size) if r not in said):
-                data = self._store.read(self._hello_key(rank, self._generation))
-                if data is not None:
+            for rank in set(range(self._world_size)) - set(said):
+                if data := self._store.read(self._hello_key(rank, self._generation)):  # an empty one was withdrawn
                     said[rank] = self._checked(rank, data)
             if len(said) == self._world_size:
                 return said
@@ -192,8 +192,7 @@ class _Meeting:
             return
         found = records.parse(data, Kind.FAILURE, self._generation, None, self._token)
         failure = found.body
-        if not isinstance(failure, Failure):
-            raise RendezvousError("failure record: bad kind")
+        assert isinstance(failure, Failure), "parse gives the kind that it was asked for"
         kind = ResourceError if failure.kind == errors.ResourceError.__name__ else RendezvousError
         raise kind(
             f"meeting {self._generation} was given up by rank {found.rank} of {found.world_size} "
@@ -208,7 +207,7 @@ class _Meeting:
         other = self._claimant(before)
         if other is not None and not self._store.check(self._failed_key(before)):
             # The complaint belongs to the meeting that is under way, and this claim to the number never counted.
-            self._generation, self._withdrawn = before, True
+            self._generation, self._withdrawn = before, self._generation
             raise RendezvousError(
                 f"duplicate rank: pid {os.getpid()} and pid {other.pid} both say that they are rank {self._rank} "
                 f"(world size {self._world_size} here); give each process its own rank"
@@ -217,7 +216,7 @@ class _Meeting:
     def _claimant(self, generation: int) -> Hello | None:
         """The process that was this rank in `generation`, if it still runs."""
         data = self._store.read(self._hello_key(self._rank, generation)) if generation > 0 else None
-        if data is None:
+        if not data:
             return None
         other = hello_of(records.parse(data, Kind.HELLO, generation, self._rank, self._token))
         gone = other.boot_id == process.boot_id() and not process.alive(other.pid, other.start_time)
@@ -228,7 +227,7 @@ class _Meeting:
         other = self._claimant(self._generation - 1)
         if len(said) == 1 and other is not None and other.pid != os.getpid():
             # Nobody was waiting for this process: withdraw, so that the one who had the number stays in step.
-            self._generation, self._withdrawn = 0, True
+            self._generation, self._withdrawn = 0, self._generation
             text += f"; pid {other.pid}, which met as rank {self._rank} before, still runs: is the number taken?"
         raise RendezvousError(text)
 

@@ -16,6 +16,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
+from tricomm.local import local
 from tricomm.options import Options
 from tricomm.selection import Choice
 from tricomm.symmetric import Symmetric
@@ -40,4 +41,5 @@ __all__ = [
     "Work",
     "__version__",
     "init",
+    "local",
 ]

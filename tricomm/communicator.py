@@ -14,15 +14,16 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
-from tricomm import calls, plan, selection
+from tricomm import calls, env, plan, selection
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
 from tricomm.selection import Choice
-from tricomm.store.arena import open_arena
+from tricomm.store.arena import Arena, open_arena
+from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import meet, open_store
 from tricomm.symmetric import Symmetric, nbytes_of
 from tricomm.work import Work
@@ -52,12 +53,13 @@ class Communicator(Group):
     ) -> None:
         options = options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
-        where = _device(device)
+        where = pick_device(device)
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
         if world_size > layout.MAX_WORLD_SIZE:
             raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
         plan_of_memory = layout.plan(world_size, options.arena_bytes)
+        selection.check_device(where.type, plan_of_memory, options.tile)
         agreed = calls.fingerprint(plan_of_memory.digest, options.first_epoch, where.type)
         with ExitStack() as undo:
             control = meet(store, rank, world_size, meeting_timeout or limit, agreed)
@@ -66,8 +68,22 @@ class Communicator(Group):
             undo.callback(arena.close)
             super().__init__(control, arena, plan_of_memory, where, limit, options)
             undo.pop_all()
-        self._plans: dict[tuple[Any, ...], plan.Plan] = {}
         self._store = store  # a store that this rank hosts lives as long as somebody may still be meeting there
+
+    @classmethod
+    def over(
+        cls,
+        control: ControlPage,
+        arena: Arena,
+        arena_layout: layout.Layout,
+        device: torch.device,
+        timeout: float,
+        options: Options,
+    ) -> Communicator:
+        """A communicator over memory that is shared already; it takes over `control` and `arena`."""
+        comm = cls.__new__(cls)
+        Group.__init__(comm, control, arena, arena_layout, device, timeout, options)
+        return comm
 
     def __enter__(self) -> Communicator:
         return self
@@ -151,6 +167,8 @@ class Communicator(Group):
         refused anywhere.
         """
         self._usable()
+        if self.kind == "local":
+            raise InvalidArgument("symmetric: ranks of one process share all memory already; pass tensors themselves")
         sizes = tuple(int(n) for n in shape)
         error = None
         if not sizes or any(n < 1 for n in sizes) or not isinstance(dtype, torch.dtype):
@@ -262,7 +280,8 @@ def init(
     return Communicator(store, rank, world_size, device, timeout, options, meeting_timeout=left)
 
 
-def _device(device: torch.device | str | int | None) -> torch.device:
+def pick_device(device: torch.device | str | int | None) -> torch.device:
+    """The device that a user means; None: the current GPU, else the CPU. Raises `InvalidArgument`."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -275,5 +294,11 @@ def _device(device: torch.device | str | int | None) -> torch.device:
         if not torch.cuda.is_available():
             raise InvalidArgument(f"device={device!r}: this process sees no CUDA device")
         if found.index is None:
-            found = torch.device("cuda", torch.cuda.current_device())
+            found = torch.device("cuda", _index())
     return torch.device("cpu") if found.type == "cpu" else found
+
+
+def _index() -> int:
+    """The current device; where nobody has chosen one, torchrun's LOCAL_RANK does."""
+    index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
+    return local % torch.cuda.device_count() if index == 0 and local is not None else index

@@ -31,6 +31,7 @@ from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, Fault
 
 log = logging.getLogger("tricomm")
+_LEAVE_SECONDS = 5.0
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -59,7 +60,9 @@ class Group:
         self._sequence = 0
         self._numbers = itertools.count(1)
         self._owned = ExitStack()
+        self._plans: dict[tuple[Any, ...], plan.Plan] = {}
         self._stream: Any = None
+        self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
         self._words[layout.ENDED] = options.first_epoch
         self._group = self._write_table()
@@ -81,6 +84,8 @@ class Group:
         values[layout.EPOCH] = self.options.first_epoch
         values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
         table.copy_(torch.tensor(values, dtype=torch.int64))
+        if self.device.type == "cuda":  # the first kernel may run on another stream than this copy
+            torch.cuda.synchronize(self.device)
         return table
 
     def _agree_on_devices(self) -> tuple[str, int]:
@@ -209,7 +214,7 @@ class Group:
     def _wait(self, timeout: float) -> None:
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
-            event.record()
+            event.record(self._stream or torch.cuda.current_stream(self.device))
             end = time.monotonic() + timeout
             while not event.query():
                 self.check()
@@ -257,14 +262,19 @@ class Group:
         raise kind(f"{self}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator.")
 
     def _drain(self) -> None:
-        """Let kernels in flight end before their memory goes; those that cannot are told to leave."""
-        if self.device.type != "cuda":
+        """Let kernels in flight end before their memory goes; those that cannot end by themselves are told to leave."""
+        if self.device.type != "cuda" or self._stream is None:
             return
         try:
             self._wait(self._timeout)
         except TricommError:
             self._words[layout.ABORT] = 1
-            torch.cuda.synchronize(self.device)
+            end = time.monotonic() + _LEAVE_SECONDS
+            while not self._stream.query():
+                if time.monotonic() > end:
+                    log.error("%s: a kernel has not left within %g s; closing may block", self, _LEAVE_SECONDS)
+                    return
+                time.sleep(1e-3)
 
 
 def _architecture(device: torch.device) -> str:

@@ -136,13 +136,16 @@ class Monitor:
             before, age = self._beats.get(rank, (beat, 0.0))
             self._beats[rank] = (beat, age + tick if beat == before else 0.0)
 
-    def _adopt(self, rank: int, fault: Fault) -> None:
+    def _adopt(self, rank: int, fault: Fault) -> Fault:
         kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__
         text = fault.text if fault.kind in _SHARED else f"rank {rank} gave the group up: {fault.text}"
-        self.give_up(Fault(kind, fault.culprit, fault.sequence, text))
+        return self.give_up(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Give the group up because `rank` is gone."""
+        """Give the group up because `rank` is gone; for the reason that it left behind where it did."""
+        left = self._control.fault(rank)  # looked at after its state: a rank says why before it closes
+        if left is not None:
+            return self._adopt(rank, left)
         closed = self._control.state(rank) == State.CLOSED
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
         return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._told(rank)}")

@@ -53,6 +53,19 @@ class Site:
     tile: int | None = None
 
 
+def check_device(device: str, arena: Layout, tile: int | None) -> None:
+    """Refuse what a GPU's polls cannot work with: every tile must span all threads of a block.
+
+    Raises `InvalidArgument` for an arena or a forced tile that is too small.
+    """
+    if device != "cuda":
+        return
+    if tile is not None and tile < GPU_TILE:
+        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {GPU_TILE} words")
+    if arena.largest_tile("two_shot", "ll") < GPU_TILE:
+        raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
+
+
 def choose(
     site: Site, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None
 ) -> Choice:

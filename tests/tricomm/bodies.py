@@ -131,23 +131,26 @@ def life(rank, world_size, tell, url):
     """Close twice, use after close, make again over the same store, leave nothing."""
     before = leftovers()
     for _ in range(5):
-        comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-        x = torch.ones(4)
-        comm.all_reduce(x)
-        assert x.tolist() == [float(world_size)] * 4
-        comm.barrier()
-        comm.close()
-        comm.close()
-        for use in (lambda: comm.all_reduce(x), comm.barrier, comm.synchronize, lambda: comm.symmetric((4,), x.dtype)):
-            try:
-                use()
-            except tricomm.GroupAborted as error:
-                assert "closed" in str(error)
-            else:
-                raise AssertionError("a closed communicator was usable")
-    del comm, use
+        one_life(rank, world_size, url)
     after = leftovers()
     return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+
+
+def one_life(rank, world_size, url):
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    x = torch.ones(4)
+    comm.all_reduce(x)
+    assert x.tolist() == [float(world_size)] * 4
+    comm.barrier()
+    comm.close()
+    comm.close()
+    for use in (lambda: comm.all_reduce(x), comm.barrier, comm.synchronize, lambda: comm.symmetric((4,), x.dtype)):
+        try:
+            use()
+        except tricomm.GroupAborted as error:
+            assert "closed" in str(error)
+        else:
+            raise AssertionError("a closed communicator was usable")
 
 
 def forked(rank, world_size, tell, url):

@@ -1,0 +1,61 @@
+"""All ranks in one process on one GPU, a stream each: for tests and for looking at kernels, not for speed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tricomm import calls, selection
+from tricomm.communicator import Communicator, pick_device
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.options import Options, seconds
+from tricomm.store.control import ControlPage
+from tricomm.store.local import LocalArena, open_local
+from tricomm.store.rendezvous import meet
+
+
+def local(
+    world_size: int,
+    device: torch.device | str | int | None = None,
+    timeout: float | timedelta | None = None,
+    options: Options | None = None,
+) -> list[Communicator]:
+    """One communicator per rank, all in this process on one GPU. `comm.stream` is a rank's own stream.
+
+    Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run
+    beside each other and wait for each other. Raises `InvalidArgument` on a CPU, where a call returns only when all
+    ranks have made it; `ResourceError` where memory is refused, and then nothing is left.
+    """
+    options = options or Options()
+    limit = options.timeout if timeout is None else seconds(timeout, "timeout")
+    where = pick_device(device)
+    if where.type != "cuda":
+        raise InvalidArgument("local: ranks in one process need a GPU; on a CPU, run a process per rank")
+    plan = layout.plan(world_size, options.arena_bytes)
+    selection.check_device(where.type, plan, options.tile)
+    agreed = calls.fingerprint(plan.digest, options.first_epoch, where.type)
+    store = HashStore()
+
+    def meeting(rank: int) -> ControlPage:
+        return meet(store, rank, world_size, limit, agreed)
+
+    def joining(rank: int) -> Communicator:
+        return Communicator.over(controls[rank], arenas[rank], plan, where, limit, options)
+
+    with ExitStack() as undo, ThreadPoolExecutor(world_size) as ranks:
+        controls = list(ranks.map(meeting, range(world_size)))
+        words = [control.device_words for control in controls]
+        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=words)
+        for arena, control in zip(arenas, controls, strict=True):
+            undo.callback(control.close)
+            undo.callback(arena.close)
+        comms = list(ranks.map(joining, range(world_size)))
+        for comm, arena in zip(comms, arenas, strict=True):
+            comm.stream = arena.stream
+        undo.pop_all()
+    return comms
