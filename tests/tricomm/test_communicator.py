@@ -1,5 +1,7 @@
 """The communicator between real processes: results, argument errors, life, two groups, a user's kernels."""
 
+import random
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ CASES = [
     (6, torch.int32, "min", "strided"),
     (2049, torch.int64, "sum", "out"),
 ]
+HOW = ("place", "out", "strided")
 REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]
 
 
@@ -36,6 +39,33 @@ REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collectiv
 @pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
 def test_all_reduce(world_size, algorithm, protocol, url):
     assert ranks.run(world_size, bodies.every_call, url, algorithm, protocol, CASES) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "algorithm", "protocol"),
+    [
+        (8, "one_shot", "ll"),
+        (8, "two_shot", "simple"),
+        *[pytest.param(n, a, p, marks=pytest.mark.soak) for n in (5, 6, 7, 8) for a, p in REDUCTIONS],
+    ],
+)
+def test_all_reduce_up_to_eight_ranks(world_size, algorithm, protocol, url):
+    cases = [(13, torch.bfloat16, "sum", "place"), (1001, torch.float32, "avg", "out"), (2, torch.int64, "max", "out")]
+    assert ranks.run(world_size, bodies.every_call, url, algorithm, protocol, cases, timeout=200) == [[]] * world_size
+
+
+@pytest.mark.parametrize("seed", [11, *[pytest.param(s, marks=pytest.mark.soak) for s in range(20)]])
+@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
+def test_all_reduce_of_anything(algorithm, protocol, seed, url):
+    """Random counts (around every boundary of tile, shard and chunk), dtypes, ops and ways to call."""
+    draw = random.Random(f"{seed} {algorithm} {protocol}")
+    edges = [1, 2, 63, 64, 65, 127, 128, 129, 1023, 2048, 4095, 4097, 8193]
+    dtypes = [getattr(torch, name) for name in registry.DTYPES]
+    cases = [
+        (draw.choice(edges) + draw.randrange(3), draw.choice(dtypes), draw.choice(registry.OPS), draw.choice(HOW))
+        for _ in range(25)
+    ]
+    assert ranks.run(2, bodies.every_call, url, algorithm, protocol, cases) == [[]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
