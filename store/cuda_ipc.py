@@ -14,16 +14,17 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
 import torch
 
 from tricomm import env
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
 from tricomm.store.cuda_record import GRANULE_BYTES, Record, parse_record
+from tricomm.store.joint import Stages, left
 from tricomm.store.local import check_view, raw_view
 
 CLOSE_SECONDS = 5.0
@@ -59,16 +60,14 @@ def open_cuda_ipc(
     `InvalidArgument` for a bad size or device, `RendezvousError` where the ranks' records do not fit together.
     """
     deadline = time.monotonic() + timeout
-
-    def jointly(stage: str, action: Callable[[], _T]) -> _T:
-        return _jointly(control, f"cuda_ipc: {stage}", deadline, action)
+    jointly = Stages(control, "cuda_ipc", deadline)
 
     with ExitStack() as undo:
         arena = CudaIpcArena(control, nbytes, device)
         undo.callback(arena._release)
         jointly("reach the GPU", lambda: arena._attach(driver))
         mine = jointly("allocate memory", arena._allocate)
-        records = arena._exchange(mine, _left(deadline))
+        records = arena._exchange(mine, left(deadline))
         peers = jointly("check the records", lambda: [parse_record(data, r, nbytes) for r, data in enumerate(records)])
         jointly("map peers' memory", lambda: arena._map(peers))
         jointly("write to peers", arena._write_probe)
@@ -263,23 +262,6 @@ class CudaIpcArena:
                 )
                 return
             time.sleep(0.01)
-
-
-def _jointly(control: Control, what: str, deadline: float, action: Callable[[], _T]) -> _T:
-    """Result of `action`, where it succeeded on all ranks; otherwise the same error on all."""
-    try:
-        result = action()
-    except Exception as error:
-        # The peers wait in `agree`: every kind of error has to reach them.
-        known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
-        control.agree(known, what, _left(deadline))
-        raise known from error
-    control.agree(None, what, _left(deadline))
-    return result
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)
 
 
 def _probe_word(writer: int, target: int) -> bytes:

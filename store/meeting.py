@@ -191,8 +191,7 @@ class _Meeting:
         if data is None:
             return
         found = records.parse(data, Kind.FAILURE, self._generation, None, self._token)
-        failure = found.body
-        assert isinstance(failure, Failure), "parse gives the kind that it was asked for"
+        assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
         kind = ResourceError if failure.kind == errors.ResourceError.__name__ else RendezvousError
         raise kind(
             f"meeting {self._generation} was given up by rank {found.rank} of {found.world_size} "

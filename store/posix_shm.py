@@ -10,14 +10,15 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
-from tricomm.errors import GroupAborted, RendezvousError, ResourceError, TricommError
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError
 from tricomm.store.control import ControlPage
+from tricomm.store.joint import Stages, left
 from tricomm.store.local import check_view
 from tricomm.store.segments import Segment
 
@@ -34,14 +35,11 @@ def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixSh
     don't fit together; and as `ControlPage.exchange` does where a rank is gone.
     """
     deadline = time.monotonic() + timeout
+    jointly = Stages(control, "posix_shm", deadline)
     with ExitStack() as undo:
-
-        def jointly(stage: str, action: Callable[[], _T]) -> _T:
-            return _jointly(control, f"posix_shm: {stage}", deadline, action)
-
         mine = jointly("allocate memory", lambda: _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
         record = _RECORD.pack(_MAGIC, control.rank, os.getpid(), mine.fd, nbytes)
-        records = control.exchange(record, "posix_shm: records", _left(deadline))
+        records = control.exchange(record, "posix_shm: records", left(deadline))
         segments = jointly("map peers' memory", lambda: _attach_all(control, records, mine, undo))
         mine.close_fd()
         undo.pop_all()
@@ -101,20 +99,3 @@ def _attach(control: ControlPage, rank: int, record: bytes, nbytes: int) -> Segm
 def _kept(undo: ExitStack, segment: Segment) -> Segment:
     undo.callback(segment.close)
     return segment
-
-
-def _jointly(control: ControlPage, what: str, deadline: float, action: Callable[[], _T]) -> _T:
-    """Result of `action`, where it succeeded on all ranks; otherwise the same error on all."""
-    try:
-        result = action()
-    except Exception as error:
-        # The peers wait in `agree`: every kind of error has to reach them.
-        known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
-        control.agree(known, what, _left(deadline))
-        raise known from error
-    control.agree(None, what, _left(deadline))
-    return result
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 0.001)

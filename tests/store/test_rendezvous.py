@@ -56,6 +56,7 @@ def test_threads_over_a_hash_store(world_size):
     with nothing_left():
         pages = succeed(world_size, lambda r: meet(store, r, world_size, 10, LAYOUT))
         assert len({p.group for p in pages}) == 1
+        assert not [name for name in holdings()["fds"] if "tricomm" in name]  # nobody else can attach any more
         assert all(p.state(r) == State.READY for p in pages for r in range(world_size))
         for page in pages:
             page.close()
@@ -320,7 +321,7 @@ def stay(rank, world_size, tell, url, claims):
         return try_to_meet(store, rank, 2, 10.0)[0]
 
 
-@pytest.mark.parametrize("garbage", [b"", b"x" * 10, b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(216)])
+@pytest.mark.parametrize("garbage", [b"\0", b"x" * 10, b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(216)])
 def test_garbage_in_the_store(garbage):
     store = HashStore()
     store.set("tricomm/1/hello/1", garbage)
@@ -363,6 +364,18 @@ def test_a_rank_is_killed_at(point, tmp_path):
         else:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0
     assert max(found[0][2], found[2][2]) >= 1.9 or point != "before hello"
+
+
+def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
+    claims = good(3)
+    claims[1]["die"] = "after hello"
+    claims[2]["delay"] = 2.0
+    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+        pids = [group.message(r) for r in range(3)]
+        found = results(group)
+    for name, text, seconds in (found[0], found[2]):
+        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the meeting" in text
+        assert seconds < 1.5
 
 
 def wait_then_meet(rank, world_size, tell, port, timeout):
