@@ -47,7 +47,7 @@ def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK
     2^32. The share is what this block owns in the next epoch of this launch (each room in RUNS runs of tiles, tile
     t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
     """
-    if (epoch & (CLEAR_EVERY - 1)) <= 1:
+    if ((epoch & (CLEAR_EVERY - 1)) <= 1) & (epoch > 1):  # memory is zeroed when epoch 1 comes for the only time
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1

@@ -73,12 +73,13 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
         raise InvalidArgument(f"{what}: out is not contiguous; pass a contiguous tensor and copy from it")
 
 
-def check_apart(x: torch.Tensor, out: torch.Tensor, what: str, same_is_fine: bool) -> None:
-    """Refuse an output that overlaps the input, except the very same memory where the call may run in place."""
+def check_apart(x: torch.Tensor, out: torch.Tensor, what: str, row: int = 0) -> None:
+    """Refuse an output that overlaps the input, except in place: where the input is `out`'s own row number `row`."""
     first, last = x.data_ptr(), x.data_ptr() + x.nbytes
     start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    if start < last and first < end and not (same_is_fine and first == start and last == end):
-        raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory")
+    in_place = first == start + row * x.nbytes and x.is_contiguous()
+    if start < last and first < end and not in_place:
+        raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory, or row {row} of out itself")
 
 
 def fingerprint(*facts: Any) -> int:

@@ -115,7 +115,7 @@ class Communicator(Group):
         else:
             self._check_input(out, "all_reduce out")
             calls.check_output(out, tuple(tensor.shape), tensor, "all_reduce")
-            calls.check_apart(tensor, out, "all_reduce", same_is_fine=True)
+            calls.check_apart(tensor, out, "all_reduce")
             target, result = out, out
         source = tensor.contiguous()
         into = target if target.is_contiguous() else source
@@ -136,7 +136,8 @@ class Communicator(Group):
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). Returns the output, or a `Work` with `async_op=True`.
+        size (a scalar counts as one element). In place where `x` is this rank's row of `out`. Returns the output, or a
+        `Work` with `async_op=True`.
         """
         tensor = x.local if isinstance(x, Symmetric) else x
         self._check_input(tensor, "all_gather")
@@ -146,7 +147,7 @@ class Communicator(Group):
         else:
             self._check_input(out, "all_gather out")
             calls.check_output(out, shape, tensor, "all_gather")
-            calls.check_apart(tensor, out, "all_gather", same_is_fine=False)
+            calls.check_apart(tensor, out, "all_gather", self.rank)
         self._run("all_gather", "none", tensor.contiguous(), out, algorithm, protocol)
         return self._finish(out, async_op)
 

@@ -88,6 +88,13 @@ def gathers(rank, world_size, tell, url, protocol):
             got = comm.all_gather(parts[rank].clone(), protocol=protocol)
             out = torch.full_like(want, 55)
             same = comm.all_gather(parts[rank].clone(), out=out, protocol=protocol)
+            if shape:  # in place: the input is this rank's row of the output
+                inside = torch.full_like(want, 55)
+                row = inside[rank * shape[0] : (rank + 1) * shape[0]]
+                row.copy_(parts[rank])
+                comm.all_gather(row, out=inside, protocol=protocol)
+                if not torch.equal(inside, want):
+                    wrong.append((shape, str(dtype), "in place"))
             if not torch.equal(got, want) or not torch.equal(out, want) or same is not out:
                 wrong.append((shape, str(dtype)))
     return wrong

@@ -59,10 +59,12 @@ def test_outputs_are_checked_for_shape_dtype_and_overlap():
         calls.check_output(torch.ones(20)[::2], (10,), x, "all_reduce")
     room = torch.ones(12)
     with pytest.raises(InvalidArgument, match="overlaps"):
-        calls.check_apart(room[:10], room[2:], "all_reduce", same_is_fine=True)
-    calls.check_apart(room, room, "all_reduce", same_is_fine=True)
-    with pytest.raises(InvalidArgument, match="overlaps"):
-        calls.check_apart(room, room, "all_gather", same_is_fine=False)
+        calls.check_apart(room[:10], room[2:], "all_reduce")
+    calls.check_apart(room, room, "all_reduce")
+    calls.check_apart(room[4:8], room, "all_gather", row=1)
+    for row in (0, 2):
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            calls.check_apart(room[4:8], room, "all_gather", row)
 
 
 def test_an_expanded_tensor_cannot_be_written_in_place():

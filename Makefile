@@ -1,0 +1,40 @@
+# Everything a person or the CI does here. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint soak clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+venv: $(STAMP)  ## make .venv with everything that development needs, once
+
+# torch and triton first and by version: what else is installed must not replace them by builds of many gigabytes.
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 'triton==3.9.0'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: venv  ## 4 ranks, every kernel, checked; no GPU needed
+	@$(BIN)/tricomm bench --nproc 4 --collective all_reduce,all_gather --algorithm all --protocol all \
+		--sizes 1K:64K:8 --iters 5 --check
+
+test: venv  ## the tests, without those that need a GPU or hours
+	@$(BIN)/python -m pytest
+
+lint: venv  ## style, types, import directions
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+soak: venv  ## the slow tests
+	@$(BIN)/python -m pytest -m soak --timeout 14400
+
+clean:  ## remove what was made here
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,135 @@
+"""What a benchmark run will do, worked out and refused before anything is started; and nccl-tests' formulas."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import registry
+
+MAX_RANKS = 8
+COLLECTIVES = ("all_reduce", "all_gather")
+ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
+PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective with the kernel that is asked for; None leaves the choice to selection."""
+
+    collective: str
+    algorithm: str | None
+    protocol: str | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run: every case at every size. Sizes in bytes, `timeout` in seconds, `device` is auto, cpu or cuda."""
+
+    cases: tuple[Case, ...]
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+    op: str = "sum"
+    iters: int = 20
+    warmup: int = 1
+    check: bool = True
+    device: str = "auto"
+    timeout: float = 300.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Settings:
+        cases = tuple(Case(**case) for case in data["cases"])
+        return Settings(**{**data, "cases": cases, "sizes": tuple(data["sizes"])})
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of `1K:1M:4` (first:last:factor) or of a comma list such as `1K,64K,1M`.
+
+    Raises `InvalidArgument` for anything else, and for sizes below one byte or above 16 GiB.
+    """
+    if ":" not in text:
+        sizes = [_bytes(part) for part in text.split(",")]
+    else:
+        parts = text.split(":")
+        if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch(r"\d{1,6}", parts[2])):
+            raise InvalidArgument(f"sizes {text!r}: first:last:factor is needed, like 1K:1M:4, or a comma list")
+        first, last, factor = _bytes(parts[0]), _bytes(parts[1]), int(parts[2]) if len(parts) == 3 else 2
+        if first > last or factor < 2:
+            raise InvalidArgument(f"sizes {text!r}: first must not exceed last, and the factor is 2 or more")
+        sizes = [first]
+        while sizes[-1] * factor <= last:
+            sizes.append(sizes[-1] * factor)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"\s*(\d{1,12})\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if not 1 <= size <= 16 * _UNITS["G"]:
+        raise InvalidArgument(f"size {text!r}: bytes from 1 to 16G are needed, with K, M or G for powers of 1024")
+    return size
+
+
+def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ...]:
+    """The names of a comma list, each of them in `allowed`; `all` stands for all. Raises `InvalidArgument`."""
+    names = allowed if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    return tuple(one_name(name, allowed, what) for name in names)
+
+
+def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
+    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the list otherwise."""
+    if text not in allowed:
+        raise InvalidArgument(f"{what} {text!r} is unknown; there is {', '.join(allowed)}")
+    return text
+
+
+def cases(collectives: tuple[str, ...], algorithms: str | None, protocols: str | None) -> tuple[Case, ...]:
+    """Every shipped kernel of `collectives` among the comma lists (or `all`); None leaves that part to selection.
+
+    Raises `InvalidArgument` where a collective has no such kernel, with the list of those that it has.
+    """
+    wanted = None if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
+    spoken = None if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
+    found: list[Case] = []
+    for collective in collectives:
+        shipped = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == collective]
+        fits = [(a, p) for a, p in shipped if wanted is None or a in wanted if spoken is None or p in spoken]
+        if not fits:
+            raise InvalidArgument(
+                f"{collective}: no kernel fits algorithm {algorithms or 'any'}, protocol {protocols or 'any'}; "
+                f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
+            )
+        for a, p in fits:
+            found.append(Case(collective, None if wanted is None else a, None if spoken is None else p))
+    return tuple(dict.fromkeys(found))
+
+
+def count(collective: str, size: int, itemsize: int, world_size: int) -> int:
+    """Elements of a rank's input for a row of `size` bytes.
+
+    As in nccl-tests an all-gather's size is the total, each rank's part a multiple of 16 bytes; at least one of them.
+    """
+    if collective == "all_gather":
+        return max(1, size // world_size // 16) * 16 // itemsize
+    return max(1, size // itemsize)
+
+
+def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
+    """The size that a row prints, and S of its bandwidths: the whole array for an all-gather."""
+    return elements * itemsize * (world_size if collective == "all_gather" else 1)
+
+
+def algorithm_bandwidth(size: int, microseconds: float) -> float:
+    """S / t in 1e9 bytes per second."""
+    return size / microseconds / 1e3 if microseconds > 0 else 0.0
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
+    return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size

@@ -1,0 +1,75 @@
+"""Facts about this machine and this installation, each probe guarded: what cannot be known is said to be unknown."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import torch
+import triton
+
+import tricomm
+from tricomm import Communicator
+
+
+def guarded(probe: Callable[[], Any]) -> Any:
+    """The probe's result, or `not available: reason` whatever it raises."""
+    try:
+        return probe()
+    except Exception as error:
+        return f"not available: {type(error).__name__}: {error}".rstrip(": ")
+
+
+def versions() -> dict[str, str]:
+    """Versions as loaded; `cuda` is what torch was built for."""
+    return {
+        "tricomm": tricomm.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "not available: torch was built without CUDA",
+    }
+
+
+def installed() -> dict[str, str]:
+    """Versions as the package metadata give them; they differ from the loaded ones where two copies are about."""
+    names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nccl4py")
+    return {name: guarded(partial(metadata.version, name)) for name in names}
+
+
+def processor() -> str:
+    """The CPU's name and the number of cores that this process may use."""
+
+    def name() -> str:
+        with open("/proc/cpuinfo") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+
+    return f"{guarded(name)}, {len(os.sched_getaffinity(0))} cores"
+
+
+def topology(comm: Communicator) -> str:
+    """How the ranks of `comm` reach each other, in words."""
+    if comm.simulated:
+        return f"{comm.world_size} processes of one host over shared memory"
+    gpus = torch.cuda.device_count()
+    if gpus == 1:
+        return f"{comm.world_size} ranks share one GPU"
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+    open_pairs = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    return f"{gpus} GPUs, {open_pairs} of {len(pairs)} ordered pairs have peer access"
+
+
+def header(comm: Communicator) -> dict[str, Any]:
+    """What every table and every JSON file of measurements starts with."""
+    return {
+        "device": processor() if comm.simulated else torch.cuda.get_device_name(comm.device),
+        "topology": guarded(lambda: topology(comm)),
+        "ranks": comm.world_size,
+        "kind": comm.kind,
+        "simulated": comm.simulated,
+        "versions": versions(),
+    }

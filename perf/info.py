@@ -1,0 +1,168 @@
+"""`tricomm info`: what this machine has, what is installed, and what tricomm would do here.
+
+Every probe is guarded: what cannot be known says `not available: reason`, and the command never fails.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from tricomm import env, selection
+from tricomm.kernels import interpreter, layout
+from tricomm.options import Options
+from tricomm.perf import facts
+from tricomm.perf.bench_plan import COLLECTIVES
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
+_LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
+_FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG")
+
+
+def collect() -> dict[str, Any]:
+    """All facts, as plain JSON values."""
+    guarded = facts.guarded
+    return {
+        "versions": {"loaded": guarded(facts.versions), "installed": guarded(facts.installed)},
+        "libraries": guarded(_loaded_libraries),
+        "processor": guarded(facts.processor),
+        "devices": guarded(_devices),
+        "links": guarded(_links),
+        "peer_access": guarded(_peer_access),
+        "interpreter": guarded(lambda: interpreter.supported() or "available: this Triton is one that was tested"),
+        "simulated": guarded(lambda: not torch.cuda.is_available()),
+        "paths": guarded(_paths),
+        "environment": guarded(_environment),
+        "limits": guarded(_limits),
+        "selection": guarded(_selection),
+    }
+
+
+def _loaded_libraries() -> dict[str, str]:
+    """Shared libraries of this process, by name: two versions may be installed, one is used."""
+    found = {}
+    for text in Path("/proc/self/maps").read_text().splitlines():
+        path = text.split(maxsplit=5)[5] if text.count("/") else ""
+        name = Path(path).name.split(".so")[0]
+        if name in _LIBRARIES:
+            found[name] = path
+    return found
+
+
+def _devices() -> list[dict[str, Any]] | str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "not available: this process sees no CUDA device"
+    devices = []
+    for index in range(count):
+        p = torch.cuda.get_device_properties(index)
+        architecture, gib = f"sm_{p.major}{p.minor}", round(p.total_memory / (1 << 30), 1)
+        devices.append({
+            "index": index, "name": p.name, "architecture": architecture, "memory_gib": gib,
+            "processors": p.multi_processor_count, "uuid": str(getattr(p, "uuid", "not available")),
+        })  # fmt: skip
+    return devices
+
+
+def _peer_access() -> list[list[bool | None]] | str:
+    """Row: the device that reaches; column: the one that is reached."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "not available: this process sees no CUDA device"
+    reach = torch.cuda.can_device_access_peer
+    return [[None if a == b else bool(reach(a, b)) for b in range(count)] for a in range(count)]
+
+
+def _links() -> list[dict[str, Any]] | str:
+    """Active NVLinks per device and the PCI address at their far ends."""
+    try:
+        from cuda.bindings import nvml
+    except ImportError as error:
+        return f"not available: cuda.bindings has no nvml here ({error})"
+    nvml.init_v2()
+    try:
+        return [facts.guarded(partial(_device_links, nvml, i)) for i in range(nvml.device_get_count_v2())]
+    finally:
+        nvml.shutdown()
+
+
+def _device_links(nvml: Any, index: int) -> dict[str, Any]:
+    device = nvml.device_get_handle_by_index_v2(index)
+    ends = []
+    for link in range(18):  # as many as any NVLink generation so far has
+        try:
+            if int(nvml.device_get_nvlink_state(device, link)) != 1:
+                continue
+        except Exception:
+            break  # the first link that does not exist
+        remote = facts.guarded(partial(nvml.device_get_nvlink_remote_pci_info_v2, device, link))
+        ends.append(str(getattr(remote, "bus_id", remote)))
+    return {"index": index, "nvlinks": len(ends), "remote": sorted(set(ends))}
+
+
+def _paths() -> dict[str, str]:
+    from triton import knobs
+
+    return {
+        "tricomm cache": platformdirs.user_cache_dir("tricomm"),
+        "triton cache": str(facts.guarded(lambda: knobs.cache.dir)),
+        "package": str(Path(__file__).resolve().parent.parent),
+    }
+
+
+def _environment() -> dict[str, str]:
+    """Variables that are set and that matter here. A token is a secret: only that it is set is told."""
+    found = {name: env.text(name) for name in (*_OWN, *_FOREIGN)}
+    return {n: "(set)" if n == "TRICOMM_TOKEN" else v for n, v in found.items() if v is not None}
+
+
+def _limits() -> dict[str, Any]:
+    def shared_memory() -> dict[str, int]:
+        space = os.statvfs("/dev/shm")
+        return {"bytes": space.f_blocks * space.f_frsize, "free_bytes": space.f_bavail * space.f_frsize}
+
+    def locked() -> dict[str, Any]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return {"soft": _limit(soft), "hard": _limit(hard)}
+
+    def files() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    return {
+        "dev_shm": facts.guarded(shared_memory),
+        "memlock_bytes": facts.guarded(locked),
+        "open_files": facts.guarded(files),
+        "arena_bytes_per_rank": Options().arena_bytes,
+    }
+
+
+def _limit(value: int) -> int | str:
+    return "unlimited" if value == resource.RLIM_INFINITY else value
+
+
+def _selection() -> list[dict[str, Any]]:
+    """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        device = f"sm_{major}{minor}"
+    else:
+        device = "cpu"
+    found = []
+    for collective in COLLECTIVES:
+        for world_size in (2, 4, 8):
+            plan = layout.plan(world_size, Options().arena_bytes)
+            site = selection.Site(device, world_size, plan, layout.MAX_BLOCKS)
+            for nbytes in SIZES:
+                choice = selection.choose(site, collective, nbytes)
+                found.append({
+                    "device": device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
+                    "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
+                })  # fmt: skip
+    return found

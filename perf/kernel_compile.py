@@ -1,0 +1,72 @@
+"""Compile one variant of a kernel for an NVIDIA GPU, without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tricomm.errors import ResourceError
+from tricomm.kernels import launch
+from tricomm.perf import machine_code as code
+
+_TRITON = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel, as it would be launched; `block` is the 64-bit words of a tile."""
+
+    kernel: str
+    arch: str
+    dtype: str = "bfloat16"
+    op: str = "sum"
+    world_size: int = 8
+    aligned: bool = True
+    block: int = 512
+    warps: int = 8
+
+
+def compile_variant(function: Any, variant: Variant) -> Any:
+    """Triton's compiled kernel of `variant`: `.asm` has ttgir, ptx and cubin."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    values = {
+        "OP": variant.op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
+        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True,
+    }  # fmt: skip
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(function.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constants[(i,)] = values[name]
+        elif name in ("x_ptr", "y_ptr"):
+            signature[name] = "*" + _TRITON[variant.dtype]
+        else:
+            signature[name] = "*i64" if name == "group" else "i64"
+        if name == "group" or (name in ("x_ptr", "y_ptr") and variant.aligned):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
+    return triton.compile(source, target=GPUTarget("cuda", _capability(variant), 32), options=_options(variant))
+
+
+def _capability(variant: Variant) -> int:
+    return int(variant.arch.removeprefix("sm_"))
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    return {**launch.COMPILE_OPTIONS, "num_warps": variant.warps}
+
+
+def with_plain_lines(ptx: str, cubin: bytes, variant: Variant) -> bytes:
+    """`cubin` with a line table that can be trusted; raises `ResourceError` where the machine code changes with it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", _capability(variant), 32))
+    again = backend.make_cubin(ptx, {}, backend.parse_options(_options(variant)), _capability(variant))
+    if code.text_of(again) != code.text_of(cubin):
+        raise ResourceError(f"{variant.kernel}: ptxas made other code from the same PTX with other line numbers")
+    return bytes(again)

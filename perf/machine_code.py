@@ -1,0 +1,194 @@
+"""What a compiled kernel really does to memory, read from its TTGIR, PTX and SASS. Needs no GPU.
+
+Every global access is attributed to the source line that it was inlined from: PTX carries `.loc`, the disassembly
+carries the same line table, and the TTGIR says whether that line accesses a tile or one word.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tricomm.errors import ResourceError
+
+Line = tuple[str, int]
+
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.M)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+")
+_PTX = re.compile(r"\b(ld|st|atom|red)((?:\.[\w:]+)+)")
+_SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)((?:\.[A-Z0-9_]+)*)")
+_BITS = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+_LOCAL = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(LDL|STL)\b")
+
+
+@dataclass(frozen=True)
+class Access:
+    """One global memory instruction: the source line it comes from, its width in bits, and its full mnemonic."""
+
+    line: Line
+    store: bool
+    bits: int
+    mnemonic: str
+
+    @property
+    def order(self) -> str | None:
+        """Memory order in PTX: acquire, release, acq_rel, relaxed, or None for a weak or volatile access."""
+        return next((p for p in ("acq_rel", "acquire", "release", "relaxed") if f".{p}" in self.mnemonic), None)
+
+    @property
+    def system(self) -> bool:
+        """True where the access is ordered across GPUs (`.sys` in PTX, `STRONG.SYS` in SASS)."""
+        return ".sys" in self.mnemonic or "STRONG.SYS" in self.mnemonic
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Registers per thread, stack and static shared memory in bytes, and local loads and stores found in SASS."""
+
+    registers: int
+    stack: int
+    shared: int
+    spill_loads: int
+    spill_stores: int
+
+
+def plain_lines(ptx: str) -> str:
+    """`ptx` with one source line for each piece of inline assembly.
+
+    LLVM numbers the lines of a piece that has several as if they were lines of the Python source, and nearly every
+    access that Triton emits is the second or third line of such a piece.
+    """
+    kept, inside, given = [], False, False
+    for text in ptx.splitlines():
+        if "// begin inline asm" in text:
+            inside, given = True, False
+        elif "// end inline asm" in text:
+            inside = False
+        elif inside and _LOC.match(text):
+            if given:
+                continue
+            given = True
+        kept.append(text)
+    return "\n".join(kept) + "\n"
+
+
+def text_of(cubin: bytes) -> dict[str, bytes]:
+    """The machine code of a cubin: the contents of its `.text` sections, by name."""
+    table = struct.unpack_from("<Q", cubin, 40)[0]
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    heads = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    first = heads[names][4]
+    found = {}
+    for name, _, _, _, offset, length in heads:
+        start = first + name
+        label = cubin[start : cubin.index(b"\0", start)].decode()
+        if label.startswith(".text"):
+            found[label] = cubin[offset : offset + length]
+    return found
+
+
+def ptx_accesses(ptx: str) -> list[Access]:
+    """Every global load, store and atomic of `ptx`, in order."""
+    names = {number: path for number, path in _FILE.findall(ptx)}
+    found, line = [], ("", 0)
+    for text in ptx.splitlines():
+        where = _LOC.match(text)
+        if where:
+            line = (_name(names.get(where[1], "")), int(where[2]))
+            continue
+        for kind, suffix in _PTX.findall(text.split("//")[0]):
+            if ".global" in suffix:
+                found.append(Access(line, kind != "ld", _ptx_bits(suffix), kind + suffix))
+    return found
+
+
+def _ptx_bits(suffix: str) -> int:
+    vector = re.search(r"\.v(\d)", suffix)
+    element = re.search(r"\.[busf](\d+)$", suffix)
+    return (int(vector[1]) if vector else 1) * (int(element[1]) if element else 0)
+
+
+def sass_accesses(sass: str) -> list[Access]:
+    """Every global load, store and atomic of a disassembly with line information (`disassemble`), in order."""
+    found, line, fresh = [], ("", 0), True
+    for text in sass.splitlines():
+        where = _SASS_LINE.match(text)
+        if where:
+            if fresh:  # the first of a run of these comments is the innermost inlined line
+                line = (_name(where[1]), int(where[2]))
+            fresh = False
+            continue
+        instruction = _SASS.match(text)
+        if instruction:
+            fresh = True
+            name, suffix = instruction[1], instruction[2]
+            if name in ("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
+                bits = next((_BITS[p] for p in suffix.split(".") if p in _BITS), 32)
+                found.append(Access(line, name not in ("LDG", "LD"), bits, name + suffix))
+    return found
+
+
+def tile_lines(ttgir: str) -> set[Line]:
+    """Source lines with an access to a tile: every thread has elements of its own. Other accesses move one word."""
+    names = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.M))
+    lines = set()
+    for text in ttgir.splitlines():
+        if re.search(r"tt\.(load|store|atomic_\w+|elementwise_inline_asm)\b", text) and "tensor<" in text:
+            where = re.search(r"loc\((#loc\d*)\)$", text)
+            lines.add(_resolve(names, where[1]) if where else ("", 0))
+    return lines
+
+
+def _resolve(names: dict[str, str], alias: str) -> Line:
+    for _ in range(64):
+        text = names.get(alias, "")
+        place = re.match(r'"([^"]+)":(\d+):\d+', text)
+        if place:
+            return _name(place[1]), int(place[2])
+        inner = re.search(r"#loc\d*", text)  # callsite(callee at caller), "name"(place): the first is the innermost
+        if inner is None:
+            break
+        alias = inner[0]
+    return "", 0
+
+
+@cache
+def _name(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of `cubin` with the line table. Raises `ResourceError` where Triton's own tools are missing or fail."""
+    return _tool("nvdisasm", cubin, "-gi")
+
+
+def resources(cubin: bytes, sass: str, shared: int) -> Resources:
+    """Registers and stack as the loader will see them; spills are counted in `sass`, for a stack may be merely used."""
+    usage = _tool("cuobjdump", cubin, "--dump-resource-usage")
+    numbers = {n: int(v) for n, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    if "REG" not in numbers:
+        raise ResourceError(f"cuobjdump gave no resource usage; it said {usage[-200:]!r}")
+    local = _LOCAL.findall(sass)
+    stack = max(numbers.get("STACK", 0), numbers.get("LOCAL", 0))
+    return Resources(numbers["REG"], stack, shared, local.count("LDL"), local.count("STL"))
+
+
+def _tool(name: str, cubin: bytes, *flags: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise ResourceError(f"{name} is not part of this Triton ({path.parent.parent} has no bin/{name})")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([str(path), *flags, file.name], capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise ResourceError(f"{name} failed with exit code {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout

@@ -1,0 +1,122 @@
+"""Bytes that every kernel moves between ranks, counted from its own accesses: python -m tricomm.perf.traffic
+
+Each rank is a process whose kernels are interpreted; every load, store and atomic that falls into another rank's arena
+is counted, headers apart. The counts are exact and say the same about a GPU; there is no time in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import click
+import numpy as np
+
+from tricomm.kernels import layout, registry
+from tricomm.perf.ranks import talk
+
+WORLDS = (2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes one rank moved in one call of `nbytes` input: to and from peers' mailboxes, and in their headers."""
+
+    collective: str
+    algorithm: str
+    protocol: str
+    world_size: int
+    rank: int
+    nbytes: int
+    written: int
+    read: int
+    headers: int
+    simulated: bool = True
+
+    @property
+    def kernel(self) -> registry.Kernel:
+        return registry.find(self.collective, self.algorithm, self.protocol)
+
+    @property
+    def formula(self) -> Fraction:
+        """Bytes written and read as the registry promises them."""
+        return (self.kernel.written(self.world_size) + self.kernel.read(self.world_size)) * self.nbytes
+
+    @property
+    def ratio(self) -> float:
+        """Bytes moved over bytes promised; both directions must fit on their own, or it is infinite."""
+        promised = (self.kernel.written(self.world_size) * self.nbytes, self.kernel.read(self.world_size) * self.nbytes)
+        if any(p == 0 and found for p, found in zip(promised, (self.written, self.read), strict=True)):
+            return float("inf")
+        return float((self.written + self.read) / self.formula)
+
+    @property
+    def optimum(self) -> Fraction:
+        """The least that a rank must move without in-network reduction: 2 (W-1)/W n, or (W-1) n for an all-gather."""
+        others = Fraction(self.world_size - 1)
+        return others * self.nbytes if self.collective == "all_gather" else 2 * others / self.world_size * self.nbytes
+
+
+class Counter:
+    """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers apart."""
+
+    def __init__(self, peers: list[tuple[int, int]], headers_end: int) -> None:
+        self._peers, self._headers_end = peers, headers_end
+        self.written = self.read = self.headers = 0
+
+    def __call__(self, kind: str, addresses: np.ndarray[Any, Any], itemsize: int) -> None:
+        for base, nbytes in self._peers:
+            inside = addresses[(addresses >= base) & (addresses < base + nbytes)].astype(np.int64) - base
+            flags = int(((inside >= layout.HEADERS) & (inside < self._headers_end)).sum()) * itemsize
+            data = inside.size * itemsize - flags
+            self.headers += flags
+            if kind == "load":
+                self.read += data
+            else:
+                self.written += data
+
+
+def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Moved]:
+    """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield what each rank moved.
+
+    `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
+    """
+    for rank, record in talk("tricomm.perf.traffic_ranks", world_size, {"nbytes": nbytes}, timeout):
+        record.pop("what")
+        yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **record)
+
+
+@click.command()
+@click.option("--nbytes", type=int, help="Input bytes per rank, a multiple of 16 W [default: 3072 W].")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def main(nbytes: int | None, as_json: bool) -> None:
+    """Print what every kernel moves, for 2, 3 and 4 ranks, against the formula and the optimum."""
+    found = [moved for w in WORLDS for moved in count(w, nbytes or 3072 * w)]
+    if as_json:
+        records = [{**asdict(m), "ratio": m.ratio, "optimum": float(m.optimum)} for m in found]
+        click.echo(json.dumps(records, indent=1))
+        return
+    click.echo("# bytes to and from peers per rank and call, counted under Triton's interpreter (simulated: true)")
+    click.echo(
+        f"{'kernel':<28}{'W':>3}{'input':>9}{'written':>9}{'read':>9}{'formula':>9}{'ratio':>7}{'optimum':>9}"
+        f"{'x opt.':>7}{'headers':>9}"
+    )
+    for m in (m for m in found if m.rank == 0):
+        same = all((o.written, o.read) == (m.written, m.read) for o in found if _key(o) == _key(m))
+        moved = m.written + m.read
+        click.echo(
+            f"{m.kernel.name:<28}{m.world_size:>3}{m.nbytes:>9}{m.written:>9}{m.read:>9}{float(m.formula):>9.0f}"
+            f"{m.ratio:>7.2f}{float(m.optimum):>9.0f}{moved / float(m.optimum):>7.2f}{m.headers:>9}"
+            f"{'' if same else '  ranks differ'}"
+        )
+
+
+def _key(moved: Moved) -> tuple[str, int]:
+    return moved.kernel.name, moved.world_size
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What a benchmark is asked to do: sizes, names, kernels, and nccl-tests' formulas."""
+
+from __future__ import annotations
+
+import pytest
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import registry
+from tricomm.perf import bench_plan
+from tricomm.perf.bench_plan import Case, Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("1K:1M:4", (1024, 4096, 16384, 65536, 262144, 1048576)),
+        ("1K:5K:4", (1024, 4096)),
+        ("8:32", (8, 16, 32)),
+        ("1k,64KB,1MiB,1K", (1024, 65536, 1048576)),
+        ("7", (7,)),
+    ],
+)
+def test_sizes(text: str, sizes: tuple[int, ...]) -> None:
+    assert bench_plan.parse_sizes(text) == sizes
+
+
+_BAD = ["", "x", "0", "-4", "1K:", "4K:1K:2", "1:9:1", "1:9:0", "1:2:3:4", "17G", "1T", "1.5K"]
+
+
+@pytest.mark.parametrize("text", _BAD)
+def test_bad_sizes_are_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="size"):
+        bench_plan.parse_sizes(text)
+
+
+def test_all_is_every_shipped_kernel_of_the_collectives() -> None:
+    found = bench_plan.cases(("all_reduce", "all_gather"), "all", "all")
+    shipped = {(k.collective, k.algorithm, k.protocol) for k in registry.KERNELS if k.collective != "barrier"}
+    assert {(c.collective, c.algorithm, c.protocol) for c in found} == shipped and len(found) == len(shipped)
+
+
+def test_what_is_not_asked_for_is_left_to_selection() -> None:
+    assert bench_plan.cases(("all_reduce",), None, None) == (Case("all_reduce", None, None),)
+    assert bench_plan.cases(("all_reduce",), "two_shot", None) == (Case("all_reduce", "two_shot", None),)
+
+
+def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
+    with pytest.raises(InvalidArgument, match="one_shot/ll, one_shot/simple"):
+        bench_plan.cases(("all_gather",), "two_shot", None)
+    with pytest.raises(InvalidArgument, match="there is one_shot, two_shot"):
+        bench_plan.cases(("all_reduce",), "three_shot", None)
+
+
+def test_counts_and_sizes_are_those_of_nccl_tests() -> None:
+    assert bench_plan.count("all_reduce", 1000, 4, 4) == 250
+    assert bench_plan.count("all_gather", 1000, 4, 4) == 60  # 250 bytes a rank, down to a multiple of 16
+    assert bench_plan.total_bytes("all_gather", 60, 4, 4) == 960
+    assert bench_plan.count("all_gather", 1, 2, 8) == 8 and bench_plan.count("all_reduce", 1, 8, 2) == 1
+
+
+def test_bandwidths_are_those_of_nccl_tests() -> None:
+    assert bench_plan.algorithm_bandwidth(10**9, 1e6) == pytest.approx(1.0)  # 1e9 B in one second
+    assert bench_plan.bus_factor("all_reduce", 8) == pytest.approx(1.75)
+    assert bench_plan.bus_factor("all_gather", 8) == pytest.approx(0.875)
+    assert bench_plan.bus_factor("all_reduce", 1) == 0.0
+
+
+def test_settings_cross_as_json() -> None:
+    settings = Settings((Case("all_reduce", None, "ll"),), (1, 2), op="max", check=False)
+    assert Settings.from_json(settings.to_json()) == settings

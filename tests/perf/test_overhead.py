@@ -1,0 +1,36 @@
+"""The shares of a simulated call are shares, of the right parts, and are marked."""
+
+from __future__ import annotations
+
+import cProfile
+import time
+
+import pytest
+import triton
+
+from tricomm import communicator
+from tricomm.kernels import interpreter, registry, words
+from tricomm.perf import overhead, overhead_ranks
+
+
+def test_shares_of_every_kernel() -> None:
+    rows = overhead.measure(world_size=2, nbytes=16384, calls=2)
+    assert {r["kernel"] for r in rows} == {k.name for k in registry.KERNELS if k.collective != "barrier"}
+    for row in rows:
+        assert row["simulated"] is True and row["wall_us"] > 0
+        assert sum(row[part] for part in overhead.PARTS) == pytest.approx(1.0)
+        assert row["interpreter"] > 0 and 0 < row["ours"] < 1
+
+
+def test_files_are_put_where_they_belong() -> None:
+    part = overhead_ranks.part
+    assert part(interpreter.__file__) == "adapter"
+    assert part(str(words.__file__)) == "lines"
+    assert part(communicator.__file__) == "host"
+    assert part(triton.__file__) == "interpreter"
+
+
+def test_sleeping_is_waiting() -> None:
+    profile = cProfile.Profile()
+    profile.runcall(time.sleep, 0.05)
+    assert overhead_ranks.shares(profile)["waiting"] > 0.9

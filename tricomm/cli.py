@@ -1,0 +1,161 @@
+"""The `tricomm` command. Exit codes: 0 ok, 1 a check failed, 2 usage, 3 unsupported environment, 4 wrong result, 130.
+
+A command imports what it needs when it runs: the others must not pay for it, nor fail with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+FAILED, UNSUPPORTED, WRONG, INTERRUPTED = 1, 3, 4, 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="tricomm")
+def cli() -> None:
+    """Single-node multi-GPU collectives in Triton: measure them, explain them, look at their machine code."""
+
+
+@cli.command()
+@click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
+@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, all_gather, a list, or all.")
+@click.option("--algorithm", help="one_shot, two_shot, a list, or all [default: what selection picks].")
+@click.option("--protocol", help="ll, simple, a list, or all [default: what selection picks].")
+@click.option("--dtype", default="float32", show_default=True, help="Element type.")
+@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max or prod.")
+@click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
+@click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
+@click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
+@click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows there too.")
+def bench(nproc: int | None, json_file: Path | None, **options: Any) -> None:
+    """Time the collectives and check their results, with the columns and formulas of nccl-tests.
+
+    Starts --nproc ranks on this machine, or is one of them where torchrun (RANK, WORLD_SIZE) has started it.
+    """
+    from tricomm import env
+    from tricomm.errors import ResourceError, TricommError
+    from tricomm.perf import bench as runner
+    from tricomm.perf.bench_output import Output
+
+    settings = _settings(options)
+    joined = env.text("RANK") is not None and env.text("WORLD_SIZE") is not None
+    world_size = _usage(lambda: env.integer("WORLD_SIZE")) if joined else nproc or 2
+    if joined and nproc not in (None, world_size):
+        raise click.UsageError(f"--nproc {nproc}: WORLD_SIZE={world_size} is set, so the ranks are already started")
+    if not 1 <= (world_size or 0) <= 8:
+        raise click.UsageError(f"WORLD_SIZE={world_size}: 1 to 8 ranks are possible")
+    quiet = joined and _usage(lambda: env.integer("RANK")) != 0
+    with Output(settings, quiet, joined) as output:
+        try:
+            if joined:
+                results = runner.join(settings, output.header, output.row)
+            else:
+                results = runner.run(settings, world_size or 2, output.header, output.row)
+        except TricommError as error:
+            output.stop()
+            click.echo(f"tricomm bench: {error}", err=True)
+            lacking = isinstance(error, ResourceError) or getattr(error, "unsupported", False)
+            sys.exit(UNSUPPORTED if lacking else FAILED)
+    if json_file is not None and not quiet:
+        json_file.write_text(json.dumps(results.to_json(settings), indent=1) + "\n")
+    output.summary(results)
+    if results.wrong:
+        sys.exit(WRONG)
+
+
+def _settings(options: dict[str, Any]) -> Any:
+    from tricomm.kernels.registry import DTYPES, OPS
+    from tricomm.perf import bench_plan as plan
+
+    def make() -> plan.Settings:
+        dtype = plan.one_name(options["dtype"], DTYPES, "dtype")
+        op = plan.one_name(options["op"], OPS, "op")
+        collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
+        cases = plan.cases(collectives, options["algorithm"], options["protocol"])
+        sizes = plan.parse_sizes(options["sizes"])
+        rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
+        return plan.Settings(cases, sizes, dtype, op, **rest)
+
+    return _usage(make)
+
+
+def _usage(function: Callable[[], Any]) -> Any:
+    """The function's result; a bad argument becomes click's usage error (exit code 2)."""
+    from tricomm.errors import InvalidArgument
+
+    try:
+        return function()
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(as_json: bool) -> None:
+    """Show devices, links, versions, paths, limits, and what would be used here and why. Never fails."""
+    from rich.console import Console
+
+    from tricomm.perf import info as facts
+    from tricomm.perf import info_table
+
+    found = facts.collect()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    else:
+        info_table.show(found, Console())
+
+
+@cli.command()
+@click.option("--arch", default="sm_80,sm_90,sm_100", show_default=True, help="Comma list of architectures.")
+@click.option("--kernel", help="Only this kernel [default: all].")
+@click.option("--all-variants", is_flag=True, help="All types, operations, world sizes, alignments (an hour or more).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) -> None:
+    """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags."""
+    from tricomm.errors import ResourceError
+    from tricomm.perf import kernel_report, kernel_table
+
+    archs = tuple(part.strip() for part in arch.split(","))
+    variants = _usage(lambda: kernel_report.variants(archs, kernel, all_variants))
+    records, broken = [], 0
+    if not as_json:
+        click.echo(kernel_table.heading())
+    try:
+        for report in kernel_report.examine_all(variants):
+            record = kernel_table.record(report)
+            broken += bool(record["violations"])
+            records.append(record)
+            if not as_json:
+                click.echo(kernel_table.line(report))
+                for violation in record["violations"]:
+                    click.echo(f"    ! {violation}")
+    except ResourceError as error:
+        click.echo(f"tricomm kernels: {error}", err=True)
+        sys.exit(UNSUPPORTED)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "variants": records}, indent=1))
+    else:
+        click.echo(f"\n{kernel_table.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
+    if broken:
+        sys.exit(FAILED)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
