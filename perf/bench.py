@@ -100,7 +100,6 @@ def join(settings: Settings, on_header: Listener, on_row: Listener) -> Results:
 def _unpack(row: Record, numbers: list[int]) -> Record:
     part = dict(row)
     for i, place in enumerate(PLACES):
-        if row[place] is not None:
-            wrong = None if row[place]["wrong"] is None else numbers[2 * i + 1] // 1000
-            part[place] = {"time_us": numbers[2 * i] / 1000, "wrong": wrong}
+        wrong = None if row[place]["wrong"] is None else numbers[2 * i + 1] // 1000
+        part[place] = {"time_us": numbers[2 * i] / 1000, "wrong": wrong}
     return part
