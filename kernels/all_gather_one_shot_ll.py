@@ -18,19 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.exchange import push_to_all
 from tricomm.kernels.mailbox import clear_idle, ll_room, ll_slot
-from tricomm.kernels.primitives import (
-    RANK,
-    advance,
-    enter,
-    get_ll,
-    leave,
-    peer,
-    put_ll,
-    send_headers,
-    wait_headers,
-)
-from tricomm.kernels.words import load_words, store_words, tile_mask
+from tricomm.kernels.primitives import advance, enter, get_ll, leave, send_headers, wait_headers
+from tricomm.kernels.words import store_words, tile_mask
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -39,7 +30,6 @@ def all_gather_one_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
                            ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
     words = tl.cdiv(numel, PACK)
     room = ll_room(group) // 16  # payload words of a room
     chunks = tl.cdiv(words, room)
@@ -53,12 +43,7 @@ def all_gather_one_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
         count = tl.minimum(words - base, room)
         clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK)
         send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
-        for first in range(own, count, stride):
-            mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
-            mask = tile_mask(first, count, BLOCK)
-            for step in range(WORLD_SIZE):
-                to = (me + step) % WORLD_SIZE
-                put_ll(ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE, BLOCK), mine, epoch, mask, PTX)
+        push_to_all(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED, PTX)
         status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
         first = own
         while (first < count) & (status == 0):

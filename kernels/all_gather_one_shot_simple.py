@@ -17,9 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.exchange import stage
 from tricomm.kernels.mailbox import SIMPLE_ROOM, clear_idle, simple_room
 from tricomm.kernels.primitives import RANK, advance, barrier, enter, leave, peer
-from tricomm.kernels.words import load_tile, load_words, store_tile, store_words
+from tricomm.kernels.words import load_tile, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -41,9 +42,7 @@ def all_gather_one_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.in
         base = chunk * room
         count = tl.minimum(words - base, room)
         clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK)
-        stage = simple_room(group, group, epoch, 0, WORLD_SIZE)
-        for first in range(own, count, stride):
-            store_tile(stage, first, load_words(x_ptr, base + first, numel, BLOCK, ALIGNED), count, BLOCK)
+        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)
         status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
         if status == 0:
             for step in range(WORLD_SIZE):

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ class Group:
         self._timeout = timeout
         self._pid = os.getpid()
         self._closed = False
+        self._turn = threading.Lock()
         self._sequence = 0
         self._numbers = itertools.count(1)
         self._owned = ExitStack()
@@ -182,7 +184,15 @@ class Group:
     # The way of a call
 
     def _launch(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], *counts: int) -> None:
-        """Tell the peers what comes, then run it."""
+        """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns."""
+        if not self._turn.acquire(timeout=self._timeout):
+            raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
+        try:
+            self._take_turn(chosen, tensors, counts)
+        finally:
+            self._turn.release()
+
+    def _take_turn(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> None:
         self._sequence += 1
         self._control.announce(chosen.announced(self._sequence))
         lost = self._monitor.lost

@@ -100,7 +100,14 @@ class Monitor:
             tick, last = min(now - last, _LONGEST_TICK), now
             self._control.beat()
             if self.fault is None:
-                self._look(tick)
+                self._guarded_look(tick)
+
+    def _guarded_look(self, tick: float) -> None:
+        try:
+            self._look(tick)
+        except Exception as error:  # a monitor that died silently would let the next call hang
+            text = f"rank {self._control.rank}'s monitor failed: {type(error).__name__}: {error}"
+            self.give_up(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
 
     def _look(self, tick: float) -> None:
         self._count(tick)

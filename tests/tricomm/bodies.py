@@ -192,6 +192,38 @@ def two_groups(rank, world_size, tell, url, other):
         return a.group != b.group
 
 
+def three_threads(rank, world_size, tell, url):
+    """Three threads share one communicator and make the same calls: they take turns."""
+    wrong = []
+    with communicator(rank, world_size, url) as comm:
+
+        def use():
+            for _ in range(10):
+                x = torch.ones(100)
+                comm.all_reduce(x, async_op=True)  # the handle is dropped
+                wrong.extend([1] * int((x != world_size).sum()))
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(wrong), comm._sequence
+
+
+def broken_monitor(rank, world_size, tell, url):
+    """A monitor that fails says so; it does not leave the next call without a watch."""
+    with communicator(rank, world_size, url) as comm:
+        if rank == 0:
+            comm._monitor._peers = None
+            time.sleep(0.3)
+        try:
+            for _ in range(100):
+                comm.all_reduce(torch.ones(3))
+        except tricomm.GroupAborted as error:
+            return str(error)
+
+
 def opposite_orders(rank, world_size, tell, url, other):
     """Two threads use two groups in opposite orders: a named timeout, never a hang."""
     errors = []
@@ -326,7 +358,7 @@ def interrupted(rank, world_size, tell, url):
     if rank == 1:
         tell(os.getpid())
         try:
-            time.sleep(30)
+            time.sleep(2.0)  # long after the other rank was interrupted in its call
             comm.all_reduce(torch.ones(3))
         except tricomm.TricommError as error:
             return type(error).__name__, str(error)

@@ -95,6 +95,10 @@ def test_two_communicators_in_one_process(url, other):
     assert ranks.run(2, bodies.two_groups, url, other) == [True, True]
 
 
+def test_threads_that_share_a_communicator_take_turns(url):
+    assert ranks.run(2, bodies.three_threads, url) == [(0, 30)] * 2
+
+
 def test_opposite_orders_in_two_threads_end_in_a_named_timeout(url, other):
     for errors, seconds in ranks.run(2, bodies.opposite_orders, url, other):
         assert "CollectiveTimeout" in errors and len(errors) == 2

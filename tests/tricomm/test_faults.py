@@ -107,9 +107,16 @@ def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
         pids = [started.message(rank) for rank in range(2)]
         time.sleep(0.5)
         os.kill(pids[0], signal.SIGINT)
-        time.sleep(0.5)
+        interrupted = time.monotonic()
         assert _result(started, 0)[0] == "KeyboardInterrupt"
-        os.kill(pids[1], signal.SIGKILL)
+        assert time.monotonic() - interrupted < 1.0
+        kind, text = _result(started, 1)
+        assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text
+
+
+def test_a_monitor_that_fails_is_a_named_fault_on_all_ranks(url):
+    for text in ranks.run(2, bodies.broken_monitor, url):
+        assert "rank 0's monitor failed" in text
 
 
 def test_the_survivors_make_a_new_communicator(url, tmp_path):
