@@ -18,10 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.exchange import push_to_all
-from tricomm.kernels.mailbox import clear_idle, ll_room, ll_slot
-from tricomm.kernels.primitives import advance, enter, get_ll, leave, send_headers, wait_headers
-from tricomm.kernels.words import store_words, tile_mask
+from tricomm.kernels.exchange import open_epoch, push_to_all
+from tricomm.kernels.mailbox import ll_room, ll_slot
+from tricomm.kernels.primitives import advance, enter, get_ll, leave, wait_headers
+from tricomm.kernels.words import store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -41,14 +41,13 @@ def all_gather_one_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
         epoch = advance(start, chunk)
         base = chunk * room
         count = tl.minimum(words - base, room)
-        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK)
-        send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
+        open_epoch(group, epoch, call, 1, WORLD_SIZE, BLOCK, LANES, PTX)
         push_to_all(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED, PTX)
         status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
         first = own
         while (first < count) & (status == 0):
-            slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE, BLOCK)
-            parts, status = get_ll(group, slot, 2 * room, epoch, tile_mask(first, count, BLOCK), WORLD_SIZE, PTX)
+            slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE)
+            parts, status = get_ll(group, slot, 2 * room, epoch, count - first, WORLD_SIZE, BLOCK, PTX)
             if status == 0:
                 for r in tl.static_range(WORLD_SIZE):
                     store_words(y_ptr + r * numel, base + first, parts[r], numel, BLOCK, ALIGNED)

@@ -24,7 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.mailbox import clear_idle, ll_room, ll_slot
+from tricomm.kernels.exchange import open_epoch
+from tricomm.kernels.mailbox import ll_room, ll_slot
 from tricomm.kernels.primitives import (
     RANK,
     advance,
@@ -33,10 +34,9 @@ from tricomm.kernels.primitives import (
     leave,
     peer,
     put_ll,
-    send_headers,
     wait_headers,
 )
-from tricomm.kernels.words import end_of, load_words, reduce_words, shard_words, store_words, tile_mask
+from tricomm.kernels.words import end_of, load_words, reduce_words, shard_words, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -59,31 +59,29 @@ def all_reduce_two_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
         base = chunk * half * WORLD_SIZE
         count = tl.minimum(words - base, half * WORLD_SIZE)
         shard = shard_words(count, WORLD_SIZE)
-        clear_idle(group, epoch, 2, WORLD_SIZE, BLOCK)
-        send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
+        open_epoch(group, epoch, call, 2, WORLD_SIZE, BLOCK, LANES, PTX)
         for step in range(WORLD_SIZE):
             to = (me + step) % WORLD_SIZE
             theirs = tl.minimum(count - to * shard, shard)
             there = base + to * shard
             for first in range(own, theirs, stride):
                 mine = load_words(x_ptr, there + first, end_of(there + theirs, numel, PACK), BLOCK, ALIGNED)
-                slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE, BLOCK)
-                put_ll(slot, mine, epoch, tile_mask(first, theirs, BLOCK), PTX)
+                slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)
+                put_ll(slot, mine, epoch, theirs - first, BLOCK, PTX)
         status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
         first = own
         ours = tl.minimum(count - me * shard, shard)
         here = base + me * shard
         while (first < ours) & (status == 0):
-            mask = tile_mask(first, ours, BLOCK)
-            slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE, BLOCK)
-            parts, status = get_ll(group, slot, 4 * half, epoch, mask, WORLD_SIZE, PTX)
+            slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE)
+            parts, status = get_ll(group, slot, 4 * half, epoch, ours - first, WORLD_SIZE, BLOCK, PTX)
             if status == 0:
                 total = reduce_words(parts, DTYPE, OP, WORLD_SIZE)
                 store_words(y_ptr, here + first, total, end_of(here + ours, numel, PACK), BLOCK, ALIGNED)
                 for step in range(1, WORLD_SIZE):
                     to = (me + step) % WORLD_SIZE
-                    slot = ll_slot(group, peer(group, to), epoch, me, half + first, WORLD_SIZE, BLOCK)
-                    put_ll(slot, total, epoch, mask, PTX)
+                    slot = ll_slot(group, peer(group, to), epoch, me, half + first, WORLD_SIZE)
+                    put_ll(slot, total, epoch, ours - first, BLOCK, PTX)
             first += stride
         for step in range(1, WORLD_SIZE):
             source = (me + step) % WORLD_SIZE
@@ -91,8 +89,8 @@ def all_reduce_two_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
             there = base + source * shard
             first = own
             while (first < theirs) & (status == 0):
-                slot = ll_slot(group, group, epoch, source, half + first, WORLD_SIZE, BLOCK)
-                part, status = get_ll(group, slot, 0, epoch, tile_mask(first, theirs, BLOCK), 1, PTX)
+                slot = ll_slot(group, group, epoch, source, half + first, WORLD_SIZE)
+                part, status = get_ll(group, slot, 0, epoch, theirs - first, 1, BLOCK, PTX)
                 if status == 0:
                     store_words(y_ptr, there + first, part[0], end_of(there + theirs, numel, PACK), BLOCK, ALIGNED)
                 first += stride

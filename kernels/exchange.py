@@ -5,9 +5,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.mailbox import ll_slot, simple_room
-from tricomm.kernels.primitives import RANK, peer, put_ll
-from tricomm.kernels.words import load_words, store_tile, tile_mask
+from tricomm.kernels.mailbox import clear_idle, clears, ll_slot, simple_room
+from tricomm.kernels.primitives import RANK, peer, put_ll, send_headers
+from tricomm.kernels.words import load_words, store_tile
+
+
+@triton.jit
+def open_epoch(group, epoch, call, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+               LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """LL: clear the idle mailbox where its time has come, then say that this block is in `epoch`.
+
+    The header is relaxed, because the data carry flags of their own; but where it follows a clearing it releases the
+    zeros, or one of them could still land on a word that a peer pushed after it had seen the header.
+    """
+    clear_idle(group, epoch, RUNS, WORLD_SIZE, BLOCK)
+    if clears(epoch):
+        send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
+    else:
+        send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
 
 
 @triton.jit
@@ -20,10 +35,10 @@ def push_to_all(x_ptr, group, epoch, base, count, numel, WORLD_SIZE: tl.constexp
     me = tl.load(group + RANK)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
         mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
-        mask = tile_mask(first, count, BLOCK)
         for step in range(WORLD_SIZE):
             to = (me + step) % WORLD_SIZE
-            put_ll(ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE, BLOCK), mine, epoch, mask, PTX)
+            slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)
+            put_ll(slot, mine, epoch, count - first, BLOCK, PTX)
 
 
 @triton.jit

@@ -13,6 +13,8 @@ Interpreted kernels run one at a time in a process: the patches and the current 
 from __future__ import annotations
 
 import inspect
+import os
+import signal
 import threading
 import time
 import types
@@ -31,7 +33,8 @@ from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
 
 _lock = threading.RLock()
-_plain: dict[Any, Callable[..., Any]] = {}
+_launches = 0
+_plain: dict[Any, tuple[Callable[..., Any], int]] = {}
 _substitutes: dict[Any, Callable[..., Any]] = {}
 _patches: list[tuple[Any, str, Any, Any]] = []
 _observers: list[Observer] = []
@@ -40,6 +43,8 @@ _MISSING = object()
 
 def supported() -> str | None:
     """None where this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
+    if triton.knobs.runtime.interpret:
+        return "TRITON_INTERPRET is set, so @triton.jit makes no kernels; unset it, tricomm interprets without it"
     if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
         return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
     return None
@@ -72,29 +77,72 @@ def interpret(
 ) -> None:
     """Run `kernel` over `grid`, block after block, on CPU tensors.
 
-    Raises `CollectiveTimeout` where another thread of this process holds the interpreter for `timeout` seconds, and
-    `InvalidArgument` for a kernel that the interpreter cannot run; errors inside the kernel come out as they are.
+    Raises `InvalidArgument` before any block has run for arguments that do not fit the kernel, and for a kernel that
+    the interpreter cannot run; `CollectiveTimeout` where another thread of this process holds the interpreter for
+    `timeout` seconds. Errors inside the kernel come out as they are, wrapped in nothing.
     """
-    reason = supported()
-    if reason is not None:
-        raise InvalidArgument(f"the interpreter is not available: {reason}")
-    if not _lock.acquire(timeout=timeout):
-        raise CollectiveTimeout(
-            f"kernel {kernel.__name__} waited {timeout:g} s for the interpreter, which another thread of this process "
-            "holds: interpreted kernels run one at a time, so two groups must be used in the same order on all ranks"
-        )
+    values = check(kernel, args, constexprs)
+    _take_lock(kernel, timeout)
     try:
         with _patched(), np.errstate(all="ignore"):
-            _run(kernel, tuple(grid) + (1,) * (3 - len(grid)), args, constexprs)
+            _run(kernel, (*grid, 1, 1)[:3], values)
     finally:
         _lock.release()
 
 
-def _run(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], constexprs: dict[str, Any]) -> None:
-    bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
-    bound.apply_defaults()
+def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
+    """The kernel's arguments by name, as the interpreter wants them; raises `InvalidArgument` where they do not fit."""
+    reason = supported()
+    if reason is not None:
+        raise InvalidArgument(f"the interpreter is not available: {reason}")
     fixed = {p.name for p in kernel.params if p.is_constexpr}
-    values = {n: v if n in fixed else _triton._implicit_cvt(v) for n, v in bound.arguments.items()}
+    try:
+        bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
+        bound.apply_defaults()
+        values = {n: v if n in fixed else _triton._implicit_cvt(v) for n, v in bound.arguments.items()}
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidArgument(f"kernel {kernel.fn.__name__}: its arguments do not fit: {error}") from error
+    strange = [
+        n for n, v in values.items() if n not in fixed and v is not None and not isinstance(v, tl.tensor | tuple)
+    ]
+    if strange:
+        raise InvalidArgument(f"kernel {kernel.fn.__name__}: tensors, numbers and tuples of them fit, not {strange}")
+    return values
+
+
+def _take_lock(kernel: Any, timeout: float) -> None:
+    end = time.monotonic() + timeout
+    while True:
+        with _uninterrupted():  # an interrupt between the lock's taking and the caller's `try` would keep it for ever
+            if _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
+                return
+        if time.monotonic() >= end:
+            raise CollectiveTimeout(
+                f"kernel {kernel.fn.__name__} waited {timeout:g} s for the interpreter, which another thread of this "
+                "process holds: interpreted kernels run one at a time, so two groups must be used in the same order "
+                "on all ranks"
+            )
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back for a moment, so that it never falls between two halves of something."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    noted: list[tuple[Any, ...]] = []
+    before = signal.signal(signal.SIGINT, lambda *args: noted.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if noted and callable(before):
+            before(*noted[0])
+
+
+def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
+    global _launches
+    _launches += 1
     function = _python(kernel)
     builder = _triton.interpreter_builder
     builder.set_grid_dim(*grid)
@@ -111,23 +159,30 @@ def _call(kernel: Any, function: Callable[..., Any], values: dict[str, Any]) -> 
     except TricommError:
         raise
     except NotImplementedError as error:
-        raise InvalidArgument(f"kernel {kernel.__name__} cannot run under the interpreter: {error}") from error
+        raise InvalidArgument(f"kernel {kernel.fn.__name__} cannot run under the interpreter: {error}") from error
 
 
 class _Rewriter(_triton.FunctionRewriter):  # type: ignore[misc]
     """Triton's rewriter, except that it leaves the module that a kernel lives in as it was."""
 
     def _compile_and_exec(self, tree: Any) -> Callable[..., Any]:
+        home = _globals_of(self.fn)
         names: dict[str, Any] = {}
-        home = self.fn.__globals__
-        for name in ("interpreter_semantic", "_InterpreterComparison"):
-            if hasattr(_triton, name):
-                home.setdefault(name, getattr(_triton, name))
         exec(compile(tree, filename=self.filename, mode="exec"), home, names)
         made = names[self.fn.__name__]
-        # A kernel that was defined inside a function keeps what it closed over.
-        return types.FunctionType(made.__code__, home, made.__name__, made.__defaults__, self.fn.__closure__) \
-            if made.__code__.co_freevars == self.fn.__code__.co_freevars else made  # fmt: skip
+        made.__defaults__, made.__kwdefaults__ = self.fn.__defaults__, self.fn.__kwdefaults__
+        return made  # type: ignore[no-any-return]
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    """What a rewritten function sees: its module, what it closes over, and the names that the rewriting uses."""
+    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    used = ("interpreter_semantic", "_InterpreterComparison")
+    return {
+        **function.__globals__,
+        **{name: cell.cell_contents for name, cell in closure},
+        **{name: getattr(_triton, name) for name in used if hasattr(_triton, name)},
+    }
 
 
 def _python(function: Any) -> Callable[..., Any]:
@@ -135,25 +190,45 @@ def _python(function: Any) -> Callable[..., Any]:
     source = function.fn  # not the JITFunction: its hash walks its sources, which are patched now
     if source in _substitutes:
         return _substitutes[source]
-    if source not in _plain:
-        _plain[source] = _Rewriter(source).rewrite_ast()
-    return _plain[source]
+    made, launch = _plain.get(source, (None, -1))
+    if made is None:
+        made = _Rewriter(source).rewrite_ast()
+    elif launch != _launches:  # the module may have changed since
+        made.__globals__.update(_globals_of(source))
+    _plain[source] = (made, _launches)
+    return made
 
 
 @contextmanager
 def _patched() -> Iterator[None]:
-    if not _patches:
-        _collect()
-    for owner, name, _, new in _patches:
-        setattr(owner, name, new)
     try:
+        with _uninterrupted():
+            if not _patches:
+                _collect()
+            for owner, name, _, new in _patches:
+                setattr(owner, name, new)
         yield
     finally:
-        for owner, name, old, _ in reversed(_patches):
-            if old is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, old)
+        with _uninterrupted():
+            _restore()
+
+
+def _restore() -> None:
+    for owner, name, old, _ in reversed(_patches):
+        if old is not _MISSING:
+            setattr(owner, name, old)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+
+def _after_fork() -> None:
+    """In a child: another thread of the parent may have been interpreting; here nobody is."""
+    global _lock
+    _lock = threading.RLock()
+    _restore()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _collect() -> None:

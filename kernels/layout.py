@@ -66,6 +66,8 @@ class Layout:
 
 def plan(world_size: int, arena_bytes: int) -> Layout:
     """Divide `arena_bytes` between the two mailboxes; raises `InvalidArgument` where it is too small for the group."""
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
     ll = _up(HEADERS + 8 * 2 * 2 * world_size * MAX_BLOCKS, 4096)
     per_slot = (arena_bytes - ll) // (4 * world_size)  # two mailboxes, two parities each, a slot per source
     if per_slot < 1024:

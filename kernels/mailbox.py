@@ -23,13 +23,13 @@ def ll_room(group):
 
 
 @triton.jit
-def ll_slot(group, head, epoch, source, first, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers (int64* [BLOCK], 16 bytes apart) to the LL words of payload words first.. in `source`'s room.
+def ll_slot(group, head, epoch, source, first, WORLD_SIZE: tl.constexpr):
+    """Pointer (int64*, 16-byte aligned) to the LL words of payload word `first` and on in `source`'s room.
 
     `head` is the head of the arena that holds the mailbox: `peer(group, p)` to write, `group` to read one's own.
     """
-    room = head + (tl.load(group + LL_BASE) + ((epoch & 1) * WORLD_SIZE + source) * tl.load(group + LL_ROOM)) // 8
-    return room + 2 * (first + tl.arange(0, BLOCK))
+    room = tl.load(group + LL_BASE) + ((epoch & 1) * WORLD_SIZE + source) * tl.load(group + LL_ROOM)
+    return tl.multiple_of(head + room // 8 + 2 * first, 16)
 
 
 @triton.jit
@@ -40,6 +40,12 @@ def simple_room(group, head, epoch, source, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
+def clears(epoch):
+    """True for the two epochs in 2^30 that clear a mailbox each. Not for epoch 1: memory starts zeroed."""
+    return ((epoch & (CLEAR_EVERY - 1)) <= 1) & (epoch > 1)
+
+
+@triton.jit
 def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Every 2^30 epochs, before its header: zero this block's share of the mailbox that this epoch does not use.
 
@@ -47,7 +53,7 @@ def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK
     2^32. The share is what this block owns in the next epoch of this launch (each room in RUNS runs of tiles, tile
     t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
     """
-    if ((epoch & (CLEAR_EVERY - 1)) <= 1) & (epoch > 1):  # memory is zeroed when epoch 1 comes for the only time
+    if clears(epoch):
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1

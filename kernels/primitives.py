@@ -1,6 +1,6 @@
 """What a kernel says to a peer: group table, LL words, headers, signal and wait. Public, for users' own kernels too.
 
-`group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group` gives it.
+`group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it.
 
 Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
 runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
@@ -42,7 +42,6 @@ HAS_ATOMIC_STORE = tl.constexpr(hasattr(tl, "atomic_store"))
 _PUT = tl.constexpr(
     "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
 )
-_GET = tl.constexpr("ld.relaxed.sys.global.v2.b64 {$0, $1}, [$2];")
 _RELEASE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
 _RELAXED = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
 _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
@@ -60,49 +59,51 @@ def peer(group, rank):
 
 
 @triton.jit
-def put_ll(pointer, word, flag, mask, PTX: tl.constexpr):
-    """Push `word` (int64 tile, 8 bytes of payload each) to `pointer` (int64* tile, 16 bytes apart) as two LL words.
+def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """Push the first `count` of `words` (int64 [BLOCK], 8 bytes of payload each) as LL words to `pointer` and on.
 
-    Each half travels with the 32-bit `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no
-    fence. Pairs with `get_ll` in the same block of the peer.
+    `pointer` is int64*, 16-byte aligned; a payload word takes 16 bytes there. Each half of it travels with the 32-bit
+    `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no fence. Pairs with `get_ll`.
     """
-    low = (word & LOW) | (flag << 32)
-    high = ((word >> 32) & LOW) | (flag << 32)
+    lane = tl.arange(0, BLOCK)
+    mask = lane < count
+    low = (words & LOW) | (flag << 32)
+    high = ((words >> 32) & LOW) | (flag << 32)
     if PTX:
         tl.inline_asm_elementwise(
-            _PUT, "=r,l,l,l,r", [pointer, low, high, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+            _PUT, "=r,l,l,l,r", [pointer + 2 * lane, low, high, mask.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     else:
-        tl.store(pointer, low, mask=mask)
-        tl.store(pointer + 1, high, mask=mask)
+        tl.store(pointer + 2 * lane, low, mask=mask)
+        tl.store(pointer + 2 * lane + 1, high, mask=mask)
 
 
 @triton.jit
-def get_ll(group, pointer, room, flag, mask, SOURCES: tl.constexpr, PTX: tl.constexpr):
-    """Poll SOURCES rooms of one's own mailbox at once until every word carries `flag`; returns (words, status).
+def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """Poll SOURCES rooms of one's own mailbox at once until their first `count` payload words carry `flag`.
 
-    `pointer` (int64* tile, 16 bytes apart) is the place in the first room, `room` the distance to the next one in
-    words; the result is a tuple of SOURCES int64 tiles. Pairs with `put_ll`. A word that was seen is complete, because
-    payload and flag are one access. All loads of a spin are in flight together, and one reduction ends it.
+    `pointer` (int64*, 16-byte aligned) is the place in the first room, `room` the distance to the next one in 64-bit
+    words. Returns (a tuple of SOURCES int64 [BLOCK] tiles, status). Pairs with `put_ll`. A word that was seen is
+    complete, because payload and flag are one access: a volatile load, which is relaxed at `.sys` scope. It must stay
+    a load of Triton's own: before 3.9 the compiler copied inline assembly from one layout to another, and then took
+    flags and payload from two loads. All loads of a spin are in flight together, and one reduction ends it.
     """
+    lane = tl.arange(0, 2 * BLOCK)
+    expected = lane < 2 * count
     words = ()
     for _ in tl.static_range(SOURCES):
-        words = words + (tl.zeros(pointer.shape, tl.int64),)
+        words = words + (tl.zeros([BLOCK], tl.int64),)
     missing = 1
     spins = 0
     while missing == 1:
-        late = mask & False
+        late = expected & False
         found = ()
         for source in tl.static_range(SOURCES):
-            at = pointer + source * room
-            if PTX:
-                low, high = tl.inline_asm_elementwise(
-                    _GET, "=l,=l,l", [at], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
-                )
-            else:
-                low = tl.load(at, mask=mask, other=0, volatile=True)
-                high = tl.load(at + 1, mask=mask, other=0, volatile=True)
-            late |= mask & ((((low >> 32) & LOW) != flag) | (((high >> 32) & LOW) != flag))
+            # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
+            seen = tl.load(tl.multiple_of(pointer + source * room, 16) + lane, volatile=True)
+            late |= expected & (((seen >> 32) & LOW) != flag)
+            low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
             found = found + ((low & LOW) | (high << 32),)
         words = found
         missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)

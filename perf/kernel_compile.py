@@ -49,7 +49,11 @@ def compile_variant(function: Any, variant: Variant) -> Any:
         if name == "group" or (name in ("x_ptr", "y_ptr") and variant.aligned):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    return triton.compile(source, target=GPUTarget("cuda", _capability(variant), 32), options=_options(variant))
+    target = GPUTarget("cuda", _capability(variant), 32)
+    with triton.knobs.compilation.scope():
+        # Triton's cache knows a kernel by its source, not by its path: what another checkout left there has its lines.
+        triton.knobs.compilation.always_compile = True
+        return triton.compile(source, target=target, options=_options(variant))
 
 
 def _capability(variant: Variant) -> int:

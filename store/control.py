@@ -117,12 +117,14 @@ class ControlPage:
     def fault(self, rank: int) -> Fault | None:
         return self._page(rank).fault()
 
-    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
         """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
 
         Raises within `timeout` seconds: `PeerDied` where a rank that has not come to this exchange has ended or
         closed the group, `CollectiveTimeout` that names the missing ranks, `CollectiveMismatch` where a rank is at
-        another exchange than `what`, `GroupAborted` where a rank has gone on without this one.
+        another exchange than `what`, `GroupAborted` where a rank has gone on without this one. With `heed_faults` also
+        `GroupAborted` where a missing rank has given the group up, and `CollectiveMismatch` where it is in a call that
+        this rank has not made.
         """
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
@@ -132,15 +134,15 @@ class ControlPage:
             self._step += 1
             mine = Message(self._step, what, payload)
             self._own().post(mine)
-            return self._gather(mine, timeout)
+            return self._gather(mine, timeout, heed_faults)
 
-    def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
+    def agree(self, error: BaseException | None, what: str, timeout: float, heed_faults: bool = False) -> None:
         """Return where every rank brought None; otherwise raise the same error on every rank.
 
         Its class is that of the lowest failed rank's error where that is tricomm's own, else `TricommError`; its
         text names the ranks that failed and what they said. Raises as `exchange` does, too.
         """
-        answers = self.exchange(_pack_error(error), what, timeout)
+        answers = self.exchange(_pack_error(error), what, timeout, heed_faults)
         failed = {rank: answer for rank, answer in enumerate(answers) if answer}
         if failed:
             said = [f"rank {rank}: {_words(answer)}" for rank, answer in failed.items()]
@@ -155,7 +157,7 @@ class ControlPage:
         for member in members:
             member.segment.close()
 
-    def _gather(self, mine: Message, timeout: float) -> list[bytes]:
+    def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
         began = time.monotonic()
         found = {self.rank: mine.payload}
         next_look, pause = began + _LOOK_SECONDS, 0.0
@@ -170,6 +172,8 @@ class ControlPage:
             missing = [r for r in range(self.world_size) if r not in found]
             if not missing:
                 return [found[r] for r in range(self.world_size)]
+            if heed_faults:
+                self._refuse_apart(missing, mine.what)
             if lost := [gone[r] for r in missing if r in gone]:
                 raise PeerDied(f"{self._prefix(mine.what)}: {'; '.join(lost)}")
             if now - began >= timeout:
@@ -177,6 +181,14 @@ class ControlPage:
                 raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
             time.sleep(pause)
             pause = min(pause + 5e-5, 2e-3)
+
+    def _refuse_apart(self, missing: list[int], what: str) -> None:
+        for rank in missing:
+            fault, call = self.fault(rank), self.last(rank)
+            if fault is not None:
+                raise GroupAborted(f"{self._prefix(what)}: rank {rank} gave the group up: {fault.text}")
+            if call is not None and call.sequence > self.sequence(self.rank):
+                raise CollectiveMismatch(f"{self._prefix(what)}: rank {rank} is in {call.text()} instead")
 
     def _from(self, rank: int, mine: Message) -> dict[int, bytes]:
         theirs = self._page(rank).posted(mine.step)

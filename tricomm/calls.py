@@ -37,6 +37,12 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
     """Refuse a tensor that no kernel can take, before anything is sent; raises `InvalidArgument`."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
+    if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and type(x) is not torch.Tensor:
+        raise InvalidArgument(
+            f"{what}: a {type(x).__name__} wraps other tensors; pass the plain one, as x.to_local() has"
+        )
+    if x.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise InvalidArgument(f"{what}: a nested or transformed (vmap, grad) tensor was given; a plain one is needed")
     if x.layout != torch.strided or x.is_quantized:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.is_conj() or x.is_neg():
@@ -49,6 +55,8 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
         raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
     if x.dtype not in DTYPES:
         raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(registry.DTYPES)}")
+    if x.untyped_storage().nbytes() < (x.storage_offset() + _extent(x)) * x.itemsize:
+        raise InvalidArgument(f"{what}: the tensor's storage was freed or shrunk under it (resize_)")
     if x.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{what}: the tensor requires grad and collectives are not differentiable; pass x.detach()"
@@ -57,10 +65,16 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
 
 def check_writable(x: torch.Tensor, what: str) -> None:
     """Refuse a tensor of which several elements are the same memory: it cannot take a result in place."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise InvalidArgument(
-            f"{what}: the tensor is expanded (stride 0), so it cannot be written; pass x.contiguous()"
-        )
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if stride <= reach:
+            raise InvalidArgument(f"{what}: elements of the tensor share memory (expanded?); pass x.contiguous()")
+        reach += stride * (size - 1)
+
+
+def _extent(x: torch.Tensor) -> int:
+    """Elements from the first to the last one that `x` reaches."""
+    return 0 if x.numel() == 0 else 1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
 
 
 def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, what: str) -> None:

@@ -19,14 +19,17 @@ from torch.distributed.distributed_c10d import Store
 from tricomm import calls, env, plan, selection
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
-from tricomm.kernels import layout
+from tricomm.kernels import interpreter, layout
+from tricomm.kernels.launch import prepare
 from tricomm.options import Options, seconds
 from tricomm.selection import Choice
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import meet, open_store
-from tricomm.symmetric import Symmetric, nbytes_of
+from tricomm.symmetric import Symmetric, check_shape, nbytes_of
 from tricomm.work import Work
+
+_MOST_PLANS = 1024
 
 
 class Communicator(Group):
@@ -54,13 +57,16 @@ class Communicator(Group):
         options = options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         where = pick_device(device)
+        reason = interpreter.supported()
+        if reason is not None and where.type == "cpu":
+            raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
         if world_size > layout.MAX_WORLD_SIZE:
             raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
         plan_of_memory = layout.plan(world_size, options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
-        agreed = calls.fingerprint(plan_of_memory.digest, options.first_epoch, where.type)
+        agreed = options.agreed(plan_of_memory, where.type)
         with ExitStack() as undo:
             control = meet(store, rank, world_size, meeting_timeout or limit, agreed)
             undo.callback(control.close)
@@ -164,44 +170,40 @@ class Communicator(Group):
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
         """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
 
-        Raises `InvalidArgument` on all ranks where they ask for different shapes, `ResourceError` where memory is
-        refused anywhere.
+        Raises `InvalidArgument` on all ranks where one asks for what cannot be or where they ask for different things
+        (the group stays usable), `ResourceError` where memory is refused anywhere.
         """
         self._usable()
         if self.kind == "local":
             raise InvalidArgument("symmetric: ranks of one process share all memory already; pass tensors themselves")
-        sizes = tuple(int(n) for n in shape)
-        error = None
-        if not sizes or any(n < 1 for n in sizes) or not isinstance(dtype, torch.dtype):
-            error = InvalidArgument(f"symmetric: shape {sizes} of {dtype}: at least one dimension, all of at least 1")
-        self._control.agree(error, "symmetric", self._timeout)
-        asked = repr((sizes, dtype)).encode()
-        for rank, theirs in enumerate(self._control.exchange(asked[:512], "symmetric", self._timeout)):
-            if theirs != asked[:512]:
-                raise InvalidArgument(
-                    f"symmetric: rank {self.rank} asked for {asked.decode()}, rank {rank} for {theirs.decode()}"
-                )
-        arena = open_arena(self._control, nbytes_of(sizes, dtype), self.device, self._timeout)
-        memory = Symmetric(arena, self.rank, sizes, dtype, self.device)
-        self._owned.callback(memory.close)
-        return memory
+        sizes, error = check_shape(shape, dtype)
+        with self._my_turn(), self._or_give_up("symmetric"):
+            self._control.agree(error, "symmetric", self._timeout, heed_faults=True)
+            asked = repr((sizes, dtype)).encode()[:512]
+            answers = self._control.exchange(asked, "symmetric", self._timeout, heed_faults=True)
+            for rank, theirs in enumerate(answers):
+                if theirs != answers[0]:
+                    raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
+            arena = open_arena(self._control, nbytes_of(sizes, dtype), self.device, self._timeout)
+            self._owned.callback(arena.close)
+            return Symmetric(arena, self.rank, sizes, dtype, self.device)
 
-    def launch(self, kernel: Any, grid: Sequence[int], *args: Any, **constexprs: Any) -> None:
-        """Run a user's Triton kernel where this communicator's tensors live.
+    def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
+        """Run a user's `@triton.jit` kernel where this communicator's tensors live.
 
-        Positional arguments are runtime values (tensors, tuples of tensors, ints); keywords are constexprs. On a CPU
-        it is interpreted and has run on return. Waits that use `primitives` end when a peer is gone, and then this
-        call raises what happened.
+        Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
+        options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
+        interpreted and has run on return. Waits that use `primitives` end when a peer is gone or the time is up; this
+        call then raises what happened (on a GPU the next one, `synchronize()` or `close()` does).
+
+        Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
         self._usable()
         if not hasattr(kernel, "fn") or not hasattr(kernel, "params"):
-            raise InvalidArgument(f"launch: a @triton.jit kernel is needed, found {type(kernel).__name__}")
-        self._monitor.user_call(1)
-        try:
-            self._guarded(kernel, grid, args, constexprs)
-        finally:
-            self._monitor.user_call(-1)
-        self.check()
+            raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
+        run = prepare(kernel, grid, args, constexprs, self.device, self._timeout)
+        with self._my_turn(), self._monitor.user_call(self.device):
+            self._guarded(run)
 
     def explain(
         self,
@@ -230,6 +232,8 @@ class Communicator(Group):
         self, collective: str, op: str, dtype: torch.dtype | None, count: int, aligned: bool,
         algorithm: str | None, protocol: str | None,
     ) -> plan.Plan:  # fmt: skip
+        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
+            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         key = (collective, op, dtype, count, aligned, algorithm, protocol, capturing)
         found = self._plans.get(key)
@@ -237,6 +241,12 @@ class Communicator(Group):
             nbytes = count * dtype.itemsize if dtype is not None else 0
             choice = selection.choose(self._site, collective, nbytes, algorithm, protocol)
             found = plan.make(self._site, choice, op, dtype, count, aligned, "graph" if capturing else "eager")
+            if capturing and key[:-1] not in {k[:-1] for k in self._plans if not k[-1]}:
+                raise InvalidArgument(
+                    f"{collective}: run this call once before capture, so that its kernel is compiled"
+                )
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
             self._plans[key] = found
         return found
 

@@ -14,17 +14,17 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from tricomm import errors, plan
-from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
-from tricomm.kernels.launch import launch
+from tricomm.kernels.launch import prepare
 from tricomm.monitor import Monitor
 from tricomm.options import Options
 from tricomm.selection import Site
@@ -152,12 +152,16 @@ class Group:
         _live.discard(self)
         if os.getpid() != self._pid:
             return
+        if not self._quiet():
+            # A kernel still works on raw addresses: what it works on stays mapped, for as long as the process lives.
+            log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
+            self._monitor.stop()
+            return
         with ExitStack() as undo:
             undo.callback(self._control.close)
             undo.callback(self._arena.close)
             undo.callback(self._owned.close)
             undo.callback(self._monitor.stop)
-            self._drain()
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
 
@@ -185,36 +189,55 @@ class Group:
 
     def _launch(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], *counts: int) -> None:
         """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns."""
+        with self._my_turn():
+            self._sequence += 1
+            self._control.announce(chosen.announced(self._sequence))
+            lost = self._monitor.lost
+            if lost is not None:
+                self._monitor.died(lost)
+                self._raise()
+            call = (next(self._numbers) & 0x7FFFFFFF) << 32 | chosen.fingerprint
+            args = (*tensors, self._group, *counts, call)
+            self._guarded(prepare(chosen.kernel, chosen.grid, args, chosen.constexprs, self.device, self._timeout))
+
+    @contextmanager
+    def _or_give_up(self, what: str) -> Iterator[None]:
+        """A step of all ranks together: where it fails otherwise than jointly, the group has come apart."""
+        try:
+            yield
+        except (InvalidArgument, ResourceError):
+            raise
+        except BaseException as error:
+            kind = type(error) if isinstance(error, TricommError) else GroupAborted
+            self._monitor.give_up(self._fault(kind, f"{what} failed on rank {self.rank}: {_name(error)}"))
+            raise
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
         if not self._turn.acquire(timeout=self._timeout):
             raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
         try:
-            self._take_turn(chosen, tensors, counts)
+            if self._closed:
+                raise GroupAborted(f"{self}: closed; make a new communicator")
+            if self.device.type == "cuda":
+                self._follow_stream()
+            yield
         finally:
             self._turn.release()
 
-    def _take_turn(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> None:
-        self._sequence += 1
-        self._control.announce(chosen.announced(self._sequence))
-        lost = self._monitor.lost
-        if lost is not None:
-            self._monitor.died(lost)
-            self._raise()
-        if self.device.type == "cuda":
-            self._follow_stream()
-        call = (next(self._numbers) & 0x7FFFFFFF) << 32 | chosen.fingerprint
-        self._guarded(chosen.kernel, chosen.grid, (*tensors, self._group, *counts, call), chosen.constexprs)
-
     def _follow_stream(self) -> None:
         """Order this call after the last one where the caller has changed streams: there is one pair of mailboxes."""
+        if torch.cuda.is_current_stream_capturing():
+            return
         stream = torch.cuda.current_stream(self.device)
-        if self._stream is not None and self._stream != stream and not torch.cuda.is_current_stream_capturing():
+        if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
         self._stream = stream
 
-    def _guarded(self, kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> None:
-        """Launch; whatever stops this rank in the middle of a kernel (Ctrl-C above all) is told to the others."""
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Run a kernel; whatever stops this rank in the middle of it (Ctrl-C above all) is told to the others."""
         try:
-            launch(kernel, grid, args, constexprs, self.device, timeout=self._timeout)
+            run()
         except BaseException as error:
             self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
             raise
@@ -271,20 +294,29 @@ class Group:
         kind = getattr(errors, fault.kind, GroupAborted)
         raise kind(f"{self}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator.")
 
-    def _drain(self) -> None:
-        """Let kernels in flight end before their memory goes; those that cannot end by themselves are told to leave."""
-        if self.device.type != "cuda" or self._stream is None:
-            return
+    def _quiet(self) -> bool:
+        """Let kernels in flight end before their memory goes, and tell those to leave that cannot end by themselves."""
+        if not self._turn.acquire(blocking=False):  # another thread is in a call
+            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} closed the group during a call"))
+            if not self._turn.acquire(timeout=_LEAVE_SECONDS):
+                return False
+        try:
+            return self._stream is None or self._left_stream()
+        finally:
+            self._turn.release()
+
+    def _left_stream(self) -> bool:
         try:
             self._wait(self._timeout)
+            return True
         except TricommError:
             self._words[layout.ABORT] = 1
-            end = time.monotonic() + _LEAVE_SECONDS
-            while not self._stream.query():
-                if time.monotonic() > end:
-                    log.error("%s: a kernel has not left within %g s; closing may block", self, _LEAVE_SECONDS)
-                    return
-                time.sleep(1e-3)
+        end = time.monotonic() + _LEAVE_SECONDS
+        while not self._stream.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
 
 
 def _architecture(device: torch.device) -> str:

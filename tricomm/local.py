@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tricomm import calls, selection
+from tricomm import selection
 from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
@@ -38,7 +38,7 @@ def local(
         raise InvalidArgument("local: ranks in one process need a GPU; on a CPU, run a process per rank")
     plan = layout.plan(world_size, options.arena_bytes)
     selection.check_device(where.type, plan, options.tile)
-    agreed = calls.fingerprint(plan.digest, options.first_epoch, where.type)
+    agreed = options.agreed(plan, where.type)
     store = HashStore()
 
     def meeting(rank: int) -> ControlPage:

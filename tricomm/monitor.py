@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
 from tricomm import errors
 from tricomm.kernels import layout
@@ -22,7 +25,14 @@ from tricomm.store.control import ControlPage, Fault, State
 
 TICK = 0.02
 _LONGEST_TICK = 0.25
+_USER_SECONDS = 1.0
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
+
+
+class _UserCall:
+    """A user's own kernel: in flight until `event`, where it has one, has passed."""
+
+    event: Any = None
 
 
 class Monitor:
@@ -43,10 +53,10 @@ class Monitor:
         self._peers = {r: control.peer_words(r) for r in range(control.world_size) if r != control.rank}
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._running = 0
+        self._running: object = None
         self._elapsed = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
-        self._user_calls = 0
+        self._user_calls: list[_UserCall] = []
         self._diagnose: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
 
@@ -74,21 +84,34 @@ class Monitor:
                 self._words[layout.ABORT] = 1
             return self.fault
 
-    def user_call(self, delta: int) -> None:
-        """A user's own kernel starts (+1) or has returned (-1); such a kernel moves no epoch."""
-        self._user_calls += delta
+    @contextmanager
+    def user_call(self, device: torch.device) -> Iterator[None]:
+        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
+        token = _UserCall()
+        self._user_calls.append(token)
+        try:
+            yield
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                token.event = torch.cuda.Event()
+                token.event.record()
+        finally:
+            if token.event is None:
+                self._user_calls.remove(token)
 
-    def running(self) -> bool:
-        """True while a kernel of this rank is under way."""
+    def running(self) -> object:
+        """What of this rank is under way: a user's call, the epoch of a kernel, or None."""
+        for call in list(self._user_calls):
+            if call.event is not None and call.event.query():
+                self._user_calls.remove(call)
+        if self._user_calls:
+            return self._user_calls[0]
         started = int(self._words[layout.STARTED])
-        return self._user_calls > 0 or (started != 0 and started == int(self._words[layout.ENDED]))
+        return started if started != 0 and started == int(self._words[layout.ENDED]) else None
 
     def unfinished(self) -> list[int]:
-        """Ranks that have not done their part in the running call."""
+        """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
         started = int(self._words[layout.STARTED])
-        return [
-            r for r, words in self._peers.items() if self._user_calls > 0 or not _past(words[layout.ENDED], started)
-        ]
+        return [r for r, words in self._peers.items() if self._user_calls or not _past(words[layout.ENDED], started)]
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
@@ -120,11 +143,11 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
-        if not self.running():
+        if self._running is None:
             return
         late = self.unfinished()
         for rank in late:
-            if self._gone(rank):
+            if self._gone(rank) and self._needs(rank):
                 self.died(rank)
                 return
             if min(self._elapsed, self._beats[rank][1]) > self._stall:
@@ -133,10 +156,15 @@ class Monitor:
         if self._elapsed > self._timeout:
             self._late(late)
 
+    def _needs(self, rank: int) -> bool:
+        """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
+        in between. A user's kernel may not need it at all, so that gets a second to end by itself."""
+        return self._elapsed > _USER_SECONDS if self._user_calls else rank in self.unfinished()
+
     def _count(self, tick: float) -> None:
         """Add a tick to everything that has not changed since the last one."""
-        running = (-1 if self._user_calls else int(self._words[layout.STARTED])) if self.running() else 0
-        self._elapsed = self._elapsed + tick if running and running == self._running else 0.0
+        running = self.running()
+        self._elapsed = self._elapsed + tick if running is not None and running == self._running else 0.0
         self._running = running
         for rank in self._peers:
             beat = self._control.heartbeat(rank)

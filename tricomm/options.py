@@ -1,13 +1,16 @@
-"""What a user may set on a communicator. The same on all ranks: the meeting compares it."""
+"""What a user may set on a communicator. All but the timeouts must be the same on all ranks; the meeting compares."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+
+_YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
 
 
 @dataclass(frozen=True)
@@ -34,26 +37,30 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_timeout"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise InvalidArgument(f"Options.{name}={value!r}: a positive number of seconds is needed")
-        if self.arena_bytes < layout.MIN_ARENA:
-            raise InvalidArgument(
-                f"Options.arena_bytes={self.arena_bytes}: at least {layout.MIN_ARENA} bytes are needed"
-            )
-        for name in ("max_blocks", "blocks"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= layout.MAX_BLOCKS:
-                raise InvalidArgument(f"Options.{name}={value!r}: 1 to {layout.MAX_BLOCKS} blocks are possible")
-        if self.tile is not None and (self.tile < 2 or self.tile & (self.tile - 1)):
-            raise InvalidArgument(f"Options.tile={self.tile!r}: a power of two of at least 2 words is needed")
-        if not 1 <= self.first_epoch < layout.EPOCH_LIMIT:
-            raise InvalidArgument(f"Options.first_epoch={self.first_epoch}: 1 to 2^32 - 1 is possible")
+            seconds(getattr(self, name), f"Options.{name}")
+        self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)
+        self._whole("max_blocks", 1, layout.MAX_BLOCKS)
+        self._whole("blocks", 1, layout.MAX_BLOCKS)
+        self._whole("tile", 2, 1 << 20)
+        self._whole("first_epoch", 1, layout.EPOCH_LIMIT - 1)
+        if self.tile is not None and self.tile & (self.tile - 1):
+            raise InvalidArgument(f"Options.tile={self.tile!r}: a power of two is needed")
+
+    def agreed(self, arena: layout.Layout, device: str) -> int:
+        """A number that differs where two ranks' memory or settings do not fit together."""
+        return zlib.crc32(repr((arena.digest, device, replace(self, timeout=1.0, stall_timeout=1.0))).encode())
+
+    def _whole(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("max_blocks", "blocks", "tile"):
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InvalidArgument(f"Options.{name}={value!r}: an integer from {least} to {most} is needed")
 
 
 def seconds(value: float | timedelta, name: str) -> float:
-    """`value` in seconds; raises `InvalidArgument` unless it is a positive, finite number or timedelta."""
+    """`value` in seconds, a year at most; raises `InvalidArgument` unless it is a positive number or timedelta."""
     number = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
         raise InvalidArgument(f"{name}={value!r}: a positive number of seconds (or a timedelta) is needed")
-    return float(number)
+    return min(float(number), _YEAR)

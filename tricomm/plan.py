@@ -44,6 +44,8 @@ def make(site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: 
         "LANES": 32 * choice.warps if gpu else MAX_WORLD_SIZE,
         "PTX": gpu,
     }
+    if gpu:
+        constexprs["num_warps"] = choice.warps  # LANES is the number of threads: the two go together
     if kernel.reduces:
         constexprs["OP"] = op
     if dtype is not None:

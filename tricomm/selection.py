@@ -75,6 +75,9 @@ def choose(
     """
     if collective not in COLLECTIVES:
         raise InvalidArgument(f"collective {collective!r} is unknown; there is {', '.join(COLLECTIVES)}")
+    for name, value in (("algorithm", algorithm), ("protocol", protocol)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
     table, row, number = _row(site, collective, nbytes)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     kernel = registry.find(collective, *_complete(collective, row, algorithm, protocol))

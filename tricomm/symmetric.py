@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from tricomm.errors import GroupAborted
+from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.store.arena import Arena
+
+_NOT_PLAIN = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4} | {
+    getattr(torch, f"bits{name}") for name in ("1x8", "2x4", "4x2", "8", "16") if hasattr(torch, f"bits{name}")
+}
 
 
 class Symmetric:
@@ -56,6 +61,17 @@ class Symmetric:
     def _check(self) -> None:
         if self._closed:
             raise GroupAborted("this symmetric memory is closed")
+
+
+def check_shape(shape: object, dtype: object) -> tuple[tuple[int, ...], InvalidArgument | None]:
+    """The shape as a tuple, and what is wrong with it or with `dtype`, if anything."""
+    sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
+    if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        return (), InvalidArgument(f"symmetric: shape={shape!r}: a sequence of positive integers is needed")
+    plain = isinstance(dtype, torch.dtype) and dtype not in _NOT_PLAIN
+    if not plain:
+        return sizes, InvalidArgument(f"symmetric: dtype={dtype!r}: a plain number type is needed")
+    return sizes, None
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -211,6 +211,129 @@ def three_threads(rank, world_size, tell, url):
         return len(wrong), comm._sequence
 
 
+def closes_in_a_call(rank, world_size, tell, url):
+    """Another thread closes the group while this one waits: an error, not a crash."""
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    comm.barrier()
+    if rank == 1:
+        time.sleep(2.0)
+        comm.close()
+        return "closed"
+    threading.Timer(0.5, comm.close).start()
+    try:
+        comm.all_reduce(torch.ones(4))
+    except tricomm.GroupAborted as error:
+        time.sleep(0.5)
+        return str(error)
+
+
+def ends_without_close(rank, world_size, tell, url):
+    """A process that just ends closes its groups, keeps its exit code, and says one line."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, torch, tricomm\n"
+        f"comm = tricomm.init({url!r}, {rank}, {world_size}, 'cpu', options=tricomm.Options(arena_bytes=262144))\n"
+        "x = torch.ones(3); comm.all_reduce(x); comm.barrier()\n"
+        "sys.exit(5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr.count("was not closed; closing it at exit"), done.stderr.count("Traceback")
+
+
+def bad_launches(rank, world_size, tell, url):
+    """A launch that does not fit is refused, and the group goes on."""
+    from tests.tricomm.user_kernel import rotate, waits_for_ever
+
+    refused = []
+    with communicator(rank, world_size, url, timeout=4.0) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        out = torch.zeros(15)
+        constexprs = {"WORLD_SIZE": world_size, "BLOCK": 16}
+        for args, more, grid in [
+            ((w.peers, out), constexprs, (1,)),
+            ((w.peers, out, comm.rank, 7), constexprs, (1,)),
+            ((w.peers, out, comm.rank), {"WORLD_SIZE": world_size}, (1,)),
+            ((w.peers, object(), comm.rank), constexprs, (1,)),
+            ((w.peers, out, comm.rank), constexprs, (1, 1, 1, 1)),
+            ((w.peers, out, comm.rank), constexprs, (0,)),
+            ((w.peers, out, comm.rank), constexprs, "x"),
+        ]:
+            try:
+                comm.launch(rotate, grid, *args, **more)
+            except tricomm.InvalidArgument as error:
+                refused.append(str(error))
+        for grid in (1, (1,), lambda meta: (meta["BLOCK"] // 16,)):
+            comm.launch(rotate, grid, w.peers, out, comm.rank, **constexprs, num_warps=4)
+        comm.all_reduce(out)
+        for bad in [
+            (5, torch.float32),
+            ((2.7,), torch.float32),
+            ((3,), torch.qint8),
+            ((3,), "float32"),
+            ((), torch.int8),
+        ]:
+            try:
+                comm.symmetric(*bad)
+            except tricomm.InvalidArgument:
+                refused.append("symmetric")
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            comm.launch(waits_for_ever, (1,), comm.group_table, w.table)
+        except tricomm.CollectiveTimeout:
+            return len(refused), time.monotonic() - began
+        except tricomm.TricommError:  # the other rank was first
+            return len(refused), time.monotonic() - began
+
+
+def many_launches(rank, world_size, tell, url):
+    """Launches that are short each, but together take longer than the limit of one."""
+    from tests.tricomm.user_kernel import rotate
+
+    with communicator(rank, world_size, url, timeout=1.0) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        out, end = torch.zeros(15), time.monotonic() + 2.0
+        while time.monotonic() < end:
+            comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
+        return "fine"
+
+
+def symmetric_alone(rank, world_size, tell, url):
+    """One rank asks for symmetric memory while the other makes a call."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            comm.symmetric((4,), torch.float32) if rank == 0 else comm.all_reduce(torch.ones(4))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+
+
+def default_arena(rank, world_size, tell, url):
+    """The first call with default options takes no longer than another."""
+    with tricomm.init(url, rank, world_size, "cpu") as comm:
+        began = time.monotonic()
+        comm.barrier()
+        x = torch.ones(1000)
+        comm.all_reduce(x)
+        return time.monotonic() - began, x[0].item()
+
+
+def all_stopped(rank, world_size, tell, url):
+    """Calls that go on while the whole job is stopped and continued."""
+    with communicator(rank, world_size, url, stall_timeout=0.6) as comm:
+        comm.barrier()
+        tell(os.getpid())
+        end = time.monotonic() + 5.0
+        more = torch.ones(1, dtype=torch.int32)
+        while more[0]:
+            more = torch.tensor([int(time.monotonic() < end)], dtype=torch.int32)
+            comm.all_reduce(more, op="min")
+        return "fine"
+
+
 def broken_monitor(rank, world_size, tell, url):
     """A monitor that fails says so; it does not leave the next call without a watch."""
     with communicator(rank, world_size, url) as comm:

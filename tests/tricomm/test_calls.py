@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm import calls
 from tricomm.errors import InvalidArgument
@@ -39,6 +40,23 @@ def test_tensors_that_no_kernel_takes(x, words):
         calls.check_tensor(x, CPU, "all_reduce")
 
 
+def test_tensors_without_memory_of_their_own_are_refused():
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(InvalidArgument, match="FakeTensor wraps"):
+        calls.check_tensor(fake, CPU, "all_reduce")
+    freed = torch.ones(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgument, match="freed or shrunk"):
+        calls.check_tensor(freed, CPU, "all_reduce")
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(InvalidArgument, match="NestedTensor wraps"):
+        calls.check_tensor(jagged, CPU, "all_reduce")
+    with pytest.raises(InvalidArgument, match="transformed"):
+        torch.func.vmap(lambda x: (calls.check_tensor(x, CPU, "all_reduce"), x)[1])(torch.ones(2, 3))
+    calls.check_tensor(torch.nn.Parameter(torch.ones(3), requires_grad=False), CPU, "all_reduce")
+
+
 def test_a_tensor_of_another_device_is_refused_with_both():
     with pytest.raises(InvalidArgument, match="on cpu, this communicator is on cuda:0"):
         calls.check_tensor(torch.ones(2), torch.device("cuda:0"), "all_reduce")
@@ -68,9 +86,13 @@ def test_outputs_are_checked_for_shape_dtype_and_overlap():
 
 
 def test_an_expanded_tensor_cannot_be_written_in_place():
-    with pytest.raises(InvalidArgument, match="stride 0"):
+    with pytest.raises(InvalidArgument, match="share memory"):
         calls.check_writable(torch.ones(1).expand(5), "all_reduce")
+    with pytest.raises(InvalidArgument, match="share memory"):
+        calls.check_writable(torch.ones(5).as_strided((3, 3), (1, 1)), "all_reduce")
     calls.check_writable(torch.ones(4, 5).t(), "all_reduce")
+    calls.check_writable(torch.ones(4, 6)[:, ::2], "all_reduce")
+    calls.check_writable(torch.ones(1, 1).expand(1, 1), "all_reduce")
 
 
 def test_fingerprints_differ_in_every_fact():
@@ -86,8 +108,10 @@ def test_fingerprints_differ_in_every_fact():
     [
         ({"timeout": 0}, "timeout=0"),
         ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
-        ({"arena_bytes": 100}, "at least 65536"),
-        ({"blocks": 65}, "1 to 64"),
+        ({"arena_bytes": 100}, "from 65536"),
+        ({"arena_bytes": 1e8}, "an integer"),
+        ({"blocks": True}, "an integer"),
+        ({"blocks": 65}, "from 1 to 64"),
         ({"tile": 3}, "power of two"),
         ({"first_epoch": 0}, "first_epoch=0"),
     ],

@@ -95,6 +95,24 @@ def test_two_communicators_in_one_process(url, other):
     assert ranks.run(2, bodies.two_groups, url, other) == [True, True]
 
 
+def test_process_end_without_close(url):
+    assert ranks.run(2, bodies.ends_without_close, url) == [(5, 1, 0)] * 2
+
+
+def test_the_first_call_with_default_options_is_no_slower(url):
+    for seconds, value in ranks.run(2, bodies.default_arena, url):
+        assert value == 2.0 and seconds < 5.0
+
+
+def test_launches_that_do_not_fit_are_refused_and_those_that_wait_are_bounded(url):
+    for refused, seconds in ranks.run(2, bodies.bad_launches, url):
+        assert refused == 12 and seconds < 6.0
+
+
+def test_many_launches_are_not_taken_for_one_long_one(url):
+    assert ranks.run(2, bodies.many_launches, url) == ["fine"] * 2
+
+
 def test_threads_that_share_a_communicator_take_turns(url):
     assert ranks.run(2, bodies.three_threads, url) == [(0, 30)] * 2
 

@@ -114,6 +114,27 @@ def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
         assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text
 
 
+def test_close_during_another_threads_call_is_an_error_and_no_crash(url):
+    text, closed = ranks.run(2, bodies.closes_in_a_call, url)
+    assert closed == "closed" and "closed the group during a call" in text
+
+
+def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
+    for kind, text, seconds in ranks.run(2, bodies.symmetric_alone, url):
+        assert kind == "CollectiveMismatch" and "symmetric" in text and "all_reduce" in text, text
+        assert seconds < 1.0
+
+
+def test_a_job_that_is_stopped_as_a_whole_blames_nobody(url):
+    with ranks.start(2, bodies.all_stopped, url) as started:
+        pids = [started.message(rank) for rank in range(2)]
+        for how in (signal.SIGSTOP, signal.SIGCONT):
+            time.sleep(1.0)
+            for pid in pids:
+                os.kill(pid, how)
+        assert [_result(started, rank) for rank in range(2)] == ["fine"] * 2
+
+
 def test_a_monitor_that_fails_is_a_named_fault_on_all_ranks(url):
     for text in ranks.run(2, bodies.broken_monitor, url):
         assert "rank 0's monitor failed" in text
