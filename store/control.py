@@ -50,6 +50,7 @@ class ControlPage:
         self.group = nonce[:4].hex()
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
+        self._watched = tuple(process.Watched(m.pid, m.start_time) for m in members)
         self._owner = os.getpid()
         self._step = 0
         self._lock = threading.Lock()
@@ -73,8 +74,8 @@ class ControlPage:
 
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count."""
-        member = self._member(rank)
-        return process.alive(member.pid, member.start_time)
+        self._check(rank)
+        return self._watched[rank].alive()
 
     def beat(self) -> None:
         self._own().heartbeat = time.monotonic_ns()
@@ -154,8 +155,9 @@ class ControlPage:
         if pages and os.getpid() == self._owner:
             pages[self.rank].state = State.CLOSED
         self._members, self._pages = (), ()
-        for member in members:
+        for member, watched in zip(members, self._watched, strict=False):
             member.segment.close()
+            watched.close()
 
     def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
         began = time.monotonic()

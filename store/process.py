@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import uuid
 from pathlib import Path
@@ -18,18 +19,66 @@ def start_time(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
+    return _parse_start(stat)
+
+
+def _parse_start(stat: bytes) -> int | None:
     # The name in field 2 may hold spaces and brackets: count from behind its last bracket.
     fields = stat.rpartition(b")")[2].split()
-    if len(fields) <= _START_FIELD - _FIRST_FIELD_AFTER_NAME:  # cut short: the process is just going
-        return None
     if fields[_STATE_FIELD - _FIRST_FIELD_AFTER_NAME] in (b"Z", b"X"):
         return None
     return int(fields[_START_FIELD - _FIRST_FIELD_AFTER_NAME])
 
 
+class Watched:
+    """A process that is watched through a pidfd, so that a later process with its pid is never taken for it.
+
+    Where no pidfd is to be had (no descriptor left, an old kernel), its entry in /proc is looked at each time.
+    """
+
+    def __init__(self, pid: int, started: int) -> None:
+        self._pid, self._started = pid, started
+        self._ended = False
+        self._fd = -1
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended = True
+        except OSError:
+            return
+        self._ended = self._ended or not _is(pid, started)
+
+    def alive(self) -> bool:
+        """True while the process runs or is stopped, and where the system does not say; False once it has ended."""
+        if not self._ended:
+            self._ended = not (self._running() if self._fd >= 0 else _is(self._pid, self._started))
+        return not self._ended
+
+    def close(self) -> None:
+        """Give the pidfd back; idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _running(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return not poll.poll(0)
+
+
 def alive(pid: int, started: int) -> bool:
     """True while the process `pid` that started at `started` runs (or is stopped); False for a later one."""
     return start_time(pid) == started
+
+
+def _is(pid: int, started: int) -> bool:
+    """False only where /proc says so: being out of descriptors here says nothing about a peer."""
+    try:
+        return _parse_start(Path(f"/proc/{pid}/stat").read_bytes()) == started
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
 
 
 def boot_id() -> bytes:

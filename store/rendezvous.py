@@ -30,6 +30,7 @@ _GRACE_SECONDS = 0.25  # for what is bounded by itself; name look-ups are not
 _QUERY = ("rank", "world_size")
 # A store that is hosted here lives until the process ends: a peer may already be meeting there for the next group.
 _hosted: dict[tuple[int, str, int], TCPStore] = {}  # by pid, too: a fork has no server
+_files: dict[tuple[int, str, int], FileStore] = {}
 _hosting = threading.Lock()
 
 
@@ -135,7 +136,12 @@ def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
             f"url={url!r}: the file ({whose}) can be written by others than uid {os.geteuid()}: use a new path in a "
             "directory of your own"
         )
-    return FileStore(path, world_size)
+    key = (os.getpid(), path, world_size)
+    with _hosting:
+        # torch deletes the file when the last of its stores goes: a rank that already meets there again would lose it.
+        if key not in _files:
+            _files[key] = FileStore(path, world_size)
+        return _files[key]
 
 
 def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:

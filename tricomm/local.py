@@ -45,7 +45,9 @@ def local(
         return meet(store, rank, world_size, limit, agreed)
 
     def joining(rank: int) -> Communicator:
-        return Communicator.over(controls[rank], arenas[rank], plan, where, limit, options)
+        comm = Communicator.over(controls[rank], arenas[rank], plan, where, limit, options)
+        undo.callback(comm.close)
+        return comm
 
     with ExitStack() as undo, ThreadPoolExecutor(world_size) as ranks:
         controls = list(ranks.map(meeting, range(world_size)))

@@ -1,5 +1,7 @@
 """The adapter around Triton's interpreter: same kernels, mended numbers, nothing left behind."""
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -7,7 +9,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter as _triton
 
+from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.kernels import interpreter
 
@@ -53,14 +57,87 @@ def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
     assert torch.equal(y, 2 * x)
 
 
+def patched_names() -> list[str]:
+    """Everything of Triton's that is not as it was."""
+    assert len(interpreter._patches) > 100
+    return [name for owner, name, old, new in interpreter._patches if vars(owner).get(name, None) is new]
+
+
 def test_leaves_triton_as_it_was():
-    before = (tl.load, tl.store, tl.core.tensor.__dict__.get("__index__"), triton.runtime.jit.JITFunction.__call__)
     run(_copy, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4, BLOCK=4)
-    after = (tl.load, tl.store, tl.core.tensor.__dict__.get("__index__"), triton.runtime.jit.JITFunction.__call__)
-    assert before == after
-    assert "TensorHandle" not in globals(), "the kernel's module was filled with the interpreter's names"
+    assert patched_names() == []
+    assert not {"TensorHandle", "interpreter_semantic", "_InterpreterComparison"} & set(globals())
     with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
         _double(1)
+
+
+def test_leaves_triton_as_it_was_after_an_interrupt_inside_a_kernel():
+    def interrupt(kind, addresses, itemsize):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with interpreter.observe(interrupt), pytest.raises(KeyboardInterrupt):
+        run(_copy, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4, BLOCK=4)
+    assert patched_names() == []
+    run(_copy, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4, BLOCK=4)
+
+
+def interrupted_at_random(rank, world_size, tell):
+    """Ctrl-C at many moments of a launch, in a process of its own; returns how often it came, and what was left."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    x, caught, left = torch.zeros(4, dtype=torch.int32), 0, []
+    run(_copy, x, x, 4, BLOCK=4)
+    for turn in range(100):
+        try:
+            signal.signal(signal.SIGALRM, lambda *args: os.kill(os.getpid(), signal.SIGINT))
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + turn * 2e-5)
+            for _ in range(50):
+                run(_copy, x, x, 4, BLOCK=4)
+        except (KeyboardInterrupt, TypeError):  # numpy turns an interrupt in the middle of a shape into the latter
+            caught += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        left += patched_names()
+        free = interpreter._lock.acquire(timeout=0)
+        if not free:
+            left.append("lock")
+        else:
+            interpreter._lock.release()
+    return caught, left
+
+
+def test_interrupts_at_any_moment_leave_triton_and_the_lock_as_they_were():
+    ((caught, left),) = ranks.run(1, interrupted_at_random)
+    assert caught > 50 and left == []
+
+
+def test_closures_and_keyword_defaults_are_found():
+    factor = tl.constexpr(3)
+
+    @triton.jit
+    def scaled(x, *, more=1):
+        return x * factor + more
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(y_ptr + at, scaled(tl.load(x_ptr + at)))
+
+    x, y = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    run(kernel, x, y, BLOCK=8)
+    assert torch.equal(y, 3 * x + 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "constexprs"),
+    [((1,), {"BLOCK": 4}), ((1, 2, 3), {}), ((1, 2, 3), {"BLOCK": 4, "NO": 1}), ((object(), 2, 3), {"BLOCK": 4})],
+)
+def test_arguments_that_do_not_fit_are_refused_before_a_block_runs(args, constexprs):
+    with pytest.raises(InvalidArgument, match="_copy"):
+        interpreter.check(_copy, args, constexprs)
+
+
+def test_a_triton_that_is_set_to_interpret_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert "TRITON_INTERPRET" in interpreter.supported()
 
 
 def test_leaves_triton_as_it_was_after_an_error():
@@ -101,10 +178,11 @@ def test_every_bf16_pattern_widens_exactly():
 
 
 def test_the_mending_is_what_makes_the_difference():
-    """Without the adapter's cast the interpreter truncates: the test above could fail."""
+    """Triton's own cast, outside a launch, truncates: the test above could fail."""
     halfway = np.array([0x3F80FFFF], dtype=np.uint32).view(np.float32)
-    truncated = (halfway.view(np.uint32) >> 16).astype(np.uint16)
-    assert interpreter.round_to_bf16(halfway) != truncated
+    builder = _triton.interpreter_builder
+    unmended = builder.cast_impl(_triton.TensorHandle(halfway, tl.float32), tl.bfloat16).data
+    assert interpreter.round_to_bf16(halfway) != unmended
 
 
 def test_inline_assembly_is_refused_by_name():

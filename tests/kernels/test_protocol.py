@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests import ranks
 from tests.kernels import arenas
@@ -79,6 +81,10 @@ def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
     assert len({epoch for _, epoch in results}) == 1
 
 
+def bits(y):
+    return y.view(torch.int32 if y.itemsize == 4 else torch.int16).tolist()
+
+
 def same_bits(rank, world_size, tell, where):
     """One shot and two shots, both protocols, on values whose sum depends on the order."""
     me = Rank(rank, where)
@@ -90,9 +96,7 @@ def same_bits(rank, world_size, tell, where):
             for dtype in (torch.float32, torch.bfloat16):
                 y = poisoned(1001, dtype)
                 me.run(kernel, x.to(dtype), y)
-                results.append(
-                    (name, str(dtype), y.double().tolist())
-                )  # plain values: a tensor would die with its rank
+                results.append((name, str(dtype), bits(y)))
     return results
 
 
@@ -143,6 +147,20 @@ def test_without_the_clearing_a_stale_word_is_taken_for_new():
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, around_the_wrap, where, "all_reduce_one_shot_ll", EVERY - 2, 8, "clear")
     assert any(wrong for wrong, _ in results)
+
+
+@triton.jit
+def _advance(y_ptr, epoch: tl.int64, N: tl.constexpr):
+    for n in range(N):
+        tl.store(y_ptr + n, primitives.advance(epoch, n))
+
+
+def test_epochs_skip_zero_and_keep_alternating_between_the_mailboxes():
+    y = torch.full((12,), -1)
+    interpreter.interpret(_advance, (1,), (y, layout.EPOCH_LIMIT - 5), {"N": 12})
+    epochs = y.tolist()
+    assert epochs[:5] == [layout.EPOCH_LIMIT - 5 + n for n in range(5)] and epochs[5:] == list(range(2, 9))
+    assert all(a % 2 != b % 2 for a, b in zip(epochs, epochs[1:], strict=False))
 
 
 def over_the_limit(rank, world_size, tell, where, name):

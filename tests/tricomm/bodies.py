@@ -32,7 +32,7 @@ def leftovers() -> dict[str, set[str]]:
         except OSError:
             continue
     with open("/proc/self/maps") as maps:
-        mapped = {line.split()[-1] for line in maps if "memfd" in line or "tricomm-" in line}
+        mapped = {" ".join(line.split()[4:]) for line in maps if "memfd:tricomm" in line}
     threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
     return {
         "shm": set(os.listdir("/dev/shm")),
