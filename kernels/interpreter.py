@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 import threading
 import time
 import types
@@ -29,6 +28,7 @@ from triton.runtime import interpreter as _triton
 from triton.runtime.jit import JITFunction
 
 from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
+from tricomm.kernels.interrupts import Interrupts
 
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
 
@@ -82,12 +82,22 @@ def interpret(
     `timeout` seconds. Errors inside the kernel come out as they are, wrapped in nothing.
     """
     values = check(kernel, args, constexprs)
-    _take_lock(kernel, timeout)
+    interrupts = Interrupts()
     try:
-        with _patched(), np.errstate(all="ignore"):
-            _run(kernel, (*grid, 1, 1)[:3], values)
+        _take_lock(kernel, timeout, interrupts)
+        try:
+            _patch()
+            with np.errstate(all="ignore"):
+                interrupts.let_through()
+                try:
+                    _run(kernel, (*grid, 1, 1)[:3], values)
+                finally:
+                    interrupts.raising = False
+        finally:
+            _restore()
+            _lock.release()
     finally:
-        _lock.release()
+        interrupts.over()
 
 
 def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
@@ -110,34 +120,17 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
     return values
 
 
-def _take_lock(kernel: Any, timeout: float) -> None:
+def _take_lock(kernel: Any, timeout: float, interrupts: Interrupts) -> None:
     end = time.monotonic() + timeout
-    while True:
-        with _uninterrupted():  # an interrupt between the lock's taking and the caller's `try` would keep it for ever
-            if _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
-                return
+    while not _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
+        interrupts.let_through()
+        interrupts.raising = False
         if time.monotonic() >= end:
             raise CollectiveTimeout(
                 f"kernel {kernel.fn.__name__} waited {timeout:g} s for the interpreter, which another thread of this "
                 "process holds: interpreted kernels run one at a time, so two groups must be used in the same order "
                 "on all ranks"
             )
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back for a moment, so that it never falls between two halves of something."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
-        yield
-        return
-    noted: list[tuple[Any, ...]] = []
-    before = signal.signal(signal.SIGINT, lambda *args: noted.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if noted and callable(before):
-            before(*noted[0])
 
 
 def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
@@ -199,18 +192,11 @@ def _python(function: Any) -> Callable[..., Any]:
     return made
 
 
-@contextmanager
-def _patched() -> Iterator[None]:
-    try:
-        with _uninterrupted():
-            if not _patches:
-                _collect()
-            for owner, name, _, new in _patches:
-                setattr(owner, name, new)
-        yield
-    finally:
-        with _uninterrupted():
-            _restore()
+def _patch() -> None:
+    if not _patches:
+        _collect()
+    for owner, name, _, new in _patches:
+        setattr(owner, name, new)
 
 
 def _restore() -> None:

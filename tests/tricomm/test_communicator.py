@@ -118,9 +118,10 @@ def test_threads_that_share_a_communicator_take_turns(url):
 
 
 def test_opposite_orders_in_two_threads_end_in_a_named_timeout(url, other):
-    for errors, seconds in ranks.run(2, bodies.opposite_orders, url, other):
-        assert "CollectiveTimeout" in errors and len(errors) == 2
-        assert seconds < 12
+    results = ranks.run(2, bodies.opposite_orders, url, other)
+    # The group whose time is up first lets the other one through where that still has time.
+    assert any("CollectiveTimeout" in errors for errors, _ in results)
+    assert all(1 <= len(errors) <= 2 and seconds < 12 for errors, seconds in results), results
 
 
 def test_symmetric_memory_and_a_users_kernel(url):

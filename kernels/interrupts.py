@@ -1,0 +1,44 @@
+"""When a Ctrl-C may interrupt an interpreted launch, and when it has to wait for a moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+
+class Interrupts:
+    """Ctrl-C during a launch: raised in the kernel's own code, held back where it would leave half of something.
+
+    Python runs signal handlers after calls and backward jumps only, so setting `raising` is a whole step.
+    """
+
+    def __init__(self) -> None:
+        self.raising = False
+        self._noted: tuple[Any, ...] | None = None
+        self._before: Any = None
+        main = threading.current_thread() is threading.main_thread()
+        if main and callable(before := signal.getsignal(signal.SIGINT)):
+            self._before = before
+            signal.signal(signal.SIGINT, self._handle)
+
+    def let_through(self) -> None:
+        """From here on raise, also what has come already."""
+        self.raising = True
+        self._hand_on()
+
+    def over(self) -> None:
+        """Put the handler back that was there before, and hand on what it missed."""
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._hand_on()
+
+    def _handle(self, *args: Any) -> None:
+        self._noted = args
+        if self.raising:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._before(*noted)
