@@ -33,23 +33,11 @@ def prepare(
     """
     size = _grid(grid, constexprs)
     if device.type == "cuda":
-        return lambda: _compiled(kernel, size, args, {**COMPILE_OPTIONS, **constexprs}, device)
+        return lambda: _compiled(kernel, size, args, constexprs, device)
     known = {p.name for p in kernel.params}
     given = {n: v for n, v in constexprs.items() if n in known or n not in _GPU_ONLY}
     interpreter.check(kernel, args, given)
     return lambda: interpreter.interpret(kernel, size, args, given, timeout)
-
-
-def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    args: Sequence[Any],
-    constexprs: dict[str, Any],
-    device: torch.device,
-    timeout: float = 600.0,
-) -> None:
-    """Check and run `kernel` over `grid` with positional `args` and keyword `constexprs`; see `prepare`."""
-    prepare(kernel, grid, args, constexprs, device, timeout)()
 
 
 def _compiled(

@@ -9,6 +9,7 @@ import torch
 
 from tricomm import calls
 from tricomm.kernels import registry
+from tricomm.kernels.launch import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.selection import Choice, Site
 from tricomm.store.control import Descriptor
@@ -44,8 +45,8 @@ def make(site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: 
         "LANES": 32 * choice.warps if gpu else MAX_WORLD_SIZE,
         "PTX": gpu,
     }
-    if gpu:
-        constexprs["num_warps"] = choice.warps  # LANES is the number of threads: the two go together
+    if gpu:  # LANES is the number of threads: the two go together
+        constexprs |= COMPILE_OPTIONS | {"num_warps": choice.warps}
     if kernel.reduces:
         constexprs["OP"] = op
     if dtype is not None:

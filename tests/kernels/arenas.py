@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tricomm.kernels import layout, registry
-from tricomm.kernels.launch import launch
+from tricomm.kernels.launch import prepare
 
 PAGE = 4096
 
@@ -79,7 +79,7 @@ class Rank:
         if kernel.reduces:
             constexprs["OP"] = op
         call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
-        launch(kernel.function, (blocks,), (x, y, self.arena, x.numel(), call), constexprs, torch.device("cpu"))
+        prepare(kernel.function, (blocks,), (x, y, self.arena, x.numel(), call), constexprs, torch.device("cpu"))()
 
 
 DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier"]
