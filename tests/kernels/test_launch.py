@@ -1,4 +1,4 @@
-"""Launching: what is refused before anything runs, and how many compiles a kernel needs (through Triton's own binder)."""
+"""Launching: what is refused before anything runs, and how many compiles a kernel needs (by Triton's own binder)."""
 
 import pytest
 import torch
