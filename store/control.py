@@ -155,8 +155,13 @@ class ControlPage:
         if pages and os.getpid() == self._owner:
             pages[self.rank].state = State.CLOSED
         self._members, self._pages = (), ()
-        for member, watched in zip(members, self._watched, strict=False):
+        for member in members:
             member.segment.close()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Give the peers' pidfds back, and nothing else: for a page that its meeting takes apart again."""
+        for watched in self._watched:
             watched.close()
 
     def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:

@@ -67,6 +67,7 @@ class _Meeting:
         self._generation = 0
         self._segments: list[Segment] = []
         self._page: Page | None = None
+        self._control: ControlPage | None = None
         self._withdrawn = 0
 
     def run(self) -> ControlPage:
@@ -76,15 +77,19 @@ class _Meeting:
         members = [self._attach(r, said[r]) for r in range(self._world_size)]
         self._store.set(f"tricomm/{self._rank}/met", str(self._generation).encode())
         control = ControlPage(self._rank, said[0].nonce, members)
+        self._control = control
         control.beat()
         control.set_state(State.READY)  # before the confirmation, so that all are ready on return
         self._confirm(control)
         members[self._rank].segment.close_fd()  # all who may attach have attached
         self._segments.clear()
+        self._control = None
         return control
 
     def release(self) -> None:
         """Let go of what has not become part of a control page."""
+        if self._control is not None:
+            self._control.unwatch()
         for segment in self._segments:
             segment.close()
 
