@@ -10,6 +10,7 @@ import ctypes
 import math
 import mmap
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -144,7 +145,7 @@ class LocalArena:
         self.close()
 
 
-class _Blocks:
+class _Blocks(ABC):
     """All ranks' blocks and control pages, freed when every rank has left."""
 
     device: torch.device
@@ -163,11 +164,11 @@ class _Blocks:
             if self._users == 0:
                 self.free()
 
-    def free(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def free(self) -> None: ...
 
-    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class _HostBlocks(_Blocks):

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.distributed import HashStore, TCPStore
 
+from tests import ranks
 from tricomm.errors import TricommError
 from tricomm.store import hello, process
 from tricomm.store.control import ControlPage
@@ -167,3 +168,30 @@ def die_at(point: str) -> None:
         ControlPage.exchange = die  # type: ignore[method-assign]
     else:
         raise ValueError(point)
+
+
+TIMEOUT = 8.0  # what ends by an error ends long before
+
+
+def good(world_size: int) -> list[dict]:
+    return [{"rank": r, "world": world_size} for r in range(world_size)]
+
+
+def results(group: ranks.Ranks) -> list[tuple]:
+    return [outcome.value or (outcome.error, outcome.text, outcome.code) for outcome in group.results()]
+
+
+def meet_over_file(tmp_path, claims, timeout=TIMEOUT):
+    with ranks.start(len(claims), meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+        pids = [group.message(r) for r in range(len(claims))]
+        return pids, results(group)
+
+
+def try_in_thread(store, rank, world_size, timeout):
+    try:
+        page = meet(store, rank, world_size, timeout, LAYOUT)
+    except TricommError as error:
+        return type(error).__name__, str(error)
+    page.exchange(b"", "all are here", 10)
+    page.close()
+    return "ok", ""

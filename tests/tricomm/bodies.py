@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from contextlib import contextmanager
@@ -211,22 +210,6 @@ def three_threads(rank, world_size, tell, url):
         return len(wrong), comm._sequence
 
 
-def closes_in_a_call(rank, world_size, tell, url):
-    """Another thread closes the group while this one waits: an error, not a crash."""
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-    comm.barrier()
-    if rank == 1:
-        time.sleep(2.0)
-        comm.close()
-        return "closed"
-    threading.Timer(0.5, comm.close).start()
-    try:
-        comm.all_reduce(torch.ones(4))
-    except tricomm.GroupAborted as error:
-        time.sleep(0.5)
-        return str(error)
-
-
 def ends_without_close(rank, world_size, tell, url):
     """A process that just ends closes its groups, keeps its exit code, and says one line."""
     import subprocess
@@ -300,17 +283,6 @@ def many_launches(rank, world_size, tell, url):
         return "fine"
 
 
-def symmetric_alone(rank, world_size, tell, url):
-    """One rank asks for symmetric memory while the other makes a call."""
-    with communicator(rank, world_size, url) as comm:
-        comm.barrier()
-        began = time.monotonic()
-        try:
-            comm.symmetric((4,), torch.float32) if rank == 0 else comm.all_reduce(torch.ones(4))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-
-
 def default_arena(rank, world_size, tell, url):
     """The first call with default options takes no longer than another."""
     with tricomm.init(url, rank, world_size, "cpu") as comm:
@@ -319,32 +291,6 @@ def default_arena(rank, world_size, tell, url):
         x = torch.ones(1000)
         comm.all_reduce(x)
         return time.monotonic() - began, x[0].item()
-
-
-def all_stopped(rank, world_size, tell, url):
-    """Calls that go on while the whole job is stopped and continued."""
-    with communicator(rank, world_size, url, stall_timeout=0.6) as comm:
-        comm.barrier()
-        tell(os.getpid())
-        end = time.monotonic() + 5.0
-        more = torch.ones(1, dtype=torch.int32)
-        while more[0]:
-            more = torch.tensor([int(time.monotonic() < end)], dtype=torch.int32)
-            comm.all_reduce(more, op="min")
-        return "fine"
-
-
-def broken_monitor(rank, world_size, tell, url):
-    """A monitor that fails says so; it does not leave the next call without a watch."""
-    with communicator(rank, world_size, url) as comm:
-        if rank == 0:
-            comm._monitor._peers = None
-            time.sleep(0.3)
-        try:
-            for _ in range(100):
-                comm.all_reduce(torch.ones(3))
-        except tricomm.GroupAborted as error:
-            return str(error)
 
 
 def opposite_orders(rank, world_size, tell, url, other):
@@ -367,135 +313,6 @@ def opposite_orders(rank, world_size, tell, url, other):
         for thread in threads:
             thread.join()
         return errors, time.monotonic() - began
-
-
-def endless(rank, world_size, tell, url, algorithm, protocol, options):
-    """Call until something goes wrong; say what, after how long, and what is left behind."""
-    before = leftovers()
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options}))
-    comm.barrier()
-    tell(os.getpid())
-    last = time.monotonic()
-    try:
-        seed = 0
-        while True:
-            x = torch.full((1000,), float(seed % 7 + rank))
-            last = time.monotonic()
-            comm.all_reduce(x, algorithm=algorithm, protocol=protocol)
-            seed += 1
-    except tricomm.TricommError as error:
-        caught, kind = time.monotonic(), type(error).__name__
-        text = str(error)
-    comm.close()
-    del comm
-    left = leftovers()
-    left = {name: sorted(left[name] - before[name]) for name in before if left[name] - before[name]}
-    return kind, text, caught, last, left
-
-
-def makes_another(rank, world_size, tell, url, other, survivors):
-    """After a fault the same processes make a new communicator."""
-    with communicator(rank, world_size, url) as comm:
-        comm.barrier()
-        tell(os.getpid())
-        try:
-            while True:
-                comm.all_reduce(torch.ones(10))
-        except tricomm.TricommError as error:
-            kind = type(error).__name__
-    if rank not in survivors:
-        return kind, None
-    with communicator(survivors.index(rank), len(survivors), other) as comm:
-        x = torch.ones(10)
-        comm.all_reduce(x)
-        return kind, x[0].item()
-
-
-def diverges(rank, world_size, tell, url, how):
-    """500 good calls' worth of habit, then one rank calls something else."""
-    with communicator(rank, world_size, url) as comm:
-        for _ in range(20):
-            comm.all_reduce(torch.ones(8))
-        began = time.monotonic()
-        odd = rank == world_size - 1
-        try:
-            if how == "collective":
-                comm.all_gather(torch.ones(8)) if odd else comm.all_reduce(torch.ones(8))
-            elif how == "count":
-                comm.all_reduce(torch.ones(9 if odd else 8))
-            elif how == "dtype":
-                comm.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32))
-            elif how == "op":
-                comm.all_reduce(torch.ones(8), op="max" if odd else "sum")
-            elif how == "algorithm":
-                comm.all_reduce(torch.ones(8), algorithm="two_shot" if odd else "one_shot")
-            else:
-                comm.barrier() if odd else comm.all_reduce(torch.ones(8))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "nothing", "", 0.0
-
-
-def absent(rank, world_size, tell, url, limit):
-    """The last rank lives, and makes no call."""
-    with communicator(rank, world_size, url, timeout=limit) as comm:
-        comm.barrier()
-        began = time.monotonic()
-        try:
-            if rank == world_size - 1:
-                time.sleep(limit + 1.5)
-                comm.all_reduce(torch.ones(3))
-            else:
-                comm.all_reduce(torch.ones(3))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "nothing", "", 0.0
-
-
-def leaves(rank, world_size, tell, url, how):
-    """The last rank closes, returns, or exits; the others go on calling."""
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-    comm.all_reduce(torch.ones(4))
-    comm.barrier()
-    if rank == world_size - 1:
-        time.sleep(0.2)  # until the others have left the barrier
-        if how == "exit":
-            os._exit(0)
-        comm.close()
-        return "left", ""
-    began = time.monotonic()
-    try:
-        while True:
-            comm.all_reduce(torch.ones(4))
-    except tricomm.TricommError as error:
-        kind, text = type(error).__name__, str(error)
-    finally:
-        comm.close()
-    return kind, text, time.monotonic() - began
-
-
-def interrupted(rank, world_size, tell, url):
-    """Ctrl-C in the middle of a call."""
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-    comm.barrier()
-    if rank == 1:
-        tell(os.getpid())
-        try:
-            time.sleep(2.0)  # long after the other rank was interrupted in its call
-            comm.all_reduce(torch.ones(3))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error)
-        finally:
-            comm.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    tell(os.getpid())
-    try:
-        comm.all_reduce(torch.ones(3))
-    except KeyboardInterrupt:
-        return "KeyboardInterrupt", ""
-    finally:
-        comm.close()
-    return "nothing", ""
 
 
 def memory(rank, world_size, tell, url):

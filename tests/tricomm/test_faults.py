@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests import ranks
-from tests.tricomm import bodies
+from tests.tricomm import fault_bodies as bodies
 from tricomm.kernels import registry
 
 REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]

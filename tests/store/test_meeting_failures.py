@@ -1,0 +1,323 @@
+"""Every way in which a meeting can fail, on every rank, with both time bounds."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tests import ranks
+from tests.store.store_ranks import (
+    LAYOUT,
+    good,
+    in_threads,
+    meet_as,
+    meet_over_file,
+    nothing_left,
+    results,
+    serve,
+    succeed,
+    try_in_thread,
+    try_to_meet,
+)
+from tricomm.store.rendezvous import meet, open_store
+
+
+@pytest.mark.parametrize(
+    "claims,error,words",
+    [
+        pytest.param(
+            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 1, "world": 3}],
+            "RendezvousError",
+            ["duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1"],
+            id="duplicate",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 5, "world": 3}],
+            "RendezvousError",
+            [r"rank 5 is not in 0\.\.2"],
+            id="outside",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": -1, "world": 3}],
+            "RendezvousError",
+            [r"rank -1 is not in 0\.\.2"],
+            id="negative",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 2, "world": 4}],
+            "RendezvousError",
+            ["says that the world size is [34]", "says [34]", "rank 2"],
+            id="world sizes",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "layout": 7}],
+            "RendezvousError",
+            ["has other options than rank", "memory layout", "1234"],
+            id="layout",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "boot"}],
+            "RendezvousError",
+            ["is on another host than rank", re.escape(socket.gethostname())],
+            id="host",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "namespace"}],
+            "ResourceError",
+            ["lives in another PID namespace than rank", "--pid=host"],
+            id="namespace",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "token": "secret"}],
+            "RendezvousError",
+            ["bad MAC", "TRICOMM_TOKEN"],
+            id="token on one",
+        ),
+        pytest.param(
+            [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}],
+            "RendezvousError",
+            ["bad MAC", "TRICOMM_TOKEN"],
+            id="two tokens",
+        ),
+    ],
+)
+def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
+    pids, found = meet_over_file(tmp_path, claims)
+    for name, text, seconds in found:
+        assert name == error, text
+        assert seconds < 2.0  # at once, not when the time is up
+        for word in words:
+            assert re.search(word.format(*pids), text), (word, text)
+    for _, text, _ in found:
+        assert re.match(r"rank -?\d of \d \(pid \d+\): ", text)
+
+
+def test_one_token_for_all(tmp_path):
+    _, found = meet_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
+    assert [name for name, *_ in found] == ["ok", "ok"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_another_user():
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
+    with ranks.start(
+        2, meet_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 4.0
+    ) as group:
+        found = results(group)
+    assert [name for name, *_ in found] == ["RendezvousError"] * 2, found
+    assert all("runs as uid" in text and "65534" in text and seconds < 2 for _, text, seconds in found)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_segment_cannot_be_opened_by_another_user(tmp_path):
+    with ranks.start(1, hold_a_segment) as group:
+        pid, fd = group.message(0)
+        [(name, code)] = ranks.run(1, open_as_nobody, pid, fd)
+    assert name == "PermissionError" and code == 13
+
+
+def hold_a_segment(rank, world_size, tell):
+    from tricomm.store.segments import Segment
+
+    segment = Segment.create("tricomm-test", 4096)
+    tell((os.getpid(), segment.fd))
+    time.sleep(60)
+    segment.close()
+
+
+def open_as_nobody(rank, world_size, tell, pid, fd):
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        os.close(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY))
+    except OSError as error:
+        return type(error).__name__, error.errno
+    return "opened", 0
+
+
+def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
+    store = HashStore()
+    began = time.monotonic()
+    found = in_threads(2, lambda r: try_in_thread(store, r, 3, 1.0))
+    assert 1.0 <= time.monotonic() - began < 2.0
+    for name, text in found:
+        assert name == "RendezvousError"
+        assert "rank(s) [2] did not come" in text and "within 1 s" in text
+        assert f"rank 0 (pid {os.getpid()}, world size 3)" in text and "rank 1 (pid" in text
+    began = time.monotonic()
+    name, text = try_in_thread(store, 2, 3, 5.0)
+    assert name == "RendezvousError" and "meeting 1 was given up by rank" in text and "[2] did not come" in text
+    assert time.monotonic() - began < 0.5
+    assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
+
+
+def test_a_rank_outside_after_many_meetings():
+    store = HashStore()
+    for _ in range(3):
+        assert succeed(2, lambda r: try_in_thread(store, r, 2, 10)[0]) == ["ok"] * 2
+    with nothing_left():
+        found = in_threads(3, lambda r: (time.sleep(0.3 * (r == 2)), try_in_thread(store, [0, 0, 7][r], 2, 5))[1])
+    assert all("rank 7 is not in 0..1" in str(text) or "duplicate" in str(text) for _, text in found)
+    found = in_threads(2, lambda r: (time.sleep(0.2 * r), try_in_thread(store, [0, 9][r], 2, 5))[1])
+    assert all(name == "RendezvousError" and "rank 9 is not in 0..1" in text for name, text in found)
+
+
+def test_after_a_duplicate_the_right_ranks_meet():
+    store = HashStore()
+    found = in_threads(3, lambda r: try_in_thread(store, [0, 1, 1][r], 3, 5))
+    assert all("duplicate rank" in text for _, text in found), found
+    assert "duplicate rank" in try_in_thread(store, 2, 3, 5)[1]  # it was late for that meeting
+    assert succeed(3, lambda r: try_in_thread(store, r, 3, 10)[0]) == ["ok"] * 3
+
+
+def test_a_duplicate_that_comes_too_late_spoils_nothing(tmp_path):
+    claims = good(2) + [{"rank": 1, "world": 2, "delay": 1.0}]
+    with ranks.start(3, stay, f"file://{tmp_path}/store", claims) as group:
+        found = [group.message(r) for r in range(3)]
+        assert found[0][0] == found[1][0] == "ok"
+        assert found[2][0] == "RendezvousError" and "still runs: is the number taken?" in found[2][1]
+        assert 1.0 <= found[2][2] < 2.0
+        assert [outcome.value for outcome in group.results()] == ["ok", "ok", None]
+
+
+def stay(rank, world_size, tell, url, claims):
+    claim = claims[rank]
+    store, _, _ = open_store(url, 0, 2, 20)
+    time.sleep(claim.get("delay", 0.0))
+    tell(try_to_meet(store, claim["rank"], 2, 1.0 if rank == 2 else 10.0))
+    if rank < 2:
+        time.sleep(3)
+        return try_to_meet(store, rank, 2, 10.0)[0]
+
+
+@pytest.mark.parametrize("garbage", [b"\0", b"x" * 10, b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(216)])
+def test_garbage_in_the_store(garbage):
+    store = HashStore()
+    store.set("tricomm/1/hello/1", garbage)
+    with nothing_left():
+        name, text = try_in_thread(store, 0, 2, 5.0)
+    assert name == "RendezvousError" and "rank 1's record: bad " in text
+
+
+def test_a_number_that_is_none():
+    store = HashStore()
+    store.set("tricomm/0/met", "9" * 5000)
+    store.add("tricomm/0/generation", 1)
+    name, text = try_in_thread(store, 0, 2, 5.0)
+    assert name == "RendezvousError" and "'tricomm/0/met' is not a number" in text
+
+
+def test_another_jobs_hello_is_refused():
+    """A hello whose segment is gone, as a stale job on the same store leaves it."""
+    store, fresh = HashStore(), HashStore()
+    try_in_thread(store, 1, 2, 0.2)
+    fresh.set("tricomm/1/hello/1", bytes(store.get("tricomm/1/hello/1")))
+    with nothing_left():
+        name, text = try_in_thread(fresh, 0, 2, 5.0)
+    assert name == "ResourceError" and "rank 1's" in text and "control page" in text
+
+
+@pytest.mark.parametrize("point", ["before hello", "after hello", "attach", "met", "confirm"])
+def test_a_rank_is_killed_at(point, tmp_path):
+    claims = good(3)
+    claims[1]["die"] = point
+    timeout = 2.0 if point == "before hello" else 20.0
+    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+        pids = [group.message(r) for r in range(3)]
+        found = results(group)
+    assert found[1] == (None, "", -signal.SIGKILL)
+    for name, text, seconds in (found[0], found[2]):
+        assert name == "RendezvousError", text
+        if point == "before hello":
+            assert "[1] did not come" in text and seconds < 3.0
+        else:
+            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0
+    assert max(found[0][2], found[2][2]) >= 1.9 or point != "before hello"
+
+
+def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
+    claims = good(3)
+    claims[1]["die"] = "after hello"
+    claims[2]["delay"] = 2.0
+    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+        pids = [group.message(r) for r in range(3)]
+        found = results(group)
+    for name, text, seconds in (found[0], found[2]):
+        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the meeting" in text
+        assert seconds < 1.5
+
+
+def wait_then_meet(rank, world_size, tell, port, timeout):
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
+    tell("open")
+    time.sleep(0.5)
+    return try_to_meet(store, rank, world_size, timeout)
+
+
+@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_server_is_killed_or_stopped(hurt):
+    with ranks.start(1, serve) as server:
+        port = server.message(0)
+        with ranks.start(2, wait_then_meet, port, 2.0) as group:
+            assert [group.message(r) for r in range(2)] == ["open"] * 2
+            os.kill(server.pids[0], hurt)
+            found = results(group)
+    for name, text, seconds in found:
+        assert name == "RendezvousError" and "store add('tricomm/" in text
+        if hurt == signal.SIGKILL:
+            assert "failed after 0." in text and seconds < 1.0
+        else:
+            assert "did not return within 2." in text and 2.0 <= seconds < 3.0
+
+
+def wait_in_meeting(rank, world_size, tell, port, timeout):
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
+    tell("open")
+    return try_to_meet(store, rank, 3, timeout)
+
+
+@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_server_goes_while_ranks_wait(hurt):
+    with ranks.start(1, serve) as server:
+        port = server.message(0)
+        with ranks.start(2, wait_in_meeting, port, 2.0) as group:
+            assert [group.message(r) for r in range(2)] == ["open"] * 2
+            time.sleep(0.5)
+            os.kill(server.pids[0], hurt)
+            found = results(group)
+    for name, text, seconds in found:
+        assert name == "RendezvousError" and re.search(r"store (check|get|set)\('tricomm/", text), text
+        assert seconds < 3.0 and (hurt == signal.SIGKILL or seconds >= 2.0)
+
+
+def meet_then_work(rank, world_size, tell, port):
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
+    page = meet(store, rank, world_size, 10, LAYOUT)
+    tell("met")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            store.check(["key"])
+        except RuntimeError:
+            break
+    answers = [page.exchange(b"%d" % step, "work", 10) for step in range(20)]
+    page.agree(None, "work", 10)
+    page.close()
+    return answers
+
+
+def test_the_group_works_on_when_the_server_dies():
+    with ranks.start(1, serve) as server:
+        port = server.message(0)
+        with ranks.start(2, meet_then_work, port) as group:
+            assert [group.message(r) for r in range(2)] == ["met"] * 2
+            os.kill(server.pids[0], signal.SIGKILL)
+            for outcome in group.results():
+                assert outcome.value == [[b"%d" % step] * 2 for step in range(20)], outcome.text

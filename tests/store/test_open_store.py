@@ -1,0 +1,201 @@
+"""The store that we open or host: where it listens, whose it is, what is refused, and how calls on it end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import time
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from tests import ranks
+from tests.store.store_ranks import (
+    LAYOUT,
+    free_port,
+    nothing_left,
+    succeed,
+    try_in_thread,
+)
+from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.store.deadline import Bounded
+from tricomm.store.rendezvous import meet, open_store
+
+
+def listeners() -> set[str]:
+    """Addresses (hex, as in /proc/net/tcp) on which this very process listens."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    found = set()
+    for name in ("tcp", "tcp6"):
+        with open(f"/proc/net/{name}") as table:
+            for line in table.read().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    found.add(fields[1].split(":")[0])
+    return found
+
+
+def listen(rank, world_size, tell, how):
+    before = listeners()
+    port = free_port()
+    if how == "torch":
+        store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=5), False)
+    else:
+        store, _, _ = open_store(f"tcp://{how}:{port}?rank=0&world_size=1", None, None, 10)
+        again, _, _ = open_store(f"tcp://{how}:{port}?rank=0&world_size=1", None, None, 10)
+        assert again is store
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    return listeners() - before
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_it_listens_on_loopback_only(host):
+    [found] = ranks.run(1, listen, host)
+    assert found == {"0100007F"} or found == {"00000000000000000000000001000000"}
+
+
+def test_the_scan_would_see_a_wildcard():
+    [found] = ranks.run(1, listen, "torch")
+    assert found == {"0" * 32} or found == {"0" * 8}
+
+
+def test_the_file_is_the_users_own(tmp_path):
+    path = tmp_path / "store"
+    store, _, _ = open_store(f"file://{path}", 0, 1, 5)
+    store.set("key", "value")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path = tmp_path / "open"
+    path.touch()
+    path.chmod(0o666)
+    with pytest.raises(RendezvousError, match="mode 666.*can be written by others"):
+        open_store(f"file://{path}", 0, 1, 5)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "store")
+    with pytest.raises(RendezvousError, match="symbolic links"):
+        open_store(f"file://{link}", 0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    "url,environment,words",
+    [
+        ("mpi://", {}, "use env://, tcp://host:port or file:///path"),
+        ("", {}, "use env://"),
+        (7, {}, "a string is needed"),
+        ("env://", {}, "rank is missing: .*set RANK"),
+        ("env://", {"RANK": "0"}, "world_size is missing: .*set WORLD_SIZE"),
+        ("env://", {"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT: start with torchrun"),
+        ("env://", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "needs MASTER_PORT"),
+        ("env://", {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not an integer"),
+        ("env://?rank=0&world_size=0", {}, "world_size=0"),
+        ("env://?rank=x&world_size=2", {}, "rank='x' is not a number"),
+        ("env://?rank=0&world_size=2&size=2", {}, "unknown size"),
+        ("tcp://127.0.0.1?rank=0&world_size=2", {}, "host and port are needed"),
+        ("tcp://:29500?rank=0&world_size=2", {}, "host and port are needed"),
+        ("tcp://127.0.0.1:99999?rank=0&world_size=2", {}, "[Pp]ort"),
+        ("tcp://127.0.0.1:0?rank=0&world_size=2", {}, "port 0 is not in"),
+        ("file://relative?rank=0&world_size=2", {}, "an absolute path is needed"),
+        ("file:///no/such/directory/store?rank=0&world_size=2", {}, "'/no/such/directory' does not exist; make it"),
+    ],
+    ids=lambda v: str(v)[:40],
+)
+def test_bad_urls(monkeypatch, url, environment, words):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidArgument, match=words):
+        open_store(url, None, None, 5)
+
+
+def test_url_and_argument_that_differ(tmp_path):
+    with pytest.raises(InvalidArgument, match="says rank=1, the argument says 0"):
+        open_store(f"file://{tmp_path}/store?rank=1&world_size=2", 0, None, 5)
+
+
+@pytest.mark.parametrize("rank,world_size,timeout", [(True, 2, 1), (0, 0, 1), (0, 1 << 20, 1), (0, 1, 0), ("0", 1, 1)])
+def test_arguments_that_make_no_sense(rank, world_size, timeout):
+    with pytest.raises(InvalidArgument):
+        meet(HashStore(), rank, world_size, timeout, LAYOUT)
+
+
+def test_nobody_hosts_the_store():
+    port, began = free_port(), time.monotonic()
+    with nothing_left():
+        with pytest.raises(RendezvousError, match=rf"no store at 127.0.0.1:{port} within [01]\.\d s.*rank 0") as error:
+            open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 1.0)
+    assert 0.9 <= time.monotonic() - began < 2.0
+    del error
+
+
+def test_the_port_is_taken():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port, began = taken.getsockname()[1], time.monotonic()
+        with nothing_left():
+            with pytest.raises(
+                RendezvousError, match=f"cannot host a store at 127.0.0.1:{port} .Address already in use"
+            ):
+                open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 5)
+        assert time.monotonic() - began < 1
+
+
+def open_silent(rank, world_size, tell, port):
+    began = time.monotonic()
+    try:
+        open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 1.5)
+    except RendezvousError as error:
+        return str(error), time.monotonic() - began
+    return "opened", 0
+
+
+def test_something_else_listens_there_and_says_nothing():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        [(text, seconds)] = ranks.run(1, open_silent, port)
+    assert f"127.0.0.1:{port}" in text and 1.0 <= seconds < 2.5
+
+
+def test_bounded_calls_end_and_leave_no_thread():
+    class Silent:
+        def set(self, key, value):
+            time.sleep(3)
+
+        def add(self, key, amount):
+            raise ValueError("first line\nsecond line")
+
+    with nothing_left():
+        bounded = Bounded(HashStore(), 5)
+        bounded.set("key", b"\0\xff")
+        assert bounded.get("key") == b"\0\xff" and bounded.check("key") and not bounded.check("other")
+        assert bounded.read("other") is None and bounded.add("n", 2) == 2
+        bounded.close()
+        bounded.close()
+    with nothing_left():
+        bounded = Bounded(Silent(), 0.5)
+        with pytest.raises(RendezvousError, match=r"store add\('n'\) failed after 0.0 s: ValueError: first line$"):
+            bounded.add("n", 1)
+        began = time.monotonic()
+        with pytest.raises(RendezvousError, match=r"store set\('key'\) did not return within 0\.[45] s"):
+            bounded.set("key", b"")
+        assert 0.4 <= time.monotonic() - began < 1.0 and not bounded.usable
+        with pytest.raises(RendezvousError, match="still does not answer store set"):
+            bounded.add("n", 1)
+        bounded.close()
+        time.sleep(3)
+
+
+def test_only_monotonic_clocks(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1 / 0)
+    store = HashStore()
+    assert succeed(2, lambda r: try_in_thread(store, r, 2, 10)[0]) == ["ok"] * 2
