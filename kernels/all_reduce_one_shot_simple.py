@@ -43,7 +43,7 @@ def all_reduce_one_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.in
         epoch = advance(start, chunk)
         base = chunk * room
         count = tl.minimum(words - base, room)
-        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK)
+        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
         stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)
         status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
         if status == 0:

@@ -49,7 +49,7 @@ def all_reduce_two_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.in
         base = chunk * half * WORLD_SIZE
         count = tl.minimum(words - base, half * WORLD_SIZE)
         shard = shard_words(count, WORLD_SIZE)
-        clear_idle(group, epoch, 2, WORLD_SIZE, BLOCK)
+        clear_idle(group, epoch, 2, WORLD_SIZE, BLOCK, LANES, PTX)
         for step in range(WORLD_SIZE):
             to = (me + step) % WORLD_SIZE
             room = simple_room(group, peer(group, to), epoch, me, WORLD_SIZE)

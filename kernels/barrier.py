@@ -22,6 +22,6 @@ from tricomm.kernels.primitives import enter, leave
 def barrier(group, call: tl.int64, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
             PTX: tl.constexpr):  # fmt: skip
     start, owner = enter(group, call)
-    clear_idle(group, start, 1, WORLD_SIZE, BLOCK)
+    clear_idle(group, start, 1, WORLD_SIZE, BLOCK, LANES, PTX)
     status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)
     leave(group, start, owner, call, 1, status)

@@ -18,7 +18,7 @@ def open_epoch(group, epoch, call, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr,
     The header is relaxed, because the data carry flags of their own; but where it follows a clearing it releases the
     zeros, or one of them could still land on a word that a peer pushed after it had seen the header.
     """
-    clear_idle(group, epoch, RUNS, WORLD_SIZE, BLOCK)
+    clear_idle(group, epoch, RUNS, WORLD_SIZE, BLOCK, LANES, PTX)
     if clears(epoch):
         send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
     else:

@@ -1,13 +1,11 @@
-"""Triton's interpreter, behind one door: everything here leans on private names, and nothing else in tricomm does.
+"""Run Triton kernels on a CPU: the very objects that the GPU compiles, with no environment variable set.
 
-`interpret(kernel, grid, args, constexprs)` runs the very kernel objects that the GPU compiles, with no environment
-variable set and no effect on kernels elsewhere: Triton's language is patched for the length of a launch and restored
-after it, from a list that is made once (making it anew for each launch would dominate a small call's time).
+`interpret` runs a launch block after block. The schedule explorer runs the blocks of all ranks as tasks that take
+turns at every access instead: through `programs`, `engage` and `disengage`.
 
-It also mends what the interpreter computes otherwise than a GPU: fp32 to bf16 is rounded to nearest even instead of
-truncated, bf16 to fp32 is exact for every pattern, and 3.9's atomic load and store are atomic and ordered.
-
-Interpreted kernels run one at a time in a process: the patches and the current block's index are global.
+Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
+one at a time in a process: the patches and the current block's index are global, and whoever holds `_lock` has them.
+All that leans on Triton's private names is in `adapter`.
 """
 
 from __future__ import annotations
@@ -16,29 +14,23 @@ import inspect
 import os
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
-from triton.runtime import interpreter as _triton
-from triton.runtime.jit import JITFunction
 
 from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
+from tricomm.kernels import adapter
+from tricomm.kernels.access import Director, Observer
 from tricomm.kernels.interrupts import Interrupts
 
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
 
 _lock = threading.RLock()
-_launches = 0
-_plain: dict[Any, tuple[Callable[..., Any], int]] = {}
-_substitutes: dict[Any, Callable[..., Any]] = {}
-_patches: list[tuple[Any, str, Any, Any]] = []
-_observers: list[Observer] = []
-_MISSING = object()
 
 
 def supported() -> str | None:
@@ -47,57 +39,102 @@ def supported() -> str | None:
         return "TRITON_INTERPRET is set, so @triton.jit makes no kernels; unset it, tricomm interprets without it"
     if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
         return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
+    missing = adapter.missing_hooks()
+    if missing:
+        return f"Triton {triton.__version__} lacks what tricomm hooks into: {', '.join(missing)}"
     return None
-
-
-class Observer(Protocol):
-    """Sees every access of the kernels while it is installed by `observe`."""
-
-    def __call__(self, kind: str, addresses: np.ndarray[Any, Any], itemsize: int) -> None:
-        """`kind` is load, store or atomic; `addresses` (uint64) are those of the elements, without masked ones."""
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Show every load, store and atomic of the kernels that run in this block to `observer`."""
-    _observers.append(observer)
+    adapter.observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        adapter.observers.remove(observer)
 
 
 def substitute(function: Any, python: Callable[..., Any]) -> None:
     """Run `python` in place of the device function `function` under the interpreter."""
-    _substitutes[function.fn] = python
+    adapter.substitutes[function.fn] = python
 
 
-def interpret(
-    kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any], timeout: float = 600.0
-) -> None:
-    """Run `kernel` over `grid`, block after block, on CPU tensors.
+def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
+    """Run the `programs` of a launch, one after another.
 
-    Raises `InvalidArgument` before any block has run for arguments that do not fit the kernel, and for a kernel that
-    the interpreter cannot run; `CollectiveTimeout` where another thread of this process holds the interpreter for
-    `timeout` seconds. Errors inside the kernel come out as they are, wrapped in nothing.
+    Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` where another thread of
+    this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
+    in nothing.
     """
-    values = check(kernel, args, constexprs)
+    adapter.refresh()
     interrupts = Interrupts()
     try:
-        _take_lock(kernel, timeout, interrupts)
+        _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
         try:
-            _patch()
-            with np.errstate(all="ignore"):
-                interrupts.let_through()
-                try:
-                    _run(kernel, (*grid, 1, 1)[:3], values)
-                finally:
-                    interrupts.raising = False
+            adapter.patch()
+            interrupts.let_through()
+            try:
+                for block in blocks:
+                    block.select()
+                    block()
+            finally:
+                interrupts.raising = False
         finally:
-            _restore()
+            adapter.restore()
             _lock.release()
     finally:
         interrupts.over()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One block of a launch: `select` makes it the current one, calling it runs it to its end."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    index: tuple[int, int, int]
+    values: dict[str, Any]
+
+    def select(self) -> None:
+        """From here on `tl.program_id` means this block. After every switch to it, where blocks take turns."""
+        adapter.select(self.grid, self.index)
+
+    def __call__(self) -> None:
+        """Raises what the kernel raises, and `InvalidArgument` for what the interpreter cannot run."""
+        try:
+            with np.errstate(all="ignore"):
+                adapter.python(self.kernel)(**self.values)
+        except TricommError:
+            raise
+        except NotImplementedError as error:
+            name = self.kernel.fn.__name__
+            raise InvalidArgument(f"kernel {name} cannot run under the interpreter: {error}") from error
+
+
+def programs(kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> list[Program]:
+    """The blocks of a launch, x slowest. Raises `InvalidArgument` where the arguments do not fit the kernel."""
+    values = check(kernel, args, constexprs)
+    nx, ny, nz = (*grid, 1, 1)[:3]
+    where = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
+    return [Program(kernel, (nx, ny, nz), index, values) for index in where]
+
+
+def engage(director: Director, timeout: float) -> None:
+    """Take the interpreter for this thread, patch Triton, and put `director` in charge. Pairs with `disengage`.
+
+    Raises `CollectiveTimeout` where another thread holds the interpreter for `timeout` seconds.
+    """
+    _take_lock("under a schedule", timeout, lambda: None)
+    adapter.patch()
+    adapter.director = director
+
+
+def disengage() -> None:
+    """Give all back that `engage` has taken."""
+    adapter.director = None
+    adapter.restore()
+    _lock.release()
 
 
 def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +146,7 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
     try:
         bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
         bound.apply_defaults()
-        values = {n: v if n in fixed else _triton._implicit_cvt(v) for n, v in bound.arguments.items()}
+        values = {n: v if n in fixed else adapter.implicit(v) for n, v in bound.arguments.items()}
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidArgument(f"kernel {kernel.fn.__name__}: its arguments do not fit: {error}") from error
     strange = [
@@ -120,218 +157,23 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
     return values
 
 
-def _take_lock(kernel: Any, timeout: float, interrupts: Interrupts) -> None:
+def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None:
     end = time.monotonic() + timeout
     while not _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
-        interrupts.let_through()
-        interrupts.raising = False
+        meanwhile()
         if time.monotonic() >= end:
             raise CollectiveTimeout(
-                f"kernel {kernel.fn.__name__} waited {timeout:g} s for the interpreter, which another thread of this "
+                f"kernel {name} waited {timeout:g} s for the interpreter, which another thread of this "
                 "process holds: interpreted kernels run one at a time, so two groups must be used in the same order "
                 "on all ranks"
             )
 
 
-def _run(kernel: Any, grid: tuple[int, ...], values: dict[str, Any]) -> None:
-    global _launches
-    _launches += 1
-    function = _python(kernel)
-    builder = _triton.interpreter_builder
-    builder.set_grid_dim(*grid)
-    for x in range(grid[0]):
-        for y in range(grid[1]):
-            for z in range(grid[2]):
-                builder.set_grid_idx(x, y, z)
-                _call(kernel, function, values)
-
-
-def _call(kernel: Any, function: Callable[..., Any], values: dict[str, Any]) -> None:
-    try:
-        function(**values)
-    except TricommError:
-        raise
-    except NotImplementedError as error:
-        raise InvalidArgument(f"kernel {kernel.fn.__name__} cannot run under the interpreter: {error}") from error
-
-
-class _Rewriter(_triton.FunctionRewriter):  # type: ignore[misc]
-    """Triton's rewriter, except that it leaves the module that a kernel lives in as it was."""
-
-    def _compile_and_exec(self, tree: Any) -> Callable[..., Any]:
-        home = _globals_of(self.fn)
-        names: dict[str, Any] = {}
-        exec(compile(tree, filename=self.filename, mode="exec"), home, names)
-        made = names[self.fn.__name__]
-        made.__defaults__, made.__kwdefaults__ = self.fn.__defaults__, self.fn.__kwdefaults__
-        return made  # type: ignore[no-any-return]
-
-
-def _globals_of(function: Any) -> dict[str, Any]:
-    """What a rewritten function sees: its module, what it closes over, and the names that the rewriting uses."""
-    closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    used = ("interpreter_semantic", "_InterpreterComparison")
-    return {
-        **function.__globals__,
-        **{name: cell.cell_contents for name, cell in closure},
-        **{name: getattr(_triton, name) for name in used if hasattr(_triton, name)},
-    }
-
-
-def _python(function: Any) -> Callable[..., Any]:
-    """The plain Python function that stands for a jitted one under the interpreter."""
-    source = function.fn  # not the JITFunction: its hash walks its sources, which are patched now
-    if source in _substitutes:
-        return _substitutes[source]
-    made, launch = _plain.get(source, (None, -1))
-    if made is None:
-        made = _Rewriter(source).rewrite_ast()
-    elif launch != _launches:  # the module may have changed since
-        made.__globals__.update(_globals_of(source))
-    _plain[source] = (made, _launches)
-    return made
-
-
-def _patch() -> None:
-    if not _patches:
-        _collect()
-    for owner, name, _, new in _patches:
-        setattr(owner, name, new)
-
-
-def _restore() -> None:
-    for owner, name, old, _ in reversed(_patches):
-        if old is not _MISSING:
-            setattr(owner, name, old)
-        elif name in vars(owner):
-            delattr(owner, name)
-
-
 def _after_fork() -> None:
     """In a child: another thread of the parent may have been interpreting; here nobody is."""
     global _lock
-    _lock = threading.RLock()
-    _restore()
+    _lock, adapter.director = threading.RLock(), None
+    adapter.restore()
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _collect() -> None:
-    """Let Triton patch its language once, note every change, and put all back."""
-    probe = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    scope = _triton._patch_lang(probe)
-    first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-    for owner, name, old in scope._changes:
-        old = _MISSING if old is _triton._MISSING else old
-        first.setdefault((id(owner), name), (owner, name, old))
-    changes = [(owner, name, old, getattr(owner, name)) for owner, name, old in first.values()]
-    scope.restore()
-    builder = type(_triton.interpreter_builder)
-    mended = {
-        "cast_impl": _cast(builder.cast_impl),
-        "create_fp_to_fp": _fp_to_fp(builder.create_fp_to_fp),
-        "create_atomic_load": _atomic_load,
-        "create_atomic_store": _atomic_store,
-        "create_masked_load": _seen_load(builder.create_masked_load),
-        "create_masked_store": _seen_store(builder.create_masked_store),
-        "create_atomic_rmw": _seen_atomic(builder.create_atomic_rmw),
-    }
-    changes += [(builder, name, builder.__dict__.get(name, _MISSING), new) for name, new in mended.items()]
-    changes = [c for c in changes if c[:2] != (tl.core.tensor, "__index__")]
-    changes.append((tl.core.tensor, "__index__", tl.core.tensor.__dict__.get("__index__", _MISSING), _index))
-    changes.append((JITFunction, "__call__", JITFunction.__dict__["__call__"], _call_device_function))
-    _patches.extend(changes)
-
-
-def _call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("_semantic", None)
-    return _python(self)(*args, **kwargs)
-
-
-def _index(self: Any) -> int:
-    return int(self.handle.data.reshape(-1)[0])  # 3.6 asks numpy for a scalar of a 1-element array, which 2.x refuses
-
-
-def round_to_bf16(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """fp32 array to bf16 bit patterns (uint16), to nearest even; a NaN stays a NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(values), quiet, rounded).astype(np.uint16)
-
-
-def _widen_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _cast(original: Callable[..., Any]) -> Callable[..., Any]:
-    def cast_impl(self: Any, source: Any, target: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
-            return _triton.TensorHandle(round_to_bf16(source.data), tl.bfloat16)
-        if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
-            return _triton.TensorHandle(_widen_bf16(source.data), tl.float32)
-        return original(self, source, target)
-
-    return cast_impl
-
-
-def _fp_to_fp(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if {source.dtype.scalar, target.scalar} == {tl.float32, tl.bfloat16}:
-            return self.cast_impl(source, target)
-        return original(self, source, target, rounding)
-
-    return create_fp_to_fp
-
-
-def _atomic_load(self: Any, pointer: Any, mask: Any, sem: Any, scope: Any) -> Any:
-    zero = _triton.TensorHandle(
-        np.zeros(pointer.data.shape, _triton._get_np_dtype(pointer.get_element_ty())), pointer.get_element_ty()
-    )
-    return self.create_atomic_rmw(_triton._ir.ATOMIC_OP.OR, pointer, zero, mask, sem, scope)
-
-
-def _atomic_store(self: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-    return self.create_atomic_rmw(_triton._ir.ATOMIC_OP.XCHG, pointer, value, mask, sem, scope)
-
-
-def _show(kind: str, pointer: Any, mask: Any) -> None:
-    element = pointer.get_element_ty()
-    taken = np.broadcast_to(mask.data, pointer.data.shape)
-    for observer in _observers:
-        observer(kind, pointer.data[taken], max(1, element.primitive_bitwidth // 8))
-
-
-def _seen_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_masked_load(self: Any, pointer: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        if _observers:
-            _show("load", pointer, mask)
-        return original(self, pointer, mask, *rest, **named)
-
-    return create_masked_load
-
-
-def _seen_store(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_masked_store(self: Any, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        if _observers:
-            _show("store", pointer, mask)
-        return original(self, pointer, value, mask, *rest, **named)
-
-    return create_masked_store
-
-
-def _seen_atomic(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_atomic_rmw(self: Any, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        if _observers:
-            _show("atomic", pointer, mask)
-        return original(self, op, pointer, value, mask, sem, scope)
-
-    return create_atomic_rmw
-
-
-def yield_to_others(spins: Any) -> None:
-    """Give the core away while a poll finds nothing; longer the longer nothing comes, up to a millisecond."""
-    count = int(spins)
-    if count > 2:
-        time.sleep(min(2e-5 * (1 << min(count - 2, 6)), 1e-3))

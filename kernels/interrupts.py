@@ -27,6 +27,11 @@ class Interrupts:
         self.raising = True
         self._hand_on()
 
+    def poll(self) -> None:
+        """Raise what has come, and hold back what comes next."""
+        self.let_through()
+        self.raising = False
+
     def over(self) -> None:
         """Put the handler back that was there before, and hand on what it missed."""
         if self._before is not None:

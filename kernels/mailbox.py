@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
+from tricomm.kernels.primitives import put_ll, signal
 
 LL_BASE = tl.constexpr(layout.LL_BASE)
 LL_ROOM = tl.constexpr(layout.LL_ROOM)
@@ -46,26 +47,28 @@ def clears(epoch):
 
 
 @triton.jit
-def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+               PTX: tl.constexpr):  # fmt: skip
     """Every 2^30 epochs, before its header: zero this block's share of the mailbox that this epoch does not use.
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
     2^32. The share is what this block owns in the next epoch of this launch (each room in RUNS runs of tiles, tile
     t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
+    The zeros are LL words like those that they replace: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1
         run = tl.load(group + LL_ROOM) // (8 * RUNS)
-        lane = tl.arange(0, BLOCK)
         for part in range(WORLD_SIZE * RUNS):
             room = group + tl.load(group + LL_BASE) // 8 + idle * WORLD_SIZE * RUNS * run + part * run
             for first in range(block.to(tl.int64) * 2 * BLOCK, run, grid * 2 * BLOCK):
-                tl.store(room + first + lane, tl.zeros([BLOCK], tl.int64), mask=first + lane < run)
-                tl.store(room + first + BLOCK + lane, tl.zeros([BLOCK], tl.int64), mask=first + BLOCK + lane < run)
+                put_ll(room + first, tl.zeros([BLOCK], tl.int64), 0, (run - first) // 2, BLOCK, PTX)
+        lane = tl.arange(0, LANES)
         for row in range(2 * WORLD_SIZE):
             rows = group + HEADERS // 8 + ((row // WORLD_SIZE * 2 + idle) * WORLD_SIZE + row % WORLD_SIZE) * MAX_BLOCKS
-            for b in range(block, MAX_BLOCKS, grid):
-                tl.store(rows + b, tl.zeros([], tl.int64))
+            for first in range(block, MAX_BLOCKS, grid * LANES):
+                at = first + grid * lane
+                signal(rows + at, tl.zeros([LANES], tl.int64), at < MAX_BLOCKS, False, PTX)
         tl.debug_barrier()

@@ -270,6 +270,7 @@ def leave(group, epoch, owner, call, chunks, status):
         # acq_rel: the last arrival comes after every other block's accesses.
         arrived = tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(0) - 1:
+            tl.debug_barrier()  # holds the block's other threads until one of them has acquired
             tl.store(group + ARRIVALS, 0)
             tl.store(group + BUSY, 0)
             tl.store(group + EPOCH, advance(epoch, chunks))

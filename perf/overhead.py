@@ -7,7 +7,7 @@ is from a profile, which makes Python calls look dearer than they are; the wall 
     waiting      asleep in a poll, while other ranks run
     interpreter  Triton's interpreter and the numpy calls that it makes: loads, stores, arithmetic
     lines        the kernels' own lines, in Python
-    adapter      kernels/interpreter.py: patching, mending, launching
+    adapter      kernels/adapter.py, interpreter.py: patching, mending, launching
     host         the rest of tricomm: arguments, plan, announcement, monitor
 """
 

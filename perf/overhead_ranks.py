@@ -20,7 +20,7 @@ from tricomm.perf.ranks import speak
 
 _KERNELS = Path(interpreter.__file__).resolve().parent
 _HOST = tuple(Path(module.__file__ or "").resolve().parent for module in (tricomm, store))
-_ADAPTER = ("interpreter.py", "launch.py")
+_ADAPTER = ("access.py", "adapter.py", "interpreter.py", "interrupts.py", "launch.py", "rounding.py")
 
 # Small mailboxes: the first epoch clears one, and an interpreted kernel takes seconds for a large one.
 _OPTIONS = tricomm.Options(arena_bytes=1 << 20)

@@ -13,7 +13,8 @@ from triton.runtime import interpreter as _triton
 
 from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
-from tricomm.kernels import interpreter
+from tricomm.kernels import adapter, interpreter
+from tricomm.kernels.rounding import round_to_bf16
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def _broken(x_ptr):
 
 
 def run(kernel, *args, grid=(1,), **constexprs):
-    interpreter.interpret(kernel, grid, args, constexprs)
+    interpreter.interpret(interpreter.programs(kernel, grid, args, constexprs))
 
 
 def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
@@ -59,8 +60,8 @@ def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
 
 def patched_names() -> list[str]:
     """Everything of Triton's that is not as it was."""
-    assert len(interpreter._patches) > 100
-    return [name for owner, name, old, new in interpreter._patches if vars(owner).get(name, None) is new]
+    assert len(adapter.patches) > 100
+    return [name for owner, name, old, new in adapter.patches if vars(owner).get(name, None) is new]
 
 
 def test_leaves_triton_as_it_was():
@@ -182,7 +183,7 @@ def test_the_mending_is_what_makes_the_difference():
     halfway = np.array([0x3F80FFFF], dtype=np.uint32).view(np.float32)
     builder = _triton.interpreter_builder
     unmended = builder.cast_impl(_triton.TensorHandle(halfway, tl.float32), tl.bfloat16).data
-    assert interpreter.round_to_bf16(halfway) != unmended
+    assert round_to_bf16(halfway) != unmended
 
 
 def test_inline_assembly_is_refused_by_name():
@@ -209,9 +210,8 @@ def test_one_kernel_at_a_time_and_the_wait_for_it_is_bounded():
     held.wait(30)
     try:
         with pytest.raises(CollectiveTimeout, match="one at a time"):
-            interpreter.interpret(
-                _copy, (1,), (torch.zeros(1, dtype=torch.int32),) * 2 + (1,), {"BLOCK": 1}, timeout=0.2
-            )
+            x = torch.zeros(1, dtype=torch.int32)
+            interpreter.interpret(interpreter.programs(_copy, (1,), (x, x, 1), {"BLOCK": 1}), timeout=0.2)
     finally:
         release.set()
         thread.join()

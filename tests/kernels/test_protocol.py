@@ -15,7 +15,7 @@ import triton.language as tl
 from tests import ranks
 from tests.kernels import arenas
 from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, inputs, poisoned
-from tricomm.kernels import interpreter, layout, mailbox, primitives
+from tricomm.kernels import adapter, interpreter, layout, mailbox, primitives
 
 EVERY = 1 << 30
 NAMES = {k.name: k for k in DATA_KERNELS}
@@ -121,7 +121,7 @@ def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=N
     me.arena[me.plan.ll // 8 : me.plan.simple // 8] = (stale << 32 | 1) - (1 << 64 if stale >> 31 else 0)
     wait_for_all(me)
     if rank == 0:  # so slow that the others poll a word long before it comes
-        push = interpreter._python(primitives.put_ll)
+        push = adapter.python(primitives.put_ll)
         interpreter.substitute(primitives.put_ll, lambda *args: (time.sleep(0.01), push(*args)))
     kernel, wrong = NAMES[name], []
     for seed in range(calls):
@@ -157,7 +157,7 @@ def _advance(y_ptr, epoch: tl.int64, N: tl.constexpr):
 
 def test_epochs_skip_zero_and_keep_alternating_between_the_mailboxes():
     y = torch.full((12,), -1)
-    interpreter.interpret(_advance, (1,), (y, layout.EPOCH_LIMIT - 5), {"N": 12})
+    interpreter.interpret(interpreter.programs(_advance, (1,), (y, layout.EPOCH_LIMIT - 5), {"N": 12}))
     epochs = y.tolist()
     assert epochs[:5] == [layout.EPOCH_LIMIT - 5 + n for n in range(5)] and epochs[5:] == list(range(2, 9))
     assert all(a % 2 != b % 2 for a, b in zip(epochs, epochs[1:], strict=False))
@@ -270,7 +270,7 @@ def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blo
 
 def alone(rank, world_size, tell, where, name):
     me = Rank(rank, where)
-    interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, interpreter.yield_to_others))
+    interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, adapter.yield_to_others))
     y = poisoned(100 * world_size, torch.float32)
     began = time.monotonic()
     me.run(NAMES[name], torch.ones(100), y, blocks=2)

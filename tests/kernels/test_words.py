@@ -31,7 +31,7 @@ def _copy(x_ptr, y_ptr, n: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, BLOCK:
 def reduce(x: torch.Tensor, op: str) -> torch.Tensor:
     y = torch.full((x.shape[1],), -77, dtype=x.dtype)
     constexprs = {"OP": op, "WORLD_SIZE": x.shape[0], "BLOCK": 1024}
-    interpreter.interpret(_reduce, (1,), (x.contiguous(), y, x.shape[1]), constexprs)
+    interpreter.interpret(interpreter.programs(_reduce, (1,), (x.contiguous(), y, x.shape[1]), constexprs))
     return y
 
 
@@ -104,6 +104,6 @@ def test_any_count_at_any_offset_is_copied_and_nothing_else_is_touched(count, so
     into = torch.full((count + 20,), 55, dtype=dtype)
     y = into[target : target + count]
     constexprs = {"IN": x.data_ptr() % 16 == 0, "OUT": y.data_ptr() % 16 == 0, "BLOCK": tile}
-    interpreter.interpret(_copy, (1,), (x, y, count), constexprs)
+    interpreter.interpret(interpreter.programs(_copy, (1,), (x, y, count), constexprs))
     assert torch.equal(y, x)
     assert bool((into[:target] == 55).all()) and bool((into[target + count :] == 55).all())

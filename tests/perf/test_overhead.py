@@ -9,7 +9,7 @@ import pytest
 import triton
 
 from tricomm import communicator
-from tricomm.kernels import interpreter, registry, words
+from tricomm.kernels import adapter, registry, words
 from tricomm.perf import overhead, overhead_ranks
 
 
@@ -24,7 +24,7 @@ def test_shares_of_every_kernel() -> None:
 
 def test_files_are_put_where_they_belong() -> None:
     part = overhead_ranks.part
-    assert part(interpreter.__file__) == "adapter"
+    assert part(adapter.__file__) == "adapter"
     assert part(str(words.__file__)) == "lines"
     assert part(communicator.__file__) == "host"
     assert part(triton.__file__) == "interpreter"

@@ -1,0 +1,71 @@
+"""What the interpreter tells about a kernel's accesses to memory, and who may listen or take charge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(slots=True)
+class Access:
+    """One load, store or atomic of one block, before it happens.
+
+    kind        "load", "store", "rmw" (a read-modify-write) or "cas"
+    op          of an rmw: "ADD", "XCHG", ...
+    lanes       bool: which elements of the tile are not masked
+    addresses   uint64 [n]: where those are
+    itemsize    bytes of an element
+    sem         None for a plain access, else "relaxed", "acquire", "release" or "acq_rel"; a volatile load is relaxed
+    scope       None for a plain access, else "cta", "gpu" or "sys"
+    perform     does it, for all elements or for those where a bool [n] is true; returns the old values, or None
+    """
+
+    kind: str
+    lanes: Array
+    addresses: Array
+    itemsize: int
+    sem: str | None
+    scope: str | None
+    perform: Callable[[Array | None], Array | None] = field(repr=False)
+    op: str = ""
+
+    @property
+    def reads(self) -> bool:
+        return self.kind != "store"
+
+    @property
+    def writes(self) -> bool:
+        return self.kind != "load"
+
+
+class Director(Protocol):
+    """Takes charge of every access of the kernels while it is engaged: when it happens, and whether."""
+
+    def access(self, access: Access) -> None:
+        """Call `access.perform`, sooner or later; a load, rmw or cas before this returns."""
+
+    def barrier(self) -> None:
+        """The current block has come to a `tl.debug_barrier()`."""
+
+    def compared(self, relation: str, left: Array, right: Array) -> None:
+        """The current block compares; `relation` is one of == != < <= > >=."""
+
+
+class Observer(Protocol):
+    """Sees every access of the kernels while it is installed by `interpreter.observe`."""
+
+    def __call__(self, kind: str, addresses: Array, itemsize: int) -> None:
+        """`kind` is load, store or atomic; `addresses` (uint64) are those of the elements, without masked ones."""
+
+
+def perform_at_once(access: Access, observers: list[Observer]) -> None:
+    """What happens where nobody is in charge: show it, and do it."""
+    kind = "atomic" if access.kind in ("rmw", "cas") else access.kind
+    for observer in observers:
+        observer(kind, access.addresses, access.itemsize)
+    access.perform(None)
