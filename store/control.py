@@ -50,7 +50,7 @@ class ControlPage:
         self.group = nonce[:4].hex()
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
-        self._watched = tuple(process.Watched(m.pid, m.start_time) for m in members)
+        self._watched = tuple(map(self._watch, range(len(members))))
         self._owner = os.getpid()
         self._step = 0
         self._lock = threading.Lock()
@@ -90,6 +90,7 @@ class ControlPage:
 
     def set_state(self, state: State) -> None:
         self._own().state = state
+        self._said()
 
     def state(self, rank: int) -> State:
         return State(self._page(rank).state)
@@ -97,6 +98,7 @@ class ControlPage:
     def announce(self, call: Descriptor) -> None:
         """Say what this rank calls; the last 8 calls stay readable."""
         self._own().announce(call)
+        self._said()
 
     def last(self, rank: int) -> Descriptor | None:
         """The rank's latest call; None where it has made none."""
@@ -114,6 +116,7 @@ class ControlPage:
         """Say why this rank gives the group up. The first fault stays; its text is cut to what fits."""
         with self._lock:
             self._own().put_fault(fault)
+            self._said()
 
     def fault(self, rank: int) -> Fault | None:
         return self._page(rank).fault()
@@ -135,6 +138,7 @@ class ControlPage:
             self._step += 1
             mine = Message(self._step, what, payload)
             self._own().post(mine)
+            self._said()
             return self._gather(mine, timeout, heed_faults)
 
     def agree(self, error: BaseException | None, what: str, timeout: float, heed_faults: bool = False) -> None:
@@ -154,6 +158,7 @@ class ControlPage:
         members, pages = self._members, self._pages
         if pages and os.getpid() == self._owner:
             pages[self.rank].state = State.CLOSED
+            self._said()
         self._members, self._pages = (), ()
         for member in members:
             member.segment.close()
@@ -164,12 +169,26 @@ class ControlPage:
         for watched in self._watched:
             watched.close()
 
+    def _watch(self, rank: int) -> process.Watched:
+        member = self._members[rank]
+        return process.Watched(member.pid, member.start_time)
+
+    def _now(self) -> float:
+        return time.monotonic()
+
+    def _pause(self, seconds: float) -> None:
+        """Let the other ranks get on."""
+        time.sleep(seconds)
+
+    def _said(self) -> None:
+        """This rank's page has changed; in shared memory the peers see that by themselves."""
+
     def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
-        began = time.monotonic()
+        began = self._now()
         found = {self.rank: mine.payload}
         next_look, pause = began + _LOOK_SECONDS, 0.0
         while True:
-            now = time.monotonic()
+            now = self._now()
             # Looked at before the slots: what a rank posted with its last breath counts.
             gone = self._gone(found) if now >= next_look else {}
             next_look = now + _LOOK_SECONDS if now >= next_look else next_look
@@ -186,7 +205,7 @@ class ControlPage:
             if now - began >= timeout:
                 late = f"rank(s) {missing} did not come within {timeout:g} s"
                 raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
-            time.sleep(pause)
+            self._pause(pause)
             pause = min(pause + 5e-5, 2e-3)
 
     def _refuse_apart(self, missing: list[int], what: str) -> None:

@@ -16,7 +16,9 @@ from contextlib import ExitStack
 from functools import cached_property
 from types import TracebackType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.cuda_driver import PAGE_BYTES, Driver, load_driver
@@ -236,3 +238,8 @@ def _zeroed(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ResourceError(f"{nbytes} bytes of host memory refused: {error.strerror}; use a smaller arena") from error
+
+
+def host_view(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """The process's own memory at `address` as bytes; whoever calls keeps the memory alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

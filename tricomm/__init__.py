@@ -16,6 +16,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
+from tricomm.explorer import Finding, Report, check, simulate
 from tricomm.local import local
 from tricomm.options import Options
 from tricomm.selection import Choice
@@ -28,6 +29,7 @@ __all__ = [
     "Choice",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "Finding",
     "Communicator",
     "GroupAborted",
     "InvalidArgument",
@@ -35,11 +37,14 @@ __all__ = [
     "PeerDied",
     "PeerStalled",
     "RendezvousError",
+    "Report",
     "ResourceError",
     "Symmetric",
     "TricommError",
     "Work",
     "__version__",
+    "check",
     "init",
     "local",
+    "simulate",
 ]

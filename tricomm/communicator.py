@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -20,13 +20,13 @@ from tricomm import calls, env, plan, selection
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
 from tricomm.kernels import interpreter, layout
-from tricomm.kernels.launch import prepare
 from tricomm.options import Options, seconds
+from tricomm.runtime import Runtime
 from tricomm.selection import Choice
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import meet, open_store
-from tricomm.symmetric import Symmetric, check_shape, nbytes_of
+from tricomm.symmetric import Symmetric, check_shape
 from tricomm.work import Work
 
 _MOST_PLANS = 1024
@@ -85,10 +85,11 @@ class Communicator(Group):
         device: torch.device,
         timeout: float,
         options: Options,
-    ) -> Communicator:
+        runtime: Runtime,
+    ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
-        Group.__init__(comm, control, arena, arena_layout, device, timeout, options)
+        Group.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
         return comm
 
     def __enter__(self) -> Communicator:
@@ -174,8 +175,8 @@ class Communicator(Group):
         (the group stays usable), `ResourceError` where memory is refused anywhere.
         """
         self._usable()
-        if self.kind == "local":
-            raise InvalidArgument("symmetric: ranks of one process share all memory already; pass tensors themselves")
+        if self._runtime.no_symmetric is not None:
+            raise InvalidArgument(f"symmetric: {self._runtime.no_symmetric}")
         sizes, error = check_shape(shape, dtype)
         with self._my_turn(), self._or_give_up("symmetric"):
             self._control.agree(error, "symmetric", self._timeout, heed_faults=True)
@@ -184,7 +185,7 @@ class Communicator(Group):
             for rank, theirs in enumerate(answers):
                 if theirs != answers[0]:
                     raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
-            arena = open_arena(self._control, nbytes_of(sizes, dtype), self.device, self._timeout)
+            arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
             self._owned.callback(arena.close)
             return Symmetric(arena, self.rank, sizes, dtype, self.device)
 
@@ -201,7 +202,7 @@ class Communicator(Group):
         self._usable()
         if not hasattr(kernel, "fn") or not hasattr(kernel, "params"):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
-        run = prepare(kernel, grid, args, constexprs, self.device, self._timeout)
+        run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
         with self._my_turn(), self._monitor.user_call(self.device):
             self._guarded(run)
 

@@ -24,9 +24,8 @@ import torch
 from tricomm import errors, plan
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
-from tricomm.kernels.launch import prepare
-from tricomm.monitor import Monitor
 from tricomm.options import Options
+from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, Fault
@@ -48,13 +47,14 @@ class Group:
         device: torch.device,
         timeout: float,
         options: Options,
+        runtime: Runtime = PROCESSES,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
         self.group = control.group
         self.device = device
         self.options = options
-        self._control, self._arena, self._layout = control, arena, arena_layout
+        self._control, self._arena, self._layout, self._runtime = control, arena, arena_layout, runtime
         self._timeout = timeout
         self._pid = os.getpid()
         self._closed = False
@@ -71,7 +71,7 @@ class Group:
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
         self._site = Site(device_class, self.world_size, arena_layout, most, options.blocks, options.tile)
-        self._monitor = Monitor(control, timeout, options.stall_timeout)
+        self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
         _live.add(self)
 
@@ -198,7 +198,9 @@ class Group:
                 self._raise()
             call = (next(self._numbers) & 0x7FFFFFFF) << 32 | chosen.fingerprint
             args = (*tensors, self._group, *counts, call)
-            self._guarded(prepare(chosen.kernel, chosen.grid, args, chosen.constexprs, self.device, self._timeout))
+            self._guarded(
+                self._runtime.prepare(chosen.kernel, chosen.grid, args, chosen.constexprs, self.device, self._timeout)
+            )
 
     @contextmanager
     def _or_give_up(self, what: str) -> Iterator[None]:

@@ -14,9 +14,17 @@ from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
+from tricomm.runtime import Processes
 from tricomm.store.control import ControlPage
 from tricomm.store.local import LocalArena, open_local
 from tricomm.store.rendezvous import meet
+
+
+class _OneProcess(Processes):
+    no_symmetric = "ranks of one process share all memory already; pass tensors themselves"
+
+
+_ONE_PROCESS = _OneProcess()
 
 
 def local(
@@ -35,7 +43,10 @@ def local(
     limit = options.timeout if timeout is None else seconds(timeout, "timeout")
     where = pick_device(device)
     if where.type != "cuda":
-        raise InvalidArgument("local: ranks in one process need a GPU; on a CPU, run a process per rank")
+        raise InvalidArgument(
+            "local: on a CPU a call returns only when all ranks have made it, so ranks of one process take turns: use "
+            "tricomm.simulate(fn, world_size)"
+        )
     plan = layout.plan(world_size, options.arena_bytes)
     selection.check_device(where.type, plan, options.tile)
     agreed = options.agreed(plan, where.type)
@@ -45,7 +56,7 @@ def local(
         return meet(store, rank, world_size, limit, agreed)
 
     def joining(rank: int) -> Communicator:
-        comm = Communicator.over(controls[rank], arenas[rank], plan, where, limit, options)
+        comm = Communicator.over(controls[rank], arenas[rank], plan, where, limit, options, _ONE_PROCESS)
         undo.callback(comm.close)
         return comm
 

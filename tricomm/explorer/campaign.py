@@ -1,0 +1,248 @@
+"""`tricomm.check`: one function under many chosen schedules, every access examined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import oracle, selftest, shrinking
+from tricomm.explorer.contention import Contention
+from tricomm.explorer.execution import Outcome, Ranks, Subject
+from tricomm.explorer.findings import Execution, Finding
+from tricomm.explorer.report import Report
+from tricomm.explorer.scheduler import Strategy
+from tricomm.explorer.simulation import prepared
+from tricomm.explorer.strategies import NAMES, BoundedSearch, Given, Priorities, RandomWalk
+from tricomm.kernels import layout
+from tricomm.options import Options
+
+FAULTS = ("delay", "stop", "drop")
+# Where counters of 32 bits, signed or not, and the clearing of mailboxes have their edges.
+_EPOCHS = (1, (1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
+_DEPTHS = (2, 3, 4)
+_KEEP = (0.0, 0.0, 0.5, 0.9)
+_MOST_STEPS = 200_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a campaign will do. See `check`."""
+
+    schedules: int | None
+    strategy: str
+    preemptions: int
+    seed: int
+    faults: tuple[str, ...]
+    identical: bool | None
+    keep_going: bool
+    epochs: tuple[int, ...]
+
+
+def check(
+    fn: Callable[[Communicator], Any],
+    world_size: int,
+    schedules: int | None = 200,
+    strategy: str = "random",
+    preemptions: int = 2,
+    seed: int = 0,
+    *,
+    faults: Sequence[str] = ("delay",),
+    residency: int | None = None,
+    options: Options | None = None,
+    identical: bool | None = None,
+    keep_going: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Run `fn(comm)` for all ranks under many schedules, and report what is wrong in any of them.
+
+    `strategy` is "random", "pct" (random priorities, 2 to 4 deep) or "exhaustive" (every schedule with at most
+    `preemptions` preemptions; `schedules` then is a limit, None for no limit). A schedule is a function of `seed` and
+    its number, so a campaign repeats itself. A switch is possible at every access to symmetric memory; the blocks of
+    a launch enter in any order, and all of them can be resident (`residency` is a smaller number of places a rank).
+
+    `faults` are tried in some of the schedules: "delay" (stores that release nothing arrive late, tiles in pieces),
+    "stop" (a rank never runs again), "drop" (a rank dies at some step). After a stop or a drop the others must end
+    with a named error, or with the right result.
+
+    Looks for: races and insufficient scopes, deadlocks, accesses out of bounds, reads of memory never written, wrong
+    results of the collectives and of a returned tensor that depends on the schedule, ranks that do not hold the same
+    bits (`identical=True`: of what `fn` returns; None: only where the ranks' results are equal but for rounding),
+    flags left over, exceptions; an `AssertionError` of `fn` is a wrong result. The first schedule that shows
+    something ends the campaign, unless `keep_going`; its choices are shrunk.
+
+    The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
+    2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
+
+    Raises `InvalidArgument` for bad arguments, for a function that takes no communicator or blocks outside of tricomm,
+    and for a kernel that the interpreter cannot run. Sources of the method: CHESS (bounded preemptions), PCT
+    (priorities), HRF and the PTX memory model (scopes).
+    """
+    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    subject = prepared(fn, world_size, options or smallest(world_size), residency, _MOST_STEPS)
+    selftest.require()
+    return Campaign(subject, plan).run(progress)
+
+
+def smallest(world_size: int) -> Options:
+    """Options with the smallest arena that a group of this size can have: little to examine, and many chunks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+        return Options()  # refused by name elsewhere
+    nbytes = layout.MIN_ARENA
+    while True:
+        try:
+            layout.plan(world_size, nbytes)
+            return Options(arena_bytes=nbytes)
+        except InvalidArgument:
+            nbytes *= 2
+
+
+def _plan(
+    schedules: int | None, strategy: str, preemptions: int, seed: int, faults: Sequence[str], identical: bool | None,
+    keep_going: bool, options: Options | None,
+) -> Plan:  # fmt: skip
+    if strategy not in NAMES:
+        raise InvalidArgument(f"strategy={strategy!r}: one of {', '.join(NAMES)} is needed")
+    if schedules is None and strategy != "exhaustive":
+        raise InvalidArgument(f"schedules=None: {strategy} has no end of its own; a number is needed")
+    for name, value, least in (("schedules", schedules, 1), ("preemptions", preemptions, 0), ("seed", seed, 0)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise InvalidArgument(f"{name}={value!r}: an integer from {least} on is needed")
+    unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
+    if unknown or isinstance(faults, str):
+        raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
+    epochs = _EPOCHS if options is None or options.first_epoch == 1 else (options.first_epoch,)
+    return Plan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
+
+
+class Campaign:
+    """The schedules of one call of `check`."""
+
+    def __init__(self, subject: Subject, plan: Plan) -> None:
+        self._subject, self._plan = subject, plan
+        self._search = BoundedSearch(plan.preemptions) if plan.strategy == "exhaustive" else None
+        self._contention = Contention() if self._search is not None else None
+        self._steps_of_first = 100
+        self._first: list[Any] | None = None
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
+        plan, began = self._plan, time.monotonic()
+        report = Report.of(self._subject, plan)
+        for number, execution in enumerate(self._executions()):
+            outcome = self._one(number, execution)
+            report.ran, report.steps = number + 1, report.steps + outcome.steps
+            if number == 0:
+                self._steps_of_first = outcome.steps
+            found = self._judged(outcome)
+            if found:
+                self._keep(report, found, replace(execution, choices=outcome.choices), number, outcome)
+                if not plan.keep_going:
+                    break
+            if progress is not None:
+                progress(number + 1, len(report.findings))
+        else:
+            report.complete = True
+        report.seconds = time.monotonic() - began
+        return report
+
+    def _executions(self) -> Iterator[Execution]:
+        plan, number = self._plan, 0
+        while plan.schedules is None or number < plan.schedules:
+            if self._search is not None and not self._search.begin():
+                return
+            yield self._execution(number)
+            if self._search is not None and self._contention is not None:
+                self._search.end()
+                if self._contention.grew:  # decisions were passed by where there was one to make
+                    self._search, self._contention.grew = BoundedSearch(plan.preemptions), False
+            number += 1
+
+    def _execution(self, number: int) -> Execution:
+        plan = self._plan
+        if self._search is not None:
+            return Execution(plan.seed, plan.epochs[0])
+        seed = plan.seed * 1_000_003 + number
+        fault, delays = None, None
+        kinds = [f for f in plan.faults if f != "delay"]
+        if kinds and number % 2:
+            random = Random(seed)
+            rank, step = random.randrange(self._subject.world_size), random.randint(1, self._steps_of_first)
+            fault = (kinds[number // 2 % len(kinds)], rank, step)
+        if "delay" in plan.faults and number % 4 >= 2:
+            delays = seed
+        return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault)
+
+    def _strategy(self, number: int, execution: Execution) -> Strategy:
+        if self._search is not None:
+            return self._search
+        if self._plan.strategy == "pct":
+            return Priorities(execution.seed, _DEPTHS[number % len(_DEPTHS)], self._steps_of_first)
+        return RandomWalk(execution.seed, _KEEP[number // 4 % len(_KEEP)])
+
+    def _one(self, number: int, execution: Execution) -> Outcome:
+        return run_one(self._subject, execution, self._strategy(number, execution), self._contention)
+
+    def _judged(self, outcome: Outcome) -> list[Finding]:
+        found = list(outcome.findings)
+        if not found and not outcome.errors:
+            found += self._compared(outcome.results)
+        return found
+
+    def _compared(self, results: list[Any]) -> list[Finding]:
+        """What the ranks returned, against each other and against what they returned under the first schedule."""
+        tensors = [_tensors(result) for result in results]
+        found = oracle.mismatched(tensors, self._plan.identical)
+        if self._first is None:
+            self._first = [[t.clone() for t in ts] for ts in tensors]
+        for rank, (first, now) in enumerate(zip(self._first, tensors, strict=True)):
+            apart = [i for i, (a, b) in enumerate(zip(first, now, strict=False)) if not oracle.same_bits(a, b)]
+            if apart or len(first) != len(now):
+                what = oracle.difference(first[apart[0]], now[apart[0]]) if apart else "another number of tensors"
+                text = f"what rank {rank} returns depends on the schedule: {what}"
+                found.append(Finding("wrong_result", (rank,), (), text, "find who wrote it unordered"))
+                break
+        return found
+
+    def _keep(self, report: Report, found: list[Finding], execution: Execution, number: int, outcome: Outcome) -> None:
+        known = {f.key for f in report.findings}
+        for finding in found:
+            if finding.key in known:
+                continue
+            smaller = execution if report.findings else shrinking.shrink(self._again, finding, execution)
+            events = tuple(r.as_json() for r in self._again(smaller)[1].records)
+            report.findings.append(finding.found_in(smaller, number, events if not report.findings else ()))
+            known.add(finding.key)
+
+    def _again(self, execution: Execution) -> tuple[list[Finding], Outcome]:
+        """The same execution, by its choices alone."""
+        outcome = run_one(self._subject, execution, Given(execution.choices))
+        return self._judged(outcome), outcome
+
+
+def run_one(
+    subject: Subject, execution: Execution, strategy: Strategy, contention: Contention | None = None
+) -> Outcome:
+    """One examined execution."""
+    options = replace(subject.options, first_epoch=execution.first_epoch)
+    outcome = Ranks(replace(subject, options=options), execution, strategy, True, contention).execute()
+    for error in outcome.errors.values():
+        if isinstance(error, InvalidArgument):
+            raise error
+    return outcome
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a function returned, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach()]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []

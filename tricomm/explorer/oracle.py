@@ -1,0 +1,131 @@
+"""What the collectives must give: every rank's inputs, reduced in rank order, and the same bits on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.explorer.findings import Finding
+
+_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+@dataclass
+class Call:
+    """One collective: what each rank brought, and what each rank has."""
+
+    collective: str
+    op: str
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class Oracle:
+    """Collects the calls of one execution."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._calls: dict[int, Call] = {}
+
+    def communicator(self) -> type[Communicator]:
+        """A communicator that shows every call to this oracle, and is as any other otherwise."""
+        oracle = self
+
+        class Shown(Communicator):
+            def _run(self, collective: str, op: str, x: Any, y: Any, algorithm: Any, protocol: Any) -> None:
+                before = x.detach().reshape(-1).clone()
+                super()._run(collective, op, x, y, algorithm, protocol)
+                if before.numel():
+                    call = oracle._calls.setdefault(self._sequence, Call(collective, op))
+                    call.inputs[self.rank], call.outputs[self.rank] = before, y.detach().reshape(-1).clone()
+
+        return Shown
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the calls that all ranks have made."""
+        found = []
+        for sequence, call in sorted(self._calls.items()):
+            if len(call.inputs) < self._world_size:
+                continue
+            name = f"{call.collective}, sequence {sequence}"
+            first = call.outputs[0]
+            apart = [r for r, y in call.outputs.items() if not same_bits(y, first)]
+            if apart:
+                text = (
+                    f"{name}: ranks 0 and {apart[0]} hold different bits; {difference(first, call.outputs[apart[0]])}"
+                )
+                found.append(Finding("rank_mismatch", (0, apart[0]), (), text, "all ranks must reduce in one order"))
+            exact = expected(call.collective, call.op, [call.inputs[r] for r in range(self._world_size)])
+            for rank, y in sorted(call.outputs.items()):
+                if not same_values(y, exact):
+                    text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
+                    found.append(Finding("wrong_result", (rank,), (), text, "look at who wrote that element last"))
+                    break
+        return found
+
+
+def expected(collective: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The result, as DESIGN.md asks for it: rank order, 16-bit floats in fp32, rounded once."""
+    if collective == "all_gather":
+        return torch.cat(parts)
+    dtype = parts[0].dtype
+    total = parts[0].to(_WIDER.get(dtype, dtype))
+    for part in parts[1:]:
+        other = part.to(total.dtype)
+        if op in ("min", "max"):
+            total = torch.minimum(total, other) if op == "min" else torch.maximum(total, other)
+        else:
+            total = total * other if op == "prod" else total + other
+    if op == "avg":
+        count = len(parts)
+        total = total / count if dtype.is_floating_point else torch.div(total, count, rounding_mode="trunc")
+    return total.to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal to the last bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal as numbers; a NaN equals a NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> str:
+    """Where two results part, for people."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
+    a, b = a.reshape(-1), b.reshape(-1)
+    apart = torch.nonzero(
+        a.view(torch.uint8).reshape(a.numel(), -1).ne(b.view(torch.uint8).reshape(a.numel(), -1)).any(1)
+    )
+    at = int(apart[0])
+    return f"{len(apart)} of {a.numel()} elements differ, the first is {at}: {a[at].item()} and {b[at].item()}"
+
+
+def mismatched(results: list[list[torch.Tensor]], identical: bool | None) -> list[Finding]:
+    """What ranks returned, against rank 0. `identical=None`: only what is equal but for rounding is held to be meant
+    equal; what differs altogether may well be each rank's own."""
+    if identical is False:
+        return []
+    for rank, theirs in enumerate(results[1:], 1):
+        if len(theirs) != len(results[0]):
+            continue
+        for a, b in zip(results[0], theirs, strict=True):
+            if not same_bits(a, b) and (identical or _close(a, b)):
+                text = f"ranks 0 and {rank} return different bits; {difference(a, b)}"
+                return [Finding("rank_mismatch", (0, rank), (), text, "all ranks must reduce in one order")]
+    return []
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return False
+    relative = 16 * torch.finfo(a.dtype).eps
+    return torch.allclose(a.double(), b.double(), rtol=relative, atol=relative * float(a.abs().max()), equal_nan=True)

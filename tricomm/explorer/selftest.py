@@ -1,0 +1,59 @@
+"""Before the explorer is believed: it must find a race that is known to be there, and none where there is none."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from tricomm.communicator import Communicator
+from tricomm.errors import ResourceError
+from tricomm.explorer.execution import Ranks, Subject
+from tricomm.explorer.findings import Execution
+from tricomm.explorer.strategies import Given
+from tricomm.kernels import layout
+from tricomm.options import Options
+
+
+@triton.jit
+def _pass_on(data, flags, out_ptr, rank, FLAG: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Rank 0 hands a number to rank 1, with a flag or without."""
+    for r in tl.static_range(WORLD_SIZE):
+        if (r == 1) & (rank == 0):
+            tl.store(data[r], 7)
+            tl.debug_barrier()
+            tl.atomic_xchg(flags[r], 1, sem="release", scope="sys")
+        elif (r == 1) & (rank == 1):
+            if FLAG:
+                while tl.atomic_cas(flags[r], 1, 0, sem="acquire", scope="sys") != 1:
+                    pass
+                tl.debug_barrier()
+            else:
+                tl.store(data[r], 8)
+            tl.store(out_ptr, tl.load(data[r]))
+
+
+def _kinds(flag: bool) -> set[str]:
+    def fn(comm: Communicator) -> None:
+        data, flags = comm.symmetric((1,), torch.int32), comm.symmetric((1,), torch.int32)
+        out = torch.zeros(1, dtype=torch.int32)
+        comm.launch(_pass_on, 1, data.peers, flags.peers, out, comm.rank, FLAG=flag, WORLD_SIZE=2)
+
+    subject = Subject(fn, 2, Options(arena_bytes=layout.MIN_ARENA))
+    outcome = Ranks(subject, Execution(), Given(()), detect=True).execute()
+    for error in outcome.errors.values():
+        raise error
+    return {f.kind for f in outcome.findings}
+
+
+@functools.cache
+def require() -> None:
+    """Raise `ResourceError` where the detector is blind: a hook of Triton's interpreter is not called any more."""
+    racy, clean = _kinds(flag=False), _kinds(flag=True)
+    if "race" not in racy or clean:
+        raise ResourceError(
+            f"the explorer's self-test failed on Triton {triton.__version__}: a known race gave {sorted(racy)}, a "
+            f"clean kernel gave {sorted(clean)}; nothing that it reports here could be believed"
+        )

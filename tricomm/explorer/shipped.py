@@ -1,0 +1,45 @@
+"""What `tricomm check` runs for the shipped kernels: a few calls of changing size, integers, compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.explorer.campaign import smallest
+from tricomm.kernels.registry import Kernel
+from tricomm.options import Options
+
+# In 64-bit words: so that with two blocks the second has words in every other call, and with tiles of four words
+# there are full ones, a part of one, and none.
+SIZES = (9, 1, 10)
+BLOCKS, TILE = 2, 4
+
+
+def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
+    """`fn(comm)` that calls `kernel` once a size, on numbers that differ in every call, rank and element."""
+
+    def fn(comm: Communicator) -> list[torch.Tensor]:
+        return [
+            result for number, size in enumerate(sizes) if (result := _call(comm, kernel, number, size)) is not None
+        ]
+
+    fn.__qualname__ = kernel.name
+    return fn
+
+
+def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
+    """The smallest memory, and blocks and tiles so small that every path is taken."""
+    nbytes = smallest(world_size).arena_bytes
+    return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
+
+
+def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
+    if kernel.collective == "barrier":
+        return comm.barrier()
+    x = (torch.arange(size, dtype=torch.int64) * 7 + comm.rank * 1000 + number * 100_000)[:size]
+    out = torch.full((size * (1 if kernel.reduces else comm.world_size),), -1, dtype=torch.int64)
+    call = getattr(comm, kernel.collective)
+    return call(x, out=out, algorithm=kernel.algorithm, protocol=kernel.protocol)

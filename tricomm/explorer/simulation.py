@@ -1,0 +1,74 @@
+"""`tricomm.simulate`: all ranks in this process, one after another in a seeded order."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tricomm import selection
+from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.execution import Ranks, Subject
+from tricomm.explorer.findings import Execution
+from tricomm.explorer.strategies import RandomWalk
+from tricomm.kernels import interpreter, layout
+from tricomm.options import Options
+
+_T = TypeVar("_T")
+
+
+def simulate(
+    fn: Callable[[Communicator], _T], world_size: int, seed: int = 0, *, options: Options | None = None
+) -> list[_T]:
+    """Run `fn(comm)` for every rank in this process, without a GPU, and return the ranks' results in rank order.
+
+    The ranks are tasks that take turns at every access to shared memory, in an order that `seed` decides: the same
+    seed gives the same interleaving and the same bits. The kernels are those that a GPU compiles, under Triton's
+    interpreter; host code (selection, plans, epochs, errors) is the same as everywhere. `torch`, `random` and `numpy`
+    draw from a generator of each rank's own, seeded by `seed`. `world_size` is 1 to 16.
+
+    An exception in a rank is raised with the rank named; to its peers that rank has died (`PeerDied`). A deadlock is
+    seen at once, and ends as it would after `options.timeout`: with `CollectiveTimeout`, which says who waits for
+    what. Raises `InvalidArgument` for a function that takes no communicator, or that blocks outside of tricomm for
+    `options.stall_timeout` seconds (seen in the main thread only).
+
+    Times taken in here say nothing about a GPU.
+    """
+    subject = prepared(fn, world_size, options or Options())
+    outcome = Ranks(subject, Execution(seed), RandomWalk(seed), detect=False).execute()
+    if outcome.errors:
+        error = next(iter(outcome.errors.values()))
+        if outcome.deadlock is not None:
+            error.add_note(f"deadlock: {outcome.deadlock}")
+        raise error
+    return outcome.results
+
+
+def prepared(
+    fn: Any, world_size: int, options: Options, residency: int | None = None, most_steps: int = 1_000_000_000
+) -> Subject:
+    """What is to be executed; raises `InvalidArgument` for what cannot be."""
+    reason = interpreter.supported()
+    if reason is not None:
+        raise InvalidArgument(f"no kernel can be interpreted: {reason}")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+        raise InvalidArgument(f"world_size={world_size!r}: 1 to {layout.MAX_WORLD_SIZE} ranks are possible")
+    if not isinstance(options, Options):
+        raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
+    if not callable(fn):
+        raise InvalidArgument(f"fn={fn!r}: a function of one communicator is needed")
+    try:
+        inspect.signature(fn).bind(None)
+    except TypeError as error:
+        raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator: {error}") from None
+    except ValueError:
+        pass  # a built-in that does not say what it takes
+    selection.check_device("cpu", layout.plan(world_size, options.arena_bytes), options.tile)
+    return Subject(fn, world_size, options, residency, most_steps)
+
+
+def _name(fn: Any) -> str:
+    code = getattr(fn, "__code__", None)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{getattr(fn, '__qualname__', fn)}{where}"

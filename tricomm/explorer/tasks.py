@@ -1,0 +1,130 @@
+"""What takes turns: a rank's host code, and the blocks of its launches."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+
+from tricomm.explorer.memory import Array, Region
+from tricomm.explorer.sites import NOWHERE, Site
+from tricomm.kernels.access import Access
+from tricomm.kernels.interpreter import Program
+
+
+class State(enum.Enum):
+    """Of a task."""
+
+    READY = "ready"
+    PARKED = "parked"  # polls what does not change
+    WAITING = "waiting"  # host code: for its launch, or for another rank's host code
+    STOPPED = "stopped"  # its rank will never run again
+    DONE = "done"
+
+
+@dataclass
+class Launch:
+    """One kernel over one grid on one rank. `private` is the memory that only this launch was given."""
+
+    rank: int
+    number: int
+    name: str
+    blocks: list[Task]
+    private: list[Region]
+    error: BaseException | None = None
+
+    @property
+    def running(self) -> int:
+        return sum(block.started and block.state is not State.DONE for block in self.blocks)
+
+    @property
+    def done(self) -> bool:
+        return all(block.state is State.DONE for block in self.blocks)
+
+
+@dataclass
+class Poll:
+    """What a task last saw at one place of its code."""
+
+    access: Access
+    site: Site
+    values: bytes
+    compare: tuple[str, Array, Array] | None = None
+
+
+@dataclass(eq=False)
+class Task:
+    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1."""
+
+    rank: int
+    block: int
+    run: Callable[[], Any]
+    program: Program | None = None
+    launch: Launch | None = None
+    state: State = State.READY
+    started: bool = False
+    sync: bool = False  # what it will do next is a strong access
+    error: BaseException | None = None
+    result: Any = None
+    polls: dict[Any, Poll] = field(default_factory=dict)
+    unchanged: int = 0
+    retries: int = 0
+    last_poll: Poll | None = None
+    host_site: Site = NOWHERE
+    greenlet: greenlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = f"r{self.rank}" if self.program is None else f"r{self.rank}b{self.block}"
+        self.greenlet = greenlet(self._body)
+
+    def _body(self) -> None:
+        self.started = True
+        try:
+            self.result = self.run()
+        except Exception as error:
+            self.error = error
+        self.state = State.DONE
+
+    @property
+    def is_host(self) -> bool:
+        return self.program is None
+
+    # Polling: a task that has read everything in its loop again and seen nothing new need not run until something
+    # there changes.
+
+    def saw(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
+        """Note a read; True where the task has gone `rounds` times round a loop in which nothing changes."""
+        key = (site, access.addresses.tobytes())
+        seen = values.tobytes()
+        before = self.polls.get(key)
+        if before is None or before.values != seen:
+            self.last_poll = self.polls[key] = Poll(access, site, seen)
+            self.unchanged = 0
+            return False
+        self.last_poll = before
+        self.unchanged += 1
+        return self.unchanged >= len(self.polls) * rounds
+
+    def forget_polls(self) -> None:
+        """It has written something: whatever it reads next, it is not going round in circles."""
+        if self.polls:
+            self.polls, self.unchanged = {}, 0
+
+    def compared(self, relation: str, left: Array, right: Array) -> None:
+        if self.last_poll is not None and self.last_poll.compare is None:
+            self.last_poll.compare = (relation, left, right)
+
+    def watches(self, addresses: Array) -> bool:
+        """True where one of `addresses` is among those that it polls."""
+        low, high = addresses.min(), addresses.max()
+        for poll in self.polls.values():
+            mine = poll.access.addresses
+            if mine[0] <= high and mine[-1] >= low and np.isin(mine, addresses).any():
+                return True
+            if mine.min() <= high and mine.max() >= low:  # other sizes, or not in ascending order
+                return True
+        return False

@@ -1,0 +1,59 @@
+"""What a group needs from the world that its ranks live in: who runs kernels, who watches, where memory comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tricomm.kernels import launch
+from tricomm.monitor import Monitor
+from tricomm.store.arena import Arena, open_arena
+from tricomm.store.control import ControlPage
+from tricomm.symmetric import nbytes_of
+
+
+class Runtime(Protocol):
+    """A world of ranks. There are two: processes (or streams) of their own, and tasks of the schedule explorer."""
+
+    @property
+    def no_symmetric(self) -> str | None:
+        """Why there is no symmetric memory, where there is none."""
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        """As `launch.prepare`."""
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        """Who will watch over a group; not started yet."""
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        """Memory for a tensor on every rank; called by all ranks together."""
+
+
+class Processes:
+    """Ranks that run by themselves."""
+
+    no_symmetric: str | None = None
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        return launch.prepare(kernel, grid, args, constexprs, device, timeout)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return Monitor(control, timeout, stall_timeout)
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+
+
+PROCESSES = Processes()
