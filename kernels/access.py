@@ -52,8 +52,8 @@ class Director(Protocol):
     def barrier(self) -> None:
         """The current block has come to a `tl.debug_barrier()`."""
 
-    def compared(self, relation: str, left: Array, right: Array) -> None:
-        """The current block compares; `relation` is one of == != < <= > >=."""
+    def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
+        """The current block compares, or masks what it compared; `relation` is one of == != < <= > >= &."""
 
 
 class Observer(Protocol):

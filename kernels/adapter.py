@@ -58,7 +58,7 @@ def missing_hooks() -> list[str]:
     )
     builder = type(_triton.interpreter_builder)
     due = [n for n in _HOOKED if triton.__version__[:3] >= _LATER.get(n, "")]
-    due += ["set_grid_idx", "set_grid_dim", "create_icmpEQ", "create_icmpNE", "create_fcmpUNE"]
+    due += ["set_grid_idx", "set_grid_dim", "create_icmpEQ", "create_icmpNE", "create_fcmpUNE", "create_and"]
     return [n for n in module if not hasattr(_triton, n)] + [n for n in due if not hasattr(builder, n)]
 
 
@@ -158,6 +158,7 @@ def _collect() -> None:
         for name, symbol in _RELATIONS.items():
             if hasattr(builder, prefix + name):
                 mended[prefix + name] = _compare(getattr(builder, prefix + name), symbol)
+    mended["create_and"] = _compare(builder.create_and, "&")
     changes += [(builder, name, builder.__dict__.get(name, _MISSING), new) for name, new in mended.items()]
     changes = [c for c in changes if c[:2] != (tl.core.tensor, "__index__")]
     changes.append((tl.core.tensor, "__index__", tl.core.tensor.__dict__.get("__index__", _MISSING), _index))
@@ -319,8 +320,9 @@ def _barrier(self: Any) -> None:
 
 def _compare(original: Callable[..., Any], relation: str) -> Callable[..., Any]:
     def compare(self: Any, left: Any, right: Any) -> Any:
+        result = original(self, left, right)
         if director is not None:
-            director.compared(relation, left.data, right.data)
-        return original(self, left, right)
+            director.compared(relation, left.data, right.data, result.data)
+        return result
 
     return compare

@@ -149,6 +149,45 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
         sys.exit(FAILED)
 
 
+@cli.command()
+@click.argument("function", required=False, metavar="[FILE.py:FUNCTION]")
+@click.option("--collective", help="Shipped kernels to check: a collective, a list, or all [default: all].")
+@click.option("--algorithm", help="Only these [default: all].")
+@click.option("--protocol", help="Only these [default: all].")
+@click.option("--world-size", type=click.IntRange(1, 16), default=3, show_default=True, help="Ranks.")
+@click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; exhaustive: all there are].")
+@click.option("--strategy", type=click.Choice(["random", "pct", "exhaustive"]), default="random", show_default=True)
+@click.option("--preemptions", type=click.IntRange(0), default=2, show_default=True, help="Bound of exhaustive.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--fault", "faults", default="delay", show_default=True, help="A list of delay, stop, drop, or none.")
+@click.option("--residency", type=click.IntRange(1), help="Blocks of a launch on a device at once [default: all].")
+@click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
+@click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what was found there, as JSON.")
+@click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="Draw it, as .html or .svg.")
+@click.option(
+    "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Repeat a report's finding."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(replay: Path | None, **options: Any) -> None:
+    """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
+
+    FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked.
+    """
+    from tricomm.errors import InvalidArgument, ResourceError
+    from tricomm.explorer import command
+
+    try:
+        ok = command.replay(replay, options) if replay is not None else command.check(options)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    except ResourceError as error:
+        click.echo(f"tricomm check: {error}", err=True)
+        sys.exit(UNSUPPORTED)
+    if not ok:
+        sys.exit(FAILED)
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:

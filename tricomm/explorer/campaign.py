@@ -24,8 +24,9 @@ from tricomm.kernels import layout
 from tricomm.options import Options
 
 FAULTS = ("delay", "stop", "drop")
-# Where counters of 32 bits, signed or not, and the clearing of mailboxes have their edges.
-_EPOCHS = (1, (1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
+# Where counters of 32 bits, signed or not, and the clearing of mailboxes have their edges; in every fourth schedule.
+_EDGES = ((1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
+_EPOCHS = (1, _EDGES[0], 1, 1, 1, 1, _EDGES[1], 1, 1, 1, 1, _EDGES[2])
 _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
@@ -90,6 +91,18 @@ def check(
     return Campaign(subject, plan).run(progress)
 
 
+def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
+    """For each finding of `report`, what its very schedule shows when `fn` is run under it again."""
+    options = Options(**report.options)
+    subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS)
+    plan = _plan(
+        report.schedules, report.strategy, report.preemptions, report.seed, report.faults, report.identical, True,
+        options,
+    )  # fmt: skip
+    selftest.require()
+    return [Campaign(subject, plan).replay(finding) for finding in report.findings]
+
+
 def smallest(world_size: int) -> Options:
     """Options with the smallest arena that a group of this size can have: little to examine, and many chunks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
@@ -128,8 +141,8 @@ class Campaign:
         self._subject, self._plan = subject, plan
         self._search = BoundedSearch(plan.preemptions) if plan.strategy == "exhaustive" else None
         self._contention = Contention() if self._search is not None else None
-        self._steps_of_first = 100
-        self._first: list[Any] | None = None
+        self._steps_of_first, self._over = 100, False
+        self._first: dict[int, list[torch.Tensor]] = {}
 
     def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
         plan, began = self._plan, time.monotonic()
@@ -147,14 +160,20 @@ class Campaign:
             if progress is not None:
                 progress(number + 1, len(report.findings))
         else:
-            report.complete = True
+            report.complete = self._search is None or self._over
         report.seconds = time.monotonic() - began
         return report
+
+    def replay(self, finding: Finding) -> list[Finding]:
+        """What one execution of an earlier campaign shows now. The first schedule is run before it, to compare with."""
+        self._judged(run_one(self._subject, self._execution(0), self._strategy(0, self._execution(0))))
+        return self._again(finding.execution)[0]
 
     def _executions(self) -> Iterator[Execution]:
         plan, number = self._plan, 0
         while plan.schedules is None or number < plan.schedules:
             if self._search is not None and not self._search.begin():
+                self._over = True
                 return
             yield self._execution(number)
             if self._search is not None and self._contention is not None:
@@ -190,17 +209,15 @@ class Campaign:
 
     def _judged(self, outcome: Outcome) -> list[Finding]:
         found = list(outcome.findings)
-        if not found and not outcome.errors:
-            found += self._compared(outcome.results)
+        if not found:
+            found += self._compared({rank: _tensors(result) for rank, result in outcome.results.items()})
         return found
 
-    def _compared(self, results: list[Any]) -> list[Finding]:
+    def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
         """What the ranks returned, against each other and against what they returned under the first schedule."""
-        tensors = [_tensors(result) for result in results]
-        found = oracle.mismatched(tensors, self._plan.identical)
-        if self._first is None:
-            self._first = [[t.clone() for t in ts] for ts in tensors]
-        for rank, (first, now) in enumerate(zip(self._first, tensors, strict=True)):
+        found = oracle.mismatched(results, self._plan.identical)
+        for rank, now in results.items():
+            first = self._first.setdefault(rank, [t.clone() for t in now])
             apart = [i for i, (a, b) in enumerate(zip(first, now, strict=False)) if not oracle.same_bits(a, b)]
             if apart or len(first) != len(now):
                 what = oracle.difference(first[apart[0]], now[apart[0]]) if apart else "another number of tensors"

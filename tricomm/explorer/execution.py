@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,9 +37,10 @@ _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 @dataclass
 class Outcome:
-    """What an execution came to. `errors` are those that ranks ended with, the first that came first."""
+    """What an execution came to. `results` are those of the ranks that came to their end; `errors` are those that
+    other ranks ended with, the first that came first."""
 
-    results: list[Any]
+    results: dict[int, Any]
     errors: dict[int, Exception]
     findings: list[Finding]
     records: list[Record]
@@ -72,7 +74,7 @@ class Ranks:
         self._comms: dict[int, Communicator] = {}
         self._errors: dict[int, Exception] = {}
         self._deadlock: Finding | None = None
-        self._stuck_at, self._turns = -1, 0
+        self._stuck_at = -1
         delays = Delays(execution.delays) if execution.delays is not None else None
         self._memory = Memory()
         self._machine = Machine(self._memory, self._detector, delays, contention)
@@ -83,6 +85,7 @@ class Ranks:
         )
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
+        self._scheduler.flush = lambda: self._machine.release_held(now=True)
         self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met)
 
     def execute(self) -> Outcome:
@@ -92,7 +95,7 @@ class Ranks:
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: (self._turns, scheduler.step), self._subject.options.stall_timeout):
+                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout):
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
@@ -146,13 +149,12 @@ class Ranks:
         self._machine.release_held()
         if self._fault is not None and step >= self._fault[2]:
             (kind, rank, _), self._fault = self._fault, None
-            (self._world.dead if kind == "drop" else self._world.stopped).add(rank)
-            self._scheduler.stop_rank(rank)
+            if self._scheduler.hosts[rank].state is not State.DONE:
+                (self._world.dead if kind == "drop" else self._world.stopped).add(rank)
+                self._scheduler.stop_rank(rank)
 
     def _stuck(self) -> bool:
-        """Nobody can run: what is on its way arrives; else it is a deadlock, which time turns into a named error."""
-        if self._machine.release_held(now=True):
-            return True
+        """Nobody can run, and nothing is on its way: a deadlock, which time turns into a named error."""
         scheduler, world = self._scheduler, self._world
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
@@ -201,7 +203,7 @@ class Ranks:
         if self._detector is not None:
             findings += self._judged()
         return Outcome(
-            [h.result for h in hosts],
+            {h.rank: h.result for h in hosts if h.state is State.DONE and h.error is None},
             dict(self._errors),
             findings,
             self._detector.records if self._detector is not None else [],
@@ -215,26 +217,21 @@ class Ranks:
         assert self._detector is not None and self._oracle is not None
         if self._deadlock is not None:
             return [self._deadlock]
-        faulty = bool(self._world.stopped) or (self._subject.world_size > len(self._errors) and self._fault_was_set())
-        errors = {r: e for r, e in self._errors.items() if not isinstance(e, OutOfBounds)}
-        first = next(iter(errors.items()), None)
-        if first is not None and not (faulty and isinstance(first[1], _NAMED)):
-            return [_raised(*first)]
+        faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
+        for rank, error in self._errors.items():
+            if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
+                return [_raised(rank, error)]  # what others ended with is most likely a consequence
         found = self._oracle.findings()
         if not self._errors and not faulty and not found and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
             found = list(self._detector.findings)
         return found
 
-    def _fault_was_set(self) -> bool:
-        return any(h.state is State.STOPPED for h in self._scheduler.hosts)
-
 
 def note(error: BaseException, rank: int) -> None:
     """Name the rank, and the user's line, in an error that came out of it."""
-    prefix = f"rank {rank}: "
-    if len(error.args) == 1 and isinstance(error.args[0], str) and not error.args[0].startswith("rank "):
-        error.args = (prefix + error.args[0],)
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
+        error.args = (f"rank {rank}: {error.args[0]}",)
     error.add_note(f"on rank {rank}, at {_line(error)}")
 
 

@@ -38,6 +38,7 @@ class Machine:
             return
         task = self.scheduler.current
         assert task is not None and task.launch is not None
+        self.scheduler.turns += 1
         places = self.memory.places(access.addresses, access.itemsize, task.launch.private)
         if isinstance(places, int):
             self._outside(task, access, places)
@@ -57,10 +58,10 @@ class Machine:
         if self.detector is not None and task is not None:
             self.detector.barrier(task)
 
-    def compared(self, relation: str, left: Array, right: Array) -> None:
+    def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         task = self.scheduler.current
         if task is not None and task.last_poll is not None:
-            task.compared(relation, left, right)
+            task.last_poll.compared(relation, left, right, result)
 
     def release_held(self, ended: Task | None = None, now: bool = False) -> bool:
         """Do the held stores that are due: of a task that has ended, of all, or those whose time has come."""
@@ -99,8 +100,19 @@ class Machine:
             self.scheduler.wrote(access.addresses)
         elif old is not None:
             impatient = access.sem is not None and task.rank not in self.leaving
-            if task.saw(access, site, old, 1 if impatient else _PATIENCE):
+            if task.saw(access, site, old, 1 if impatient else _PATIENCE) and not self._news(task):
                 self.scheduler.park()
+
+    def _news(self, task: Task) -> bool:
+        """True where something that the task polls has changed since it looked there."""
+        for poll in task.polls.values():
+            places = self.memory.places(poll.access.addresses, poll.access.itemsize, [])
+            if (
+                isinstance(places, int)
+                or _values(places, poll.access.itemsize, len(poll.access.addresses)) != poll.values
+            ):
+                return True
+        return False
 
     def _hold(self, task: Task, access: Access, places: list[Place], site: Site, lanes: Array) -> None:
         assert self.delays is not None

@@ -36,28 +36,27 @@ class Oracle:
 
         class Shown(Communicator):
             def _run(self, collective: str, op: str, x: Any, y: Any, algorithm: Any, protocol: Any) -> None:
-                before = x.detach().reshape(-1).clone()
+                if not x.numel():
+                    return super()._run(collective, op, x, y, algorithm, protocol)
+                call = oracle._calls.setdefault(self._sequence + 1, Call(collective, op))
+                call.inputs[self.rank] = x.detach().reshape(-1).clone()
                 super()._run(collective, op, x, y, algorithm, protocol)
-                if before.numel():
-                    call = oracle._calls.setdefault(self._sequence, Call(collective, op))
-                    call.inputs[self.rank], call.outputs[self.rank] = before, y.detach().reshape(-1).clone()
+                call.outputs[self.rank] = y.detach().reshape(-1).clone()
 
         return Shown
 
     def findings(self) -> list[Finding]:
-        """What is wrong with the calls that all ranks have made."""
+        """What is wrong with the calls that all ranks have begun, on those that have ended them."""
         found = []
         for sequence, call in sorted(self._calls.items()):
-            if len(call.inputs) < self._world_size:
+            if len(call.inputs) < self._world_size or not call.outputs:
                 continue
             name = f"{call.collective}, sequence {sequence}"
-            first = call.outputs[0]
-            apart = [r for r, y in call.outputs.items() if not same_bits(y, first)]
-            if apart:
-                text = (
-                    f"{name}: ranks 0 and {apart[0]} hold different bits; {difference(first, call.outputs[apart[0]])}"
-                )
-                found.append(Finding("rank_mismatch", (0, apart[0]), (), text, "all ranks must reduce in one order"))
+            one, first = next(iter(call.outputs.items()))
+            apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)
+            if apart is not None:
+                text = f"{name}: ranks {one} and {apart[0]} hold different bits; {difference(first, apart[1])}"
+                found.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
             exact = expected(call.collective, call.op, [call.inputs[r] for r in range(self._world_size)])
             for rank, y in sorted(call.outputs.items()):
                 if not same_values(y, exact):
@@ -109,18 +108,19 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> str:
     return f"{len(apart)} of {a.numel()} elements differ, the first is {at}: {a[at].item()} and {b[at].item()}"
 
 
-def mismatched(results: list[list[torch.Tensor]], identical: bool | None) -> list[Finding]:
-    """What ranks returned, against rank 0. `identical=None`: only what is equal but for rounding is held to be meant
-    equal; what differs altogether may well be each rank's own."""
-    if identical is False:
+def mismatched(results: dict[int, list[torch.Tensor]], identical: bool | None) -> list[Finding]:
+    """What ranks returned, against the first of them. `identical=None`: only what is equal but for rounding is held
+    to be meant equal; what differs altogether may well be each rank's own."""
+    if identical is False or not results:
         return []
-    for rank, theirs in enumerate(results[1:], 1):
-        if len(theirs) != len(results[0]):
+    first, *others = results.items()
+    for rank, theirs in others:
+        if len(theirs) != len(first[1]):
             continue
-        for a, b in zip(results[0], theirs, strict=True):
+        for a, b in zip(first[1], theirs, strict=True):
             if not same_bits(a, b) and (identical or _close(a, b)):
-                text = f"ranks 0 and {rank} return different bits; {difference(a, b)}"
-                return [Finding("rank_mismatch", (0, rank), (), text, "all ranks must reduce in one order")]
+                text = f"ranks {first[0]} and {rank} return different bits; {difference(a, b)}"
+                return [Finding("rank_mismatch", (first[0], rank), (), text, "all ranks must reduce in one order")]
     return []
 
 

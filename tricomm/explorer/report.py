@@ -52,6 +52,7 @@ class Report:
         fn = subject.fn
         code = getattr(fn, "__code__", None)
         name = {"file": getattr(code, "co_filename", None), "function": getattr(fn, "__qualname__", repr(fn))}
+        name = getattr(fn, "subject", name)
         return cls(
             subject.world_size, plan.strategy, plan.schedules, plan.preemptions, plan.seed, plan.faults,
             subject.residency, asdict(subject.options), name, identical=plan.identical,

@@ -47,11 +47,13 @@ class Scheduler:
         host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     ) -> None:
         self.step = 0
+        self.turns = 0  # grows while anything goes on at all
         self.choices: list[tuple[int, str]] = []  # where a strategy departed from running on
         self.current: Task | None = None
         self.hosts: list[Task] = []
         self.blocks: list[Task] = []
         self.before_step: Callable[[], None] = lambda: None
+        self.flush: Callable[[], bool] = lambda: False  # nobody can run: do what is still on its way
         self.stuck: Callable[[], bool] = lambda: False  # nobody can run: change something, or return False
         self.closing = False
         self._strategy, self._director = strategy, director
@@ -118,8 +120,10 @@ class Scheduler:
     def wrote(self, addresses: Array) -> None:
         """Memory has changed: whoever polls it may run again."""
         for task in self.blocks:
-            if task.state is State.PARKED and task.watches(addresses):
-                self.wake(task)
+            if task.state is State.PARKED:
+                task.retries = 0
+                if task.watches(addresses):
+                    self.wake(task)
 
     def wake(self, task: Task) -> None:
         task.state, task.retries, task.unchanged = State.READY, 0, 0
@@ -168,7 +172,7 @@ class Scheduler:
                 return self._choose(ready)
             if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):
                 return None
-            if not self._retry() and not self.stuck():
+            if not self.flush() and not self._retry() and not self.stuck():
                 raise Ended("nobody can run")
 
     def _ready(self) -> list[Task]:
@@ -193,6 +197,7 @@ class Scheduler:
     def _resume(self, task: Task) -> Task | None:
         self._engage(task)
         self.current = task
+        self.turns += 1
         if task.is_host:
             with self._host_context(task.rank):
                 return self._switch(task)

@@ -8,14 +8,16 @@ from typing import Any
 import torch
 
 from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
+from tricomm.kernels import registry
 from tricomm.kernels.registry import Kernel
 from tricomm.options import Options
 
-# In 64-bit words: so that with two blocks the second has words in every other call, and with tiles of four words
-# there are full ones, a part of one, and none.
-SIZES = (9, 1, 10)
-BLOCKS, TILE = 2, 4
+# In 64-bit words, and of a shard where there are shards: so that with two blocks the second has words in every other
+# call, and that there are full tiles, a part of one, and none.
+SIZES = (36, 1, 40)
+BLOCKS, TILE = 2, 16
 
 
 def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
@@ -27,7 +29,19 @@ def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator
         ]
 
     fn.__qualname__ = kernel.name
+    fn.subject = {"kernel": kernel.name, "sizes": list(sizes)}  # type: ignore[attr-defined]
     return fn
+
+
+def kernels(collective: str | None, algorithm: str | None, protocol: str | None) -> list[Kernel]:
+    """Those of the shipped kernels that fit; None or "all" fits all. Raises `InvalidArgument` where none does."""
+    wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
+    wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
+    found = [k for k in registry.KERNELS if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
+    if not found:
+        names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in registry.KERNELS)
+        raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
+    return found
 
 
 def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
@@ -39,7 +53,8 @@ def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
 def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
     if kernel.collective == "barrier":
         return comm.barrier()
-    x = (torch.arange(size, dtype=torch.int64) * 7 + comm.rank * 1000 + number * 100_000)[:size]
+    size *= comm.world_size if kernel.algorithm == "two_shot" else 1
+    x = torch.arange(size, dtype=torch.int64) * 7 + comm.rank * 1000 + number * 100_000
     out = torch.full((size * (1 if kernel.reduces else comm.world_size),), -1, dtype=torch.int64)
     call = getattr(comm, kernel.collective)
     return call(x, out=out, algorithm=kernel.algorithm, protocol=kernel.protocol)

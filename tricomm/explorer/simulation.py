@@ -42,7 +42,7 @@ def simulate(
         if outcome.deadlock is not None:
             error.add_note(f"deadlock: {outcome.deadlock}")
         raise error
-    return outcome.results
+    return [outcome.results[rank] for rank in range(world_size)]
 
 
 def prepared(

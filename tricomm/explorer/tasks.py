@@ -48,12 +48,34 @@ class Launch:
 
 @dataclass
 class Poll:
-    """What a task last saw at one place of its code."""
+    """What a task last saw at one place of its code, and how it went on: its first comparison, and the mask on it."""
 
     access: Access
     site: Site
     values: bytes
-    compare: tuple[str, Array, Array] | None = None
+    relation: str = ""
+    found: Array | None = None
+    expected: Array | None = None
+    result: Array | None = None
+
+    def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
+        if not self.relation and relation != "&":
+            self.relation, self.found, self.expected, self.result = relation, left, right, result
+        elif relation == "&" and self.result is not None and (left is self.result or right is self.result):
+            self.result = result
+
+    def late(self) -> Array:
+        """bool per element of the access: not what the task waits for, as far as its comparison tells."""
+        lanes = self.access.lanes
+        if self.found is None or self.expected is None or self.result is None:
+            return np.zeros(len(self.access.addresses), bool)
+        result = np.broadcast_to(self.result, np.broadcast_shapes(self.result.shape, lanes.shape))
+        if result.shape != lanes.shape:
+            return np.zeros(len(self.access.addresses), bool)
+        result = result[lanes].astype(bool)
+        if self.relation == "==":
+            return ~result
+        return result if self.relation == "!=" else np.ones(len(result), bool)
 
 
 @dataclass(eq=False)
@@ -113,10 +135,6 @@ class Task:
         """It has written something: whatever it reads next, it is not going round in circles."""
         if self.polls:
             self.polls, self.unchanged = {}, 0
-
-    def compared(self, relation: str, left: Array, right: Array) -> None:
-        if self.last_poll is not None and self.last_poll.compare is None:
-            self.last_poll.compare = (relation, left, right)
 
     def watches(self, addresses: Array) -> bool:
         """True where one of `addresses` is among those that it polls."""

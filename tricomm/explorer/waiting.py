@@ -65,37 +65,16 @@ def _entry(task: Task, site: Site, text: str, **more: Any) -> dict[str, Any]:
 def _unmet(task: Task) -> Poll | None:
     """The poll whose comparison did not hold; else the last one."""
     polls = list(task.polls.values())
-    for poll in polls:
-        if poll.compare is not None and _late(poll).any():
-            return poll
-    return polls[-1] if polls else task.last_poll
-
-
-def _late(poll: Poll) -> np.ndarray[Any, Any]:
-    """Which of the poll's elements are not what it waits for, as far as its first comparison tells."""
-    assert poll.compare is not None
-    relation, left, right = poll.compare
-    lanes = poll.access.lanes
-    left, right = np.broadcast_arrays(left, right)
-    if left.shape != lanes.shape:
-        return np.zeros(len(poll.access.addresses), bool)
-    left, right = left[lanes], right[lanes]
-    if relation in ("==", "!="):
-        return np.asarray(left != right)
-    return np.ones(len(left), bool)
+    return next((p for p in polls if p.late().any()), polls[-1] if polls else task.last_poll)
 
 
 def _values(poll: Poll) -> tuple[int, int, int | None, str]:
     """(address, found, expected, relation) of the first element that is late."""
-    addresses = poll.access.addresses
-    if poll.compare is not None:
-        late = _late(poll)
-        if len(late) and late.any():
-            relation, left, right = poll.compare
-            left, right = np.broadcast_arrays(left, right)
-            lanes = poll.access.lanes
-            at = int(np.flatnonzero(late)[0])
-            return int(addresses[at]), int(left[lanes][at]), int(right[lanes][at]), relation
+    addresses, late, lanes = poll.access.addresses, poll.late(), poll.access.lanes
+    if late.any() and poll.found is not None and poll.expected is not None:
+        at = int(np.flatnonzero(late)[0])
+        found, expected = (int(np.broadcast_to(v, lanes.shape)[lanes][at]) for v in (poll.found, poll.expected))
+        return int(addresses[at]), found, expected, poll.relation
     raw = np.frombuffer(poll.values, np.uint8)[: poll.access.itemsize]
     return int(addresses[0]), int.from_bytes(raw.tobytes(), "little"), None, ""
 

@@ -1,0 +1,94 @@
+"""What `tricomm check` does, apart from reading its options."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import campaign, shipped, subjects, timeline
+from tricomm.explorer.report import Report
+
+_SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going")
+
+
+def check(options: dict[str, Any]) -> bool:
+    """Check a user's function, or shipped kernels; prints as it goes. True where nothing was found."""
+    reports = []
+    for name, run in _runs(options):
+        report = run()
+        reports.append(report)
+        if not options["as_json"]:
+            click.echo(f"{name}: {report}")
+    if options["as_json"]:
+        click.echo(json.dumps([r.as_json() for r in reports], indent=1))
+    _write(reports, options)
+    return all(report.ok for report in reports)
+
+
+def replay(path: Path, options: dict[str, Any]) -> bool:
+    """Run the schedules of a stored report's findings again. True where none of them shows its finding any more."""
+    report = Report.load(path)
+    if report.ok:
+        raise InvalidArgument(f"{path}: nothing was found, so there is nothing to repeat")
+    again = campaign.replay(report, subjects.of_report(report))
+    repeated = [[f for f in found if f.key == before.key] for before, found in zip(report.findings, again, strict=True)]
+    if options["as_json"]:
+        click.echo(json.dumps([[f.as_json() for f in found] for found in repeated], indent=1))
+    else:
+        for number, (before, found) in enumerate(zip(report.findings, repeated, strict=True), 1):
+            click.echo(f"{number}. {'repeated' if found else 'NOT repeated'}: {found[0] if found else before}")
+    _write([report], options)
+    return not any(repeated)
+
+
+def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]:
+    faults = () if options["faults"] == "none" else tuple(options["faults"].split(","))
+    settings = {name: options[name] for name in _SETTINGS}
+    if settings["schedules"] is None and settings["strategy"] != "exhaustive":
+        settings["schedules"] = 200
+    size, progress = options["world_size"], None if options["as_json"] else _progress()
+    if options["function"] is not None:
+        if any(options[name] is not None for name in ("collective", "algorithm", "protocol", "blocks")):
+            raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
+        fn = subjects.from_file(options["function"])
+        yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
+        return
+    for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
+        memory = shipped.options(size, options["blocks"] or shipped.BLOCKS)
+        body = shipped.body(kernel)
+        yield (
+            kernel.name,
+            lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]
+                body, size, faults=faults, options=memory, progress=progress, **settings
+            ),
+        )
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Says every ten seconds how far a campaign is."""
+    last = time.monotonic()
+
+    def tell(ran: int, found: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            click.echo(f"  {ran} schedules, {found} findings", err=True)
+
+    return tell
+
+
+def _write(reports: list[Report], options: dict[str, Any]) -> None:
+    shown = next((r for r in reports if not r.ok), reports[0])
+    if options["report"] is not None:
+        shown.save(options["report"])
+    if options["timeline"] is not None:
+        if shown.ok:
+            click.echo("nothing was found, so there is no timeline to draw", err=True)
+        else:
+            timeline.write(shown, options["timeline"])

@@ -1,0 +1,56 @@
+"""From what a command line or a report names to the function that is meant."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import shipped
+from tricomm.explorer.report import Report
+from tricomm.kernels import registry
+
+
+def from_file(name: str) -> Callable[[Any], Any]:
+    """The function that "file.py:function" names. Raises `InvalidArgument` for what is not there or does not load."""
+    path, _, function = name.rpartition(":")
+    file = Path(path).resolve()
+    if not path or not function.isidentifier() or not file.is_file():
+        raise InvalidArgument(f"{name!r}: file.py:function is needed, of a file that exists")
+    module_name = f"tricomm_checked_{file.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise InvalidArgument(f"{file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(file.parent))  # as `python file.py` has it
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InvalidArgument(f"{file} does not load: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(file.parent))
+    found = getattr(module, function, None)
+    if not callable(found):
+        there = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module_name]
+        raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
+    return found  # type: ignore[no-any-return]
+
+
+def of_report(report: Report) -> Callable[[Any], Any]:
+    """The function that a stored report is about; `InvalidArgument` where it cannot be had any more."""
+    subject = report.subject
+    if "kernel" in subject:
+        kernel = next((k for k in registry.KERNELS if k.name == subject["kernel"]), None)
+        if kernel is None:
+            raise InvalidArgument(f"the report is about {subject['kernel']}, which is no shipped kernel any more")
+        return shipped.body(kernel, subject["sizes"])
+    if not subject.get("file") or not str(subject.get("function")).isidentifier():
+        raise InvalidArgument(
+            f"the report is about {subject.get('function')}, which is not at the top level of a file: replay it from "
+            "Python, tricomm.explorer.replay(report, fn)"
+        )
+    return from_file(f"{subject['file']}:{subject['function']}")
