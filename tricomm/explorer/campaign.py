@@ -86,7 +86,7 @@ def check(
     (priorities), HRF and the PTX memory model (scopes).
     """
     plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
-    subject = prepared(fn, world_size, options or smallest(world_size), residency, _MOST_STEPS)
+    subject = prepared(fn, world_size, smallest(world_size) if options is None else options, residency, _MOST_STEPS)
     selftest.require()
     return Campaign(subject, plan).run(progress)
 
@@ -130,7 +130,8 @@ def _plan(
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
-    epochs = _EPOCHS if options is None or options.first_epoch == 1 else (options.first_epoch,)
+    first = getattr(options, "first_epoch", 1)  # what is no Options is refused below
+    epochs = _EPOCHS if first == 1 else (first,)
     return Plan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
 

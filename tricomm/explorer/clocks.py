@@ -96,6 +96,7 @@ class Thread:
         self.fenced = self.now[STRICT].copy()
         self.pending = np.zeros_like(self.fenced)
         self.joins.clear()
+        self.tick()  # what comes now is behind neither the launch's beginning nor a block barrier
 
     @property
     def time(self) -> int:

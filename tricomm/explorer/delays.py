@@ -16,7 +16,7 @@ from tricomm.explorer.memory import Array, Place
 from tricomm.explorer.tasks import Task
 from tricomm.kernels.access import Access
 
-_OFTEN = 0.15
+_OFTEN = 0.25
 _LONGEST = 40
 
 
@@ -51,10 +51,8 @@ class Delays:
             return None
         self._steps = random.randint(1, _LONGEST)
         count = len(access.addresses)
-        if count == 1 or random.random() < 0.5:
-            return np.ones(count, bool)
         lanes = np.array([random.random() < 0.5 for _ in range(count)])
-        return lanes if lanes.any() else None
+        return lanes if lanes.any() else np.ones(count, bool)
 
     def add(self, held: Held, step: int) -> None:
         held.until = step + self._steps
@@ -65,21 +63,17 @@ class Delays:
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")
-        low, high = access.addresses.min(), access.addresses.max()
-        return self._take(
-            lambda h: (
-                h.task is task
-                and (
-                    releases
-                    or (h.access.addresses.min() <= high + access.itemsize and h.access.addresses.max() + 8 >= low)
-                )
-            )
-        )
+        words = access.addresses >> np.uint64(3)
 
-    def due(self, step: int, ended: Task | None, now: bool) -> list[Held]:
+        def must(held: Held) -> bool:
+            return held.task is task and (releases or bool(np.isin(held.access.addresses >> np.uint64(3), words).any()))
+
+        return self._take(must)
+
+    def due(self, step: int, now: bool) -> list[Held]:
         if not self.held:
             return []
-        return self._take(lambda h: now or h.task is ended or h.until <= step)
+        return self._take(lambda h: now or h.until <= step)
 
     def _take(self, chosen: Any) -> list[Held]:
         taken = [h for h in self.held if chosen(h)]

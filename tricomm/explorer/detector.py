@@ -245,7 +245,9 @@ class Detector:
         scope = SCOPES[access.scope or "sys"] if strong else PLAIN
         shadow.note_write(index, thread.slot, time, record, scope, access.itemsize)
         if strong:
-            shadow.note_flag(index, message)
+            shadow.message[index] = message
+            # A counter's last ticket need not be read by anybody; a signal must be.
+            shadow.taken[index] = access.kind == "rmw" and access.op != "XCHG"
             if allowed.is_ll(site) and not _any_byte(place, access.itemsize):  # a cleared word is no message
                 shadow.taken[index], shadow.taking[index] = True, 0
 

@@ -26,10 +26,10 @@ def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding
 
 def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tuple[str, str]:
     slot, time = clash.slot, clash.time
+    if first.sem is not None and second.sem is not None and first.itemsize == second.itemsize:
+        return "scope", _wider(first, second)
     join = next((j for j in thread.joins if j.seen[slot] >= time), None)
     if join is None or time > thread.now[SEEN][slot]:
-        if first.sem is not None and second.sem is not None and first.itemsize == second.itemsize:
-            return "scope", _wider(first, second)
         return "race", _flag_needed(clash, first, second)
     part = next((p for p in join.parts if p.slot == slot), join.parts[-1])
     flag = (

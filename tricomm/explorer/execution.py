@@ -85,6 +85,7 @@ class Ranks:
         )
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
+        self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
         self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met)
 
@@ -129,8 +130,6 @@ class Ranks:
             self._detector.begin(launch)
 
     def _end(self, launch: Launch) -> None:
-        for task in launch.blocks:
-            self._machine.release_held(ended=task)
         if self._detector is not None:
             self._detector.end(launch)
 

@@ -63,11 +63,11 @@ class Machine:
         if task is not None and task.last_poll is not None:
             task.last_poll.compared(relation, left, right, result)
 
-    def release_held(self, ended: Task | None = None, now: bool = False) -> bool:
-        """Do the held stores that are due: of a task that has ended, of all, or those whose time has come."""
+    def release_held(self, now: bool = False) -> bool:
+        """Do the held stores whose time has come; `now`: all of them."""
         if self.delays is None:
             return False
-        due = self.delays.due(self.scheduler.step, ended, now)
+        due = self.delays.due(self.scheduler.step, now)
         for held in due:
             self._perform_held(held)
         return bool(due)

@@ -54,6 +54,7 @@ class Scheduler:
         self.blocks: list[Task] = []
         self.before_step: Callable[[], None] = lambda: None
         self.flush: Callable[[], bool] = lambda: False  # nobody can run: do what is still on its way
+        self.unfinished: Callable[[Task], bool] = lambda task: False
         self.stuck: Callable[[], bool] = lambda: False  # nobody can run: change something, or return False
         self.closing = False
         self._strategy, self._director = strategy, director
@@ -77,7 +78,10 @@ class Scheduler:
         host = self.hosts[rank]
         self._launches += 1
         launch = Launch(rank, self._launches, programs[0].kernel.fn.__name__, [], private)
-        launch.blocks = [Task(rank, n, program, program, launch) for n, program in enumerate(programs)]
+        for number, program in enumerate(programs):
+            task = Task(rank, number, program, program, launch)
+            task.run = lambda task=task: self._block(task)  # type: ignore[misc]
+            launch.blocks.append(task)
         for task in launch.blocks:
             task.greenlet.parent = self._main  # where control goes when it ends
         begin(launch)
@@ -89,6 +93,12 @@ class Scheduler:
         end(launch)
         if launch.error is not None:
             raise launch.error
+
+    def _block(self, task: Task) -> None:
+        assert task.program is not None
+        task.program()
+        while self.unfinished(task):  # its last stores are still on their way
+            self.take_turns()
 
     def wait(self, rank: int) -> None:
         """In a rank's host code: let the others get on; returns when something may have changed."""

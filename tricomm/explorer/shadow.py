@@ -124,10 +124,6 @@ class Shadow:
         if scope == PLAIN:
             self.looked[index] = 0
 
-    def note_flag(self, index: Index, message: int) -> None:
-        """A strong write: what it carries, and that nobody has read it yet."""
-        self.message[index], self.taken[index] = message, False
-
     def take(self, index: Index, slot: int, time: int) -> None:
         """A strong read of the values that are there now."""
         fresh = ~self.taken[index]

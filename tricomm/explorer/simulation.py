@@ -35,7 +35,7 @@ def simulate(
 
     Times taken in here say nothing about a GPU.
     """
-    subject = prepared(fn, world_size, options or Options())
+    subject = prepared(fn, world_size, Options() if options is None else options)
     outcome = Ranks(subject, Execution(seed), RandomWalk(seed), detect=False).execute()
     if outcome.errors:
         error = next(iter(outcome.errors.values()))

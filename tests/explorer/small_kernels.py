@@ -1,0 +1,138 @@
+"""Kernels of a few lines, each with one property that the explorer must see, or must not mind."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.primitives import put_ll
+
+
+@triton.jit
+def two_writers(peers, rank, WORLD_SIZE: tl.constexpr):
+    """Every rank stores to rank 0's word, and nothing orders them."""
+    tl.store(peers[0], rank)
+
+
+@triton.jit
+def sizes(wide, narrow, rank):
+    """Two atomics of different size on the same word."""
+    if rank == 0:
+        tl.atomic_xchg(wide, 1, sem="relaxed", scope="sys")
+    else:
+        tl.atomic_xchg(narrow, 1, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def narrow_scope(peers, rank, WORLD_SIZE: tl.constexpr):
+    """All ranks count in rank 0's word, at a scope that does not leave a GPU."""
+    tl.atomic_add(peers[0], 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def wide_scope(peers, out_ptr, WORLD_SIZE: tl.constexpr):
+    """The same, and right."""
+    tl.store(out_ptr, tl.atomic_add(peers[0], 1, sem="relaxed", scope="sys"))
+
+
+@triton.jit
+def atomic_and_plain(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr):
+    if rank == 0:
+        tl.atomic_xchg(peers[0], 1, sem="release", scope="sys")
+    else:
+        tl.store(out_ptr, tl.load(peers[0]))
+
+
+@triton.jit
+def reads_unwritten(mine, out_ptr):
+    tl.store(out_ptr, tl.load(mine))
+
+
+@triton.jit
+def outside(mine, out_ptr, past, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(mine + at + past))
+
+
+@triton.jit
+def waits(mine, expected):
+    """For a number that may never come."""
+    while tl.atomic_add(mine, 0, sem="acquire", scope="sys") != expected:
+        pass
+
+
+@triton.jit
+def posts(theirs, value):
+    tl.atomic_xchg(theirs, value, sem="release", scope="sys")
+
+
+@triton.jit
+def trusts_the_header(peers, out_ptr, rank):
+    """Waits for a relaxed flag, and takes it for granted that the LL words sent before it are there."""
+    at = tl.arange(0, 2)
+    if rank == 0:
+        put_ll(peers[1] + 2, at.to(tl.int64) + 41, 1, 2, 2, False)
+        tl.atomic_xchg(peers[1], 1, sem="relaxed", scope="sys")
+    else:
+        while tl.atomic_add(peers[1], 0, sem="relaxed", scope="sys") != 1:
+            pass
+        tl.store(out_ptr + at, tl.load(peers[1] + 2 + 2 * at, volatile=True) & 0xFFFFFFFF)
+
+
+@triton.jit
+def trusts_one_word(peers, out_ptr, rank):
+    """Waits for the first of two LL words of one tile, and takes the second for granted."""
+    at = tl.arange(0, 2)
+    if rank == 0:
+        put_ll(peers[1] + 2, at.to(tl.int64) + 41, 1, 2, 2, False)
+    else:
+        while tl.load(peers[1] + 2, volatile=True) >> 32 != 1:
+            pass
+        tl.store(out_ptr + at, tl.load(peers[1] + 2 + 2 * at, volatile=True) & 0xFFFFFFFF)
+
+
+@triton.jit
+def blocks_race(y_ptr, BLOCK: tl.constexpr):
+    """Every block of a launch writes the same words of a tensor that only its rank has."""
+    tl.store(y_ptr + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def blocks_apart(y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def lane_release(peers, out_ptr, rank, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    """A tile from rank 0 to rank 1 with a flag; without one of the block barriers other lanes are not ordered by it."""
+    at = tl.arange(0, 8)
+    if rank == 0:
+        tl.store(peers[1] + 8 + at, at)
+        if BEFORE:
+            tl.debug_barrier()
+        tl.atomic_xchg(peers[1], 1, sem="release", scope="sys")
+    else:
+        while tl.atomic_add(peers[1], 0, sem="acquire", scope="sys") != 1:
+            pass
+        if AFTER:
+            tl.debug_barrier()
+        tl.store(out_ptr + at, tl.load(peers[1] + 8 + at))
+
+
+@triton.jit
+def sum_from_own_rank(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Every rank adds the same numbers in another order."""
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in tl.static_range(WORLD_SIZE):
+        for r in tl.static_range(WORLD_SIZE):
+            if r == (rank + step) % WORLD_SIZE:
+                total += tl.load(peers[r] + at)
+    tl.store(out_ptr + at, total)
+
+
+@triton.jit
+def tickets(peers, out_ptr, WORLD_SIZE: tl.constexpr, TIMES: tl.constexpr):
+    """Who comes when: the order of the ranks' turns, for all to see."""
+    for n in tl.static_range(TIMES):
+        tl.store(out_ptr + n, tl.atomic_add(peers[0], 1, sem="relaxed", scope="sys"))

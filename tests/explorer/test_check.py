@@ -1,0 +1,278 @@
+"""What `tricomm.check` finds in small kernels, and what it must not find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tricomm
+from tests.explorer import small_kernels as k
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.findings import KINDS
+
+HERE = Path(k.__file__).name
+
+
+def line(text: str, after: str) -> str:
+    """file:line of the line of `small_kernels` with `text`, in the kernel called `after`."""
+    lines = Path(k.__file__).read_text().splitlines()
+    start = next(n for n, found in enumerate(lines) if found.startswith(f"def {after}("))
+    return f"{HERE}:{next(n for n in range(start, len(lines)) if text in lines[n]) + 1}"
+
+
+def kinds(report) -> set[str]:
+    found = {f.kind for f in report.findings}
+    assert found <= set(KINDS)
+    return found
+
+
+def places(finding) -> set[str]:
+    return {Path(w).name for w in finding.where}
+
+
+def words(comm, count=16):
+    memory = comm.symmetric((count,), torch.int64)
+    memory.local.zero_()
+    comm.barrier()
+    return memory
+
+
+def two_writers(comm):
+    comm.launch(k.two_writers, 1, words(comm).peers, comm.rank, WORLD_SIZE=comm.world_size)
+
+
+def test_a_write_after_write_names_both_lines_ranks_and_what_is_missing():
+    report = tricomm.check(two_writers, 2, schedules=5)
+    (finding,) = report.findings
+    assert not report.ok and finding.kind == "race" and set(finding.ranks) == {0, 1}
+    assert places(finding) == {line("tl.store", "two_writers")} and len(finding.where) == 2
+    assert "write-after-write" in finding.text and "block 0" in finding.text and "no flag" in finding.advice
+    assert finding.seed == 0 and report.ran == 1
+
+
+def test_atomics_of_different_sizes():
+    def fn(comm):
+        wide = words(comm)
+        narrow = wide.peers[0].view(torch.int32)
+        comm.launch(k.sizes, 1, wide.peers[0], narrow, comm.rank)
+
+    (finding,) = tricomm.check(fn, 2, schedules=5).findings
+    assert finding.kind == "race" and "different sizes (8 and 4 bytes)" in finding.text or "(4 and 8" in finding.text
+    assert places(finding) == {line("wide, 1", "sizes"), line("narrow, 1", "sizes")}
+
+
+def test_a_scope_that_does_not_reach_the_other_rank():
+    def fn(comm):
+        comm.launch(k.narrow_scope, 1, words(comm).peers, comm.rank, WORLD_SIZE=comm.world_size)
+
+    report = tricomm.check(fn, 2, schedules=5)
+    assert kinds(report) == {"scope"} and "scope='sys'" in report.findings[0].advice
+
+
+def test_atomics_of_one_size_and_a_wide_scope_may_meet():
+    def fn(comm):
+        out = torch.full((1,), -1)
+        comm.launch(k.wide_scope, 1, words(comm).peers, out, WORLD_SIZE=comm.world_size)
+        comm.barrier()
+
+    assert tricomm.check(fn, 3, schedules=12).ok
+
+
+def test_an_atomic_against_a_plain_access():
+    def fn(comm):
+        comm.launch(
+            k.atomic_and_plain, 1, words(comm).peers, torch.zeros(1, dtype=torch.int64), comm.rank, WORLD_SIZE=2
+        )
+
+    (finding,) = tricomm.check(fn, 2, schedules=5).findings
+    assert finding.kind == "race" and "an atomic against a plain access" in finding.text
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_memory_that_nobody_has_written(written):
+    def fn(comm):
+        memory = comm.symmetric((1,), torch.int64)
+        if written:
+            memory.local.zero_()
+        comm.launch(k.reads_unwritten, 1, memory.local, torch.zeros(1, dtype=torch.int64))
+
+    assert kinds(tricomm.check(fn, 2, schedules=3)) == (set() if written else {"uninitialised"})
+
+
+@pytest.mark.parametrize("past", [0, 1, -17])
+def test_accesses_out_of_bounds(past):
+    def fn(comm):
+        memory = words(comm)
+        comm.launch(k.outside, 1, memory.local, torch.zeros(16, dtype=torch.int64), past, BLOCK=16)
+
+    report = tricomm.check(fn, 2, schedules=3)
+    assert kinds(report) == ({"out_of_bounds"} if past else set())
+    if past:
+        finding = report.findings[0]
+        assert places(finding) == {line("tl.store", "outside")}
+        assert ("0 bytes past the end" if past > 0 else "before") in finding.text
+
+
+@pytest.mark.parametrize("posted", [5, 6, None])
+def test_a_deadlock_names_rank_block_address_expected_and_found(posted):
+    def fn(comm):
+        memory = words(comm)
+        if comm.rank == 0:
+            comm.launch(k.waits, 1, memory.local, 5)
+        elif posted is not None:
+            comm.launch(k.posts, 1, memory.peers[0], posted)
+
+    report = tricomm.check(fn, 2, schedules=4)
+    if posted == 5:
+        assert report.ok
+        return
+    finding = report.findings[0]
+    assert finding.kind == "deadlock" and finding.ranks == (0,) and places(finding) == {line("while", "waits")}
+    (waiter,) = finding.accesses
+    assert (waiter["rank"], waiter["block"], waiter["expected"], waiter["found"]) == (0, 0, 5, posted or 0)
+    assert hex(waiter["address"]) in finding.text and "rank 0's symmetric memory 0" in finding.text
+
+
+def test_a_call_that_one_rank_does_not_make_is_a_deadlock():
+    def fn(comm):
+        if comm.rank != 1:
+            comm.all_reduce(torch.ones(3))
+
+    (finding,) = tricomm.check(fn, 3, schedules=3).findings
+    assert finding.kind == "deadlock" and set(finding.ranks) == {0, 2} and "over already: rank 1" in finding.text
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (False, True), (True, False)])
+def test_the_lanes_of_a_block(before, after):
+    def fn(comm):
+        memory, out = words(comm), torch.full((8,), -1)
+        comm.launch(k.lane_release, 1, memory.peers, out, comm.rank, BEFORE=before, AFTER=after)
+
+    report = tricomm.check(fn, 2, schedules=6)
+    if before and after:
+        assert report.ok
+        return
+    (finding,) = report.findings
+    where = "before the release" if not before else "after the acquire"
+    assert finding.kind == "race" and f"put tl.debug_barrier() {where}" in finding.advice
+
+
+@pytest.mark.parametrize("kernel", [k.trusts_the_header, k.trusts_one_word], ids=lambda f: f.fn.__name__)
+@pytest.mark.parametrize("faults", [(), ("delay",)], ids=str)
+def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults):
+    def fn(comm):
+        memory, out = words(comm), torch.full((2,), -1)
+        comm.launch(kernel, 1, memory.peers, out, comm.rank)
+        assert comm.rank == 0 or out.tolist() == [41, 42]
+
+    report = tricomm.check(fn, 2, schedules=100, faults=faults, keep_going=True)
+    # The words' upper halves are not read at all: that is left over, and said.
+    assert kinds(report) - {"leftover"} == ({"wrong_result"} if faults else set())
+
+
+def test_blocks_of_one_launch_on_their_ranks_own_memory():
+    def fn(comm, kernel):
+        comm.launch(kernel, 3, torch.zeros(24, dtype=torch.int32), BLOCK=8)
+
+    (finding,) = tricomm.check(lambda comm: fn(comm, k.blocks_race), 1, schedules=3).findings
+    assert finding.kind == "race" and finding.ranks == (0, 0)
+    assert tricomm.check(lambda comm: fn(comm, k.blocks_apart), 1, schedules=3).ok
+
+
+@pytest.mark.parametrize("identical", [None, True, False])
+def test_ranks_that_do_not_hold_the_same_bits(identical):
+    def fn(comm):
+        memory, out = comm.symmetric((64,), torch.float32), torch.zeros(64)
+        memory.local.copy_(torch.randn(64))
+        comm.barrier()
+        comm.launch(k.sum_from_own_rank, 1, memory.peers, out, comm.rank, WORLD_SIZE=comm.world_size, BLOCK=64)
+        comm.barrier()
+        return out
+
+    assert kinds(tricomm.check(fn, 3, schedules=2, identical=identical)) == (
+        set() if identical is False else {"rank_mismatch"}
+    )
+
+
+def test_results_of_its_own_for_every_rank_are_no_mismatch():
+    assert tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2).ok
+    assert kinds(tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2, identical=True)) == {
+        "rank_mismatch"
+    }
+
+
+def test_a_result_that_depends_on_the_schedule():
+    def fn(comm):
+        out = torch.full((4,), -1)
+        comm.launch(k.tickets, 1, words(comm).peers, out, WORLD_SIZE=comm.world_size, TIMES=4)
+        comm.barrier()
+        return out
+
+    (finding,) = tricomm.check(fn, 2, schedules=20).findings
+    assert finding.kind == "wrong_result" and "depends on the schedule" in finding.text
+
+
+def test_an_assertion_is_a_wrong_result_and_any_other_error_an_exception():
+    def wrong(comm):
+        assert comm.rank == 0, "not what I expected"
+
+    def broken(comm):
+        if comm.rank == 1:
+            raise ValueError("broken")
+
+    for fn, kind in ((wrong, "wrong_result"), (broken, "exception")):
+        (finding,) = tricomm.check(fn, 2, schedules=2).findings
+        code = fn.__code__
+        assert finding.kind == kind and finding.ranks == (1,)
+        assert finding.where[0].startswith(f"{code.co_filename}:")
+        assert code.co_firstlineno < int(finding.where[0].rpartition(":")[2]) <= code.co_firstlineno + 2
+
+
+def test_different_calls_on_different_ranks_are_named():
+    (finding,) = tricomm.check(lambda comm: comm.all_reduce(torch.ones(3 + comm.rank)), 2, schedules=3).findings
+    assert finding.kind == "exception" and "CollectiveMismatch" in finding.text
+    assert "rank 0 all_reduce" in finding.text and "rank 1 all_reduce" in finding.text
+
+
+@pytest.mark.parametrize("peer", [0, 1])
+def test_host_code_that_touches_shared_memory_unordered(peer):
+    """Rank 1 clears `peer`'s memory while rank 0's kernel may still read its own."""
+
+    def fn(comm):
+        memory = words(comm)
+        if comm.rank == 0:
+            comm.launch(k.reads_unwritten, 1, memory.local, torch.zeros(1, dtype=torch.int64))
+        else:
+            memory.peers[peer].zero_()
+
+    report = tricomm.check(fn, 2, schedules=4)
+    assert kinds(report) == ({"race"} if peer == 0 else set())
+    if peer == 0:
+        assert any("host code" in f.text for f in report.findings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"strategy": "dfs"}, "strategy"),
+        ({"schedules": 0}, "schedules=0"),
+        ({"schedules": None}, "no end of its own"),
+        ({"schedules": True}, "schedules=True"),
+        ({"preemptions": -1}, "preemptions"),
+        ({"seed": -1}, "seed"),
+        ({"faults": "delay"}, "faults"),
+        ({"faults": ["fire"]}, "faults"),
+        ({"world_size": 17}, "world_size=17"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"fn": 3}, "fn=3"),
+        ({"fn": lambda: None}, "cannot be called with one communicator"),
+        ({"fn": lambda comm, more: None}, "cannot be called with one communicator"),
+        ({"options": {}}, "options"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(arguments, text):
+    with pytest.raises(InvalidArgument, match=text):
+        tricomm.check(**{"fn": lambda comm: None, "world_size": 2, **arguments})
