@@ -155,7 +155,7 @@ class Campaign:
                 self._steps_of_first = outcome.steps
             found = self._judged(outcome)
             if found:
-                self._keep(report, found, replace(execution, choices=outcome.choices), number, outcome)
+                self._keep(report, found, replace(execution, choices=outcome.choices), number)
                 if not plan.keep_going:
                     break
             if progress is not None:
@@ -227,19 +227,22 @@ class Campaign:
                 break
         return found
 
-    def _keep(self, report: Report, found: list[Finding], execution: Execution, number: int, outcome: Outcome) -> None:
+    def _keep(self, report: Report, found: list[Finding], execution: Execution, number: int) -> None:
         known = {f.key for f in report.findings}
         for finding in found:
             if finding.key in known:
                 continue
-            smaller = execution if report.findings else shrinking.shrink(self._again, finding, execution)
-            events = tuple(r.as_json() for r in self._again(smaller)[1].records)
-            report.findings.append(finding.found_in(smaller, number, events if not report.findings else ()))
             known.add(finding.key)
+            first = not report.findings
+            smaller = shrinking.shrink(self._again, finding, execution) if first else execution
+            shown, again = self._again(smaller)
+            finding = next((f for f in shown if f.key == finding.key), finding)
+            events = tuple(r.as_json() for r in again.records) if first else ()
+            report.findings.append(finding.found_in(smaller, number, events))
 
-    def _again(self, execution: Execution) -> tuple[list[Finding], Outcome]:
-        """The same execution, by its choices alone."""
-        outcome = run_one(self._subject, execution, Given(execution.choices))
+    def _again(self, execution: Execution, strategy: Strategy | None = None) -> tuple[list[Finding], Outcome]:
+        """The same execution, by its choices alone; or under another strategy."""
+        outcome = run_one(self._subject, execution, strategy or Given(execution.choices))
         return self._judged(outcome), outcome
 
 

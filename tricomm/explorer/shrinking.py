@@ -5,38 +5,59 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
+from tricomm.explorer.execution import Outcome
 from tricomm.explorer.findings import Execution, Finding
+from tricomm.explorer.scheduler import Strategy
+from tricomm.explorer.strategies import Priorities
 
-_SECONDS = 10.0
+_SECONDS = 5.0  # for each of the two ways
 
-Again = Callable[[Execution], tuple[list[Finding], Any]]
+Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
 def shrink(again: Again, finding: Finding, execution: Execution) -> Execution:
-    """The smallest execution found within some seconds that shows `finding` too: first without its faults, then with
-    ever smaller parts of its choices left out."""
-    end = time.monotonic() + _SECONDS
+    """A simpler execution that shows `finding` too, the simplest found within some seconds: without late stores and
+    from epoch 1 where that will do, with few preemptions, with parts of the choices left out."""
 
     def shows(tried: Execution) -> bool:
-        return any(f.key == finding.key for f in again(tried)[0])
+        return any(f.key == finding.key for f in again(tried, None)[0])
 
     for simpler in (replace(execution, choices=()), replace(execution, delays=None), replace(execution, first_epoch=1)):
         if simpler != execution and shows(simpler):
             execution = simpler
             if not execution.choices:
                 return execution
-    part = max(1, len(execution.choices) // 2)
-    while time.monotonic() < end:
-        at, before = 0, len(execution.choices)
+    return _left_out(shows, _few_preemptions(again, finding, execution))
+
+
+def _few_preemptions(again: Again, finding: Finding, execution: Execution) -> Execution:
+    """The best of some schedules with few switches: random priorities that drop at most twice."""
+    end, best = time.monotonic() + _SECONDS, execution
+    steps = max((step for step, _ in execution.choices), default=1) + 1
+    for seed in range(60):
+        if time.monotonic() > end or len(best.choices) <= 1:
+            break
+        found, outcome = again(execution, Priorities(seed, 1 + seed % 3, steps))
+        if len(outcome.choices) < len(best.choices) and any(f.key == finding.key for f in found):
+            best = replace(execution, choices=outcome.choices)
+    return best
+
+
+def _left_out(shows: Callable[[Execution], bool], execution: Execution) -> Execution:
+    end = time.monotonic() + _SECONDS
+    part, smaller = max(2, len(execution.choices) // 2), True
+    while part and time.monotonic() < end:
+        before, at = len(execution.choices), 0
         while at < len(execution.choices) and time.monotonic() < end:
             fewer = replace(execution, choices=execution.choices[:at] + execution.choices[at + part :])
             if shows(fewer):
                 execution = fewer
             else:
-                at += part
-        if part == 1 and len(execution.choices) == before:
-            break
-        part = max(1, part // 2)
+                at += 1 if part == 2 else part
+        smaller = smaller or len(execution.choices) < before
+        if part == 1 and smaller:  # two at once again: away and back is one move
+            part, smaller = 2, False
+        else:
+            part //= 2
     return execution

@@ -1,0 +1,94 @@
+"""The calls that show a mutant: generators that make `calls` of them, and give what came of each and what should have.
+
+One generator serves the explorer, which looks at every access, and separate processes, which can only compare results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.explorer import oracle
+from tricomm.kernels import registry
+
+if TYPE_CHECKING:
+    from tests.explorer.mutation import Mutant
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def in_turn(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """The mutant's kernels in turn, with its sizes in turn, on numbers that differ in every call, rank and element."""
+    for number in range(calls):
+        key = mutant.keys[number % len(mutant.keys)]
+        size = mutant.sizes[number % len(mutant.sizes)]
+        yield _call(comm, key, [_part(number, r, size, mutant.dtype) for r in range(comm.world_size)])
+
+
+def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """Numbers of which one is lost where the others are not added first: another order gives another sum."""
+    for number in range(calls):
+        values = [(1e8, 1.0, -1e8)[(r + number) % 3] for r in range(comm.world_size)]
+        parts = [torch.full((mutant.sizes[number % len(mutant.sizes)],), v) for v in values]
+        yield _call(comm, mutant.keys[0], parts)
+
+
+def differing(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """Rank 0 asks for another operation than the others: to be refused on every rank."""
+    for number in range(calls):
+        parts = [_part(number, r, mutant.sizes[0], mutant.dtype) for r in range(comm.world_size)]
+        yield _call(comm, mutant.keys[0], parts, "max" if comm.rank == 0 else "sum")
+
+
+def prefilled(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """The LL mailboxes hold what a counter of 32 bits leaves when it comes round: words of the next epochs but one."""
+    nbytes = 2 * comm.world_size * comm.arena_layout.ll_room
+    words = comm._arena.tensor(comm.rank, comm.arena_layout.ll, (2, nbytes // 16), torch.int64)
+    for ahead in (3, 4):
+        epoch = mutant.first_epoch + ahead
+        words[epoch & 1].fill_(epoch << 32 | 77)
+    comm.barrier()
+    yield from in_turn(comm, mutant, pads, calls)
+
+
+def around_barrier(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """Host code writes, meets its peers in `Communicator.barrier`, reads what the next rank wrote, and meets again."""
+    memory = comm.symmetric((4,), torch.int64)
+    following = (comm.rank + 1) % comm.world_size
+    for number in range(calls):
+        memory.local.fill_(number * 100 + comm.rank)
+        comm.barrier()
+        got = memory.peers[following].clone()
+        comm.barrier()
+        yield got, torch.full((4,), number * 100 + following)
+
+
+def streams(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    yield from pads.streams(comm, calls, mutant.blocks)
+
+
+def groups(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    yield from pads.groups(comm, calls)
+
+
+def _part(number: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that differ in every call, rank and element; of 64 bits, in both halves: an LL word carries one."""
+    numbers = torch.arange(size, dtype=dtype) * 7 + rank * 1000 + number * 100_000 + 1
+    return numbers * (1 << 32 | 1) if dtype == torch.int64 else numbers
+
+
+def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum") -> Pair:
+    kernel = registry.find(*key)
+    if not kernel.reduces and kernel.collective == "barrier":
+        comm.barrier()
+        return torch.zeros(0), torch.zeros(0)
+    want = oracle.expected(kernel.collective, op, parts)
+    out = torch.full_like(want, -1)
+    how = {"out": out, "algorithm": kernel.algorithm, "protocol": kernel.protocol}
+    if kernel.reduces:
+        how["op"] = op
+    return getattr(comm, kernel.collective)(parts[comm.rank], **how), want

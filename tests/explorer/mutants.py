@@ -1,0 +1,245 @@
+"""The table of mutants, first part: K01 to K33, which stand for bugs that other libraries have had.
+
+Their numbers and the real bugs are those of `anchors/reliability-and-security.md`, section 5. Where the original was
+about CAS pads and this protocol has epochs and rotating mailboxes, the same mistake is made here; where it can only be
+made with pads, a kernel of `pad_kernels` makes it.
+"""
+
+from __future__ import annotations
+
+from tests.explorer import bodies
+from tests.explorer.mutation import Edit, Mutant
+from tests.explorer.own_mutants import OWN
+
+S = ("all_reduce", "one_shot", "simple")
+T = ("all_reduce", "two_shot", "simple")
+G = ("all_gather", "one_shot", "simple")
+B = ("barrier", "one_shot", "simple")
+
+PRIMITIVES = "kernels/primitives.py"
+ONE_SHOT = "kernels/all_reduce_one_shot_simple.py"
+TWO_SHOT = "kernels/all_reduce_two_shot_simple.py"
+GATHER = "kernels/all_gather_one_shot_simple.py"
+MAILBOX = "kernels/mailbox.py"
+GROUP = "tricomm/group.py"
+PADS = "tests/explorer/pad_kernels.py"
+
+_SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
+_WAIT = "    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)\n"
+_MEET = "status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)"
+_STAGE = "        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)\n"
+_GRID_WAIT = """\
+    blocks = tl.num_programs(0)
+    all_here = (tl.atomic_add(group + 9, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
+    while tl.atomic_add(group + 9, 0, sem="acquire", scope="gpu") < all_here:
+        pause(9)
+"""
+_ZEROED = """
+        words = self._layout.nbytes // 8 - layout.HEADERS // 8
+        self._arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
+
+RACE, SCOPE, DEADLOCK = frozenset({"race"}), frozenset({"scope"}), frozenset({"deadlock"})
+WRONG = frozenset({"wrong_result"})
+
+REAL = (
+    Mutant(
+        "K01", "no release on arrive", "start barrier fully relaxed, torn reads: vllm#57059",
+        (Edit(PRIMITIVES, _SEND, _SEND.replace("True", "False")),),
+        (S,), RACE, "make it sem='release'",
+    ),
+    Mutant(
+        "K02", "no acquire on wait", "start barrier fully relaxed, torn reads: vllm#57059",
+        (Edit(PRIMITIVES, 'sem="acquire", scope="sys")', 'sem="relaxed", scope="sys")'),),
+        (S,), RACE, "make it sem='acquire'",
+    ),
+    Mutant(
+        "K03", "arrives at scope gpu instead of sys", "start barrier fully relaxed, torn reads: vllm#57059",
+        (
+            Edit(PRIMITIVES, 'tl.atomic_store(pointer, value, mask=mask, sem="release", scope="sys")',
+                 'tl.atomic_store(pointer, value, mask=mask, sem="release", scope="gpu")'),
+            Edit(PRIMITIVES, 'tl.atomic_xchg(pointer, value, mask=mask, sem="release", scope="sys")',
+                 'tl.atomic_xchg(pointer, value, mask=mask, sem="release", scope="gpu")'),
+        ),
+        (S,), SCOPE, "say scope='sys'",
+    ),
+    Mutant(
+        "K04", "staged after the signal", "data stored after the flag that announces them; kin of vllm#2760",
+        (Edit(ONE_SHOT, f"{_STAGE}        {_MEET}\n", f"        {_MEET}\n{_STAGE}"),),
+        (S,), RACE,
+    ),
+    Mutant(
+        "K05", "no leading barrier", "peers' stages are read before anybody says that they are full",
+        (Edit(ONE_SHOT, _MEET, "status = 0"),),
+        (S,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "K06", "pads: one stage, no trailing barrier", "the stage is filled anew under a reader: ROCm/aiter#3514, #4082",
+        (Edit(PADS, '    tl.store(y_ptr + at, total)\n    meet(pads, rank, channel, WORLD_SIZE, "acq_rel", "acq_rel")\n',
+              "    tl.store(y_ptr + at, total)\n"),),
+        (), RACE, "a trailing barrier would", body=bodies.streams,
+    ),
+    Mutant(
+        "K07", "pads: trailing barrier relaxed", "missing release and acquire: vllm#2760",
+        (Edit(PADS, '"acq_rel", "acq_rel"', '"relaxed", "relaxed"'),),
+        (), RACE, "released after the read", body=bodies.streams,
+    ),
+    Mutant(
+        "K08", "pads: not set back", "a second signal finds the first: two counter sets needed, vllm#8558",
+        (Edit(PADS, "tl.atomic_cas(pad, 1, 0, sem=TAKE", "tl.atomic_cas(pad, 1, 1, sem=TAKE"),),
+        (), frozenset({"deadlock", "race"}), body=bodies.streams,
+    ),
+    Mutant(
+        "K09", "polls with a volatile load", "flags that order nothing, \"not morally strong\": vllm#2760",
+        (Edit(PRIMITIVES, 'seen = tl.atomic_add(pointer, tl.zeros(pointer.shape, tl.int64), mask=mask, sem="acquire", '
+              'scope="sys")', "seen = tl.load(pointer, mask=mask, other=0, volatile=True)"),),
+        (S,), RACE, "make it sem='acquire'",
+    ),
+    Mutant(
+        "K10", "empty blocks of rank 0 leave early", "a barrier that not everybody takes part in",
+        (Edit(GATHER, f"        {_MEET}\n", f"        if (me != 0) | (own < count):\n            {_MEET}\n"),),
+        (G,), DEADLOCK, blocks=2,
+    ),
+    Mutant(
+        "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
+        (Edit(GROUP, "chosen.kernel, chosen.grid, args",
+              "chosen.kernel, tuple(max(1, n - (self.rank == 0)) for n in chosen.grid), args"),),
+        (S,), DEADLOCK, blocks=2,
+    ),
+    Mutant(
+        "K12", "one header for all blocks", "flags of consecutive calls overlap when shapes change: vllm#25892",
+        (
+            Edit(PRIMITIVES, "8 * (row * MAX_BLOCKS + tl.program_id(0))", "8 * (row * MAX_BLOCKS)"),
+            Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+                 "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),
+        ),
+        (S,), RACE, blocks=2,
+    ),
+    Mutant(
+        "K13", "all ranks signal the same slot", "one slot for several writers; one writer per word is the rule",
+        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me\n",
+              "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE\n"),),
+        (S,), DEADLOCK,
+    ),
+    Mutant(
+        "K14", "waits for one peer too few", "off by one in the count of arrivals",
+        (Edit(PRIMITIVES, "    mask = (source < WORLD_SIZE) & (source != me)",
+              "    mask = (source < WORLD_SIZE - 1) & (source != me)"),),
+        (S,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "K15", "epoch moved on without order", "K01 for epochs: the last block does not know that others have read it",
+        (Edit(PRIMITIVES, 'tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
+              'tl.atomic_add(group + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
+        (S,), RACE, "make it sem='release'", blocks=2,
+    ),
+    Mutant(
+        "K16", "one stage instead of two", "epochs without a second buffer: vllm#8404, ROCm/aiter#3514",
+        (Edit(MAILBOX, "tl.load(group + SIMPLE_BASE) + ((epoch & 1) * WORLD_SIZE + source)",
+              "tl.load(group + SIMPLE_BASE) + source"),),
+        (S,), RACE, "two buffers used in turn",
+    ),
+    Mutant(
+        "K17", "parity flips every second call", "two counter sets needed, and used in turn: vllm#8558",
+        (Edit(MAILBOX, "tl.load(group + SIMPLE_BASE) + ((epoch & 1)", "tl.load(group + SIMPLE_BASE) + ((epoch >> 1 & 1)"),),
+        (S,), RACE, "two buffers used in turn",
+    ),
+    Mutant(
+        "K18", "signed < on a counter that wraps", "a stale flag counts as new from 2^31 on",
+        (Edit(PRIMITIVES, "late = mask & (((seen >> 32) & LOW) != sequence)",
+              "late = mask & ((seen >> 32).to(tl.int32) < sequence.to(tl.int32))"),),
+        (S,), RACE, sizes=(9, 9, 9), first_epoch=2**31 - 2,
+    ),
+    Mutant(
+        "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
+        (Edit(GATHER, "simple_room(group, peer(group, source), epoch, 0, WORLD_SIZE)",
+              "simple_room(group, peer(group, source), epoch + (me == 1), 0, WORLD_SIZE)"),),
+        (G,), frozenset({"race", "uninitialised"}),
+    ),
+    Mutant(
+        "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets needed, vllm#8558, #8404",
+        (
+            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me\n", "row = PHASE * WORLD_SIZE + me\n"),
+            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)",
+                 "row = PHASE * WORLD_SIZE + tl.where(mask, source, 0)"),
+        ),
+        (B,), DEADLOCK, schedules=40,
+    ),
+    Mutant(
+        "K21", "two-shot without the first barrier", "shards are reduced before they have come",
+        (Edit(TWO_SHOT, _MEET, "status = 0"),),
+        (T,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "K22", "two-shot without the second barrier", "results are copied before they have come",
+        (Edit(TWO_SHOT, _MEET.replace("call, 0", "call, 1"), "status = 0"),),
+        (T,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
+        (
+            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half", "peer(group, to), epoch, me, WORLD_SIZE)"),
+            Edit(TWO_SHOT, "(group, group, epoch, source, WORLD_SIZE) + half",
+                 "(group, group, epoch, source, WORLD_SIZE)"),
+        ),
+        (T,), RACE,
+    ),
+    Mutant(
+        "K24", "two-shot, second barrier relaxed", "missing release: vllm#2760",
+        (Edit(PRIMITIVES, _SEND, _SEND.replace("True", "PHASE == 0")),),
+        (T,), RACE, "make it sem='release'",
+    ),
+    Mutant(
+        "K25", "two-shot, waits at scope gpu", "Triton's default scope: vllm#57059",
+        (Edit(PRIMITIVES, 'sem="acquire", scope="sys")', 'sem="acquire", scope="gpu")'),),
+        (T,), SCOPE, "say scope='sys'",
+    ),
+    Mutant(
+        "K26", "two-shot, own shard stored at the wrong place", "the reduced chunk lands elsewhere",
+        (Edit(TWO_SHOT, "store_words(y_ptr, here + first, total", "store_words(y_ptr, base + first, total"),),
+        (T,), WRONG,
+    ),
+    Mutant(
+        "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
+        (Edit(PRIMITIVES, "    epoch = tl.load(group + EPOCH)\n", f"{_GRID_WAIT}    epoch = tl.load(group + EPOCH)\n"),),
+        (S,), DEADLOCK, blocks=2, residency=1,
+    ),
+    Mutant(
+        "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",
+        (Edit(GROUP, "return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)", "return kind, most"),),
+        (S,), DEADLOCK, blocks=2, max_blocks=1, residency=1,
+        processes="no: a process runs its blocks one after another, always in the same order",
+    ),
+    Mutant(
+        "K29", "memory zeroed after the exchange", "barrier zeroed after handles were exchanged: apache/tvm#16797",
+        (Edit(GROUP, "        device_class, most = self._agree_on_devices()\n",
+              f"        device_class, most = self._agree_on_devices(){_ZEROED}\n"),),
+        (B,), RACE,
+    ),
+    Mutant(
+        "K30", "pads shared by two groups", "one group takes the other's signal: pytorch#192581",
+        (Edit(PADS, "pads = comm.symmetric((2,), torch.int32)", "pads = pads or comm.symmetric((2,), torch.int32)"),),
+        (), frozenset({"race", "deadlock"}), world_size=3, body=bodies.groups,
+    ),
+    Mutant(
+        "K31", "pads shared by two streams", "several streams: pytorch#189228",
+        (Edit(PADS, "row = channel * WORLD_SIZE", "row = channel * 0"),),
+        (), frozenset({"race", "deadlock"}), blocks=2, body=bodies.streams,
+    ),
+    Mutant(
+        "K32", "barrier that returns at once", "silent no-op barrier: pytorch#191858",
+        (Edit("kernels/barrier.py", "status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)", "status = 0"),),
+        (B,), RACE, "no flag tells rank", body=bodies.around_barrier,
+    ),
+    Mutant(
+        "K33a", "no block barrier before the release", "other lanes' stores are not ordered: triton#7125, #10816",
+        (Edit(PRIMITIVES, f"    tl.debug_barrier()\n{_SEND}", _SEND),),
+        (S,), RACE, "put tl.debug_barrier() before the release",
+    ),
+    Mutant(
+        "K33b", "no block barrier after the acquire", "other lanes' loads are not ordered: triton#7125, #10816",
+        (Edit(PRIMITIVES, f"{_WAIT}    tl.debug_barrier()\n", _WAIT),),
+        (S,), RACE, "put tl.debug_barrier() after the acquire",
+    ),
+)  # fmt: skip
+
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN)}

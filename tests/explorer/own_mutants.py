@@ -1,0 +1,254 @@
+"""The table of mutants, second part: one for each protection of this library's own protocol."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.explorer import bodies
+from tests.explorer.mutation import Edit, Mutant
+
+L = ("all_reduce", "one_shot", "ll")
+S = ("all_reduce", "one_shot", "simple")
+TL = ("all_reduce", "two_shot", "ll")
+T = ("all_reduce", "two_shot", "simple")
+GL = ("all_gather", "one_shot", "ll")
+B = ("barrier", "one_shot", "simple")
+
+PRIMITIVES = "kernels/primitives.py"
+EXCHANGE = "kernels/exchange.py"
+MAILBOX = "kernels/mailbox.py"
+WORDS = "kernels/words.py"
+GATHER_LL = "kernels/all_gather_one_shot_ll.py"
+ONE_LL = "kernels/all_reduce_one_shot_ll.py"
+ONE_SHOT = "kernels/all_reduce_one_shot_simple.py"
+TWO_LL = "kernels/all_reduce_two_shot_ll.py"
+TWO_SHOT = "kernels/all_reduce_two_shot_simple.py"
+
+_BEFORE_CLEAR = 2**30 - 1
+_BEFORE_WRAP = 2**32 - 2
+_LATE = "late |= expected & (((seen >> 32) & LOW) != flag)"
+_MEET = "status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)"
+_CLEAR = "    clear_idle(group, epoch, RUNS, WORLD_SIZE, BLOCK, LANES, PTX)\n"
+_OPEN = """\
+    if clears(epoch):
+        send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
+    else:
+        send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
+"""
+_PUT = """\
+        tl.store(pointer + 2 * lane, low, mask=mask)
+        tl.store(pointer + 2 * lane + 1, high, mask=mask)
+"""
+_TORN = """\
+        half = (pointer + 2 * lane).to(tl.pointer_type(tl.int32))
+        tl.store(half, low.to(tl.int32), mask=mask)
+        tl.store(half + 1, (low >> 32).to(tl.int32), mask=mask)
+        tl.store(half + 2, high.to(tl.int32), mask=mask)
+        tl.store(half + 3, (high >> 32).to(tl.int32), mask=mask)
+"""
+_MOVE_ON = "            tl.store(group + EPOCH, advance(epoch, chunks))\n"
+
+RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
+WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
+
+OWN = (
+    Mutant(
+        "M01", "LL: the flag of one word stands for the tile", "every word is complete by itself, and no other is",
+        (Edit(PRIMITIVES, _LATE, _LATE.replace("expected", "(lane < 1)")),),
+        (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
+    ),
+    Mutant(
+        "M02", "LL: the first half of the words is polled", "a payload word is two LL words",
+        (Edit(PRIMITIVES, "expected = lane < 2 * count", "expected = lane < count"),),
+        (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
+    ),
+    Mutant(
+        "M03", "LL: any flag will do", "a word of the epoch before the last is taken for new",
+        (Edit(PRIMITIVES, _LATE, _LATE.replace("!= flag", "== 0")),),
+        (L,), frozenset({"race", "wrong_result"}), schedules=20,
+    ),
+    Mutant(
+        "M04", "LL: no wait for headers", "nobody looks at the fingerprint, and the header is there for the next call",
+        (Edit(ONE_LL, "        status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)\n", ""),),
+        (L,), frozenset({"leftover"}),
+    ),
+    Mutant(
+        "M05", "LL: mailboxes do not rotate", "a word is overwritten before it is polled: vllm#8404",
+        (Edit(MAILBOX, "tl.load(group + LL_BASE) + ((epoch & 1) * WORLD_SIZE + source)",
+              "tl.load(group + LL_BASE) + source"),),
+        (L,), RACE, "rotate the mailboxes",
+    ),
+    Mutant(
+        "M06", "fingerprint ignored", "ranks that make different calls get numbers instead of CollectiveMismatch",
+        (Edit(PRIMITIVES, "wrong = mask & ((seen & LOW) != (call & LOW))", "wrong = mask & False"),),
+        (L,), frozenset({"rank_mismatch"}), body=bodies.differing, clean=frozenset({"exception"}),
+    ),
+    Mutant(
+        "M07", "cleared after the header", "a peer's next words are cleared away (mailboxes.py)",
+        (Edit(EXCHANGE, _CLEAR + _OPEN, _OPEN + _CLEAR),),
+        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
+        strategy="pct", schedules=20,
+    ),
+    Mutant(
+        "M08", "never cleared", "words of 2^32 epochs ago are taken for new",
+        (Edit(MAILBOX, "return ((epoch & (CLEAR_EVERY - 1)) <= 1) & (epoch > 1)", "return epoch < 0"),),
+        (L,), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
+        body=bodies.prefilled, schedules=20,
+    ),
+    Mutant(
+        "M09", "header after clearing relaxed", "a zero still lands on a word that a peer has pushed since",
+        (Edit(EXCHANGE, "send_headers(group, epoch, call, 0, True,", "send_headers(group, epoch, call, 0, False,"),),
+        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 1), blocks=4, tile=256,
+        strategy="pct", schedules=100,
+    ),
+    Mutant(
+        "M10", "clears the mailbox in use", "what peers push in this very epoch is cleared away",
+        (Edit(MAILBOX, "idle = (epoch & 1) ^ 1", "idle = epoch & 1"),),
+        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR,
+    ),
+    Mutant(
+        "M11", "epoch advanced by two", "parity must alternate: the same mailbox call after call",
+        (Edit(PRIMITIVES, _MOVE_ON, _MOVE_ON.replace("chunks", "2 * chunks")),),
+        (S,), RACE, "two buffers used in turn",
+    ),
+    Mutant(
+        "M12", "epoch advanced by one, whatever the chunks", "the next call takes this one's epochs again",
+        (Edit(PRIMITIVES, _MOVE_ON, _MOVE_ON.replace("chunks", "1")),),
+        (L,), frozenset({"race", "exception"}), sizes=(300, 300), tile=128,
+    ),
+    Mutant(
+        "M13", "all chunks in one epoch", "a chunk of a long message is an epoch",
+        (Edit(ONE_SHOT, "epoch = advance(start, chunk)", "epoch = start"),),
+        (S,), RACE, sizes=(1100,), tile=512,
+    ),
+    Mutant(
+        "M14", "arrivals not reset", "from the second call on nobody is the last block",
+        (Edit(PRIMITIVES, "            tl.store(group + ARRIVALS, 0)\n", ""),),
+        (S,), frozenset({"race", "exception"}),
+    ),
+    Mutant(
+        "M15", "the first block moves the epoch on", "others of its launch have not read it yet",
+        (Edit(PRIMITIVES, "if arrived == tl.num_programs(0) - 1:", "if arrived == 0:"),),
+        (B,), RACE, blocks=2,
+    ),
+    Mutant(
+        "M16", "busy word not reset", "the next launch takes this one for a second stream: pytorch#189228",
+        (Edit(PRIMITIVES, "            tl.store(group + BUSY, 0)\n", ""),),
+        (B,), frozenset({"exception", "leftover"}),
+    ),
+    Mutant(
+        "M17", "wraps to 1 instead of 2", "2^32 - 1 and 1 have the same parity",
+        (Edit(PRIMITIVES, "later - (LIMIT - 2)", "later - (LIMIT - 1)"),),
+        (S,), RACE, "two buffers used in turn", first_epoch=_BEFORE_WRAP,
+    ),
+    Mutant(
+        "M18", "two-shot: one header for both phases", "the second barrier finds the first one's flag",
+        (Edit(TWO_SHOT, _MEET.replace("call, 0", "call, 1"), _MEET),),
+        (T,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "M19", "two-shot: result pushed to the first half", "writer and reader disagree about the place",
+        (Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half", "peer(group, to), epoch, me, WORLD_SIZE)"),),
+        (T,), frozenset({"uninitialised", "race"}),
+    ),
+    Mutant(
+        "M20", "two-shot: a shard ends at a whole word", "the last word of a tensor may have one element only",
+        (Edit(TWO_SHOT, "limit = end_of(here + ours, numel, PACK)", "limit = (here + ours) * PACK"),),
+        (T,), OUTSIDE, sizes=(7, 1, 9), dtype=torch.int32, body=bodies.in_turn,
+    ),
+    Mutant(
+        "M21", "tail read one element too far", "off by one in a mask",
+        (Edit(WORDS, "part = tl.load(raw + at, mask=at < numel, other=0)",
+              "part = tl.load(raw + at, mask=at <= numel, other=0)"),),
+        (S,), OUTSIDE,
+    ),
+    Mutant(
+        "M22", "reduced from the own rank on", "ranks hold different bits: vLLM keeps one order for this reason",
+        (Edit(ONE_SHOT, "peer(group, r), epoch, 0,", "peer(group, (r + tl.load(group)) % WORLD_SIZE), epoch, 0,"),),
+        (S,), frozenset({"rank_mismatch"}), world_size=3, body=bodies.floats,
+    ),
+    Mutant(
+        "M23", "every block waits for block 0's header", "block b reads what block b of a peer wrote",
+        (Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+              "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),),
+        (S,), RACE, blocks=2,
+    ),
+    Mutant(
+        "M24", "two-shot: a rank without a shard does not meet", "headers come from every block, with payload or without",
+        (Edit(TWO_SHOT, f"        {_MEET}\n", f"        if count > me * shard:\n            {_MEET}\n"),),
+        (T,), DEADLOCK,
+    ),
+    Mutant(
+        "M25", "LL: flag and payload in two stores", "a flag may come before its payload; mixed sizes: vllm#2760",
+        (Edit(PRIMITIVES, _PUT, _TORN),),
+        (L,), RACE,
+    ),
+    Mutant(
+        "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own room, too",
+        (Edit(TWO_LL, "        for step in range(WORLD_SIZE):\n", "        for step in range(1, WORLD_SIZE):\n"),),
+        (TL,), DEADLOCK,
+    ),
+    Mutant(
+        "M27", "two-shot LL: both phases in one half", "a word of the second phase is taken for one of the first",
+        (
+            Edit(TWO_LL, "slot = ll_slot(group, peer(group, to), epoch, me, half + first, WORLD_SIZE)",
+                 "slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)  # results"),
+            Edit(TWO_LL, "slot = ll_slot(group, group, epoch, source, half + first, WORLD_SIZE)",
+                 "slot = ll_slot(group, group, epoch, source, first, WORLD_SIZE)"),
+        ),
+        (TL,), RACE,
+    ),
+    Mutant(
+        "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
+        (
+            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE)\n", "peer(group, to), 0, me, WORLD_SIZE)\n"),
+            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half",
+                 "peer(group, to), 0, me, WORLD_SIZE) + half"),
+            Edit(TWO_SHOT, "(group, group, epoch, r, WORLD_SIZE)", "(group, group, 0, r, WORLD_SIZE)"),
+            Edit(TWO_SHOT, "(group, group, epoch, source, WORLD_SIZE)", "(group, group, 0, source, WORLD_SIZE)"),
+        ),
+        (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
+    ),
+    Mutant(
+        "M29", "barrier forgets the last rank", "a flag that nobody reads is there for the next call",
+        (Edit(PRIMITIVES, "    mask = (source < WORLD_SIZE) & (source != me)",
+              "    mask = (source < WORLD_SIZE - 1) & (source != me)"),),
+        (B,), frozenset({"leftover"}),
+    ),
+    Mutant(
+        "M30", "nothing staged", "peers read memory that nobody has written",
+        (Edit(ONE_SHOT, "        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)\n", ""),),
+        (S,), frozenset({"uninitialised"}),
+    ),
+    Mutant(
+        "M31", "LL: the last word of a tile is not sent", "off by one in a mask",
+        (Edit(PRIMITIVES, "    mask = lane < count\n", "    mask = lane < count - 1\n"),),
+        (L,), DEADLOCK,
+    ),
+    Mutant(
+        "M32", "LL: the flag loses its top bit", "a counter of 31 bits where 32 are meant",
+        (Edit(PRIMITIVES, "low = (words & LOW) | (flag << 32)", "low = (words & LOW) | ((flag & 0x7FFFFFFF) << 32)"),),
+        (L,), DEADLOCK, first_epoch=2**31 - 2,
+    ),
+    Mutant(
+        "M33", "no block barrier behind the last arrival", "other threads store before one of them has acquired",
+        (Edit(PRIMITIVES, "            tl.debug_barrier()  # holds the block's other threads until one of them has "
+              "acquired\n", ""),),
+        (S,), RACE, "put tl.debug_barrier() after the acquire", blocks=2,
+    ),
+    Mutant(
+        "M34", "two-shot: shard pushed to the peer's own room", "two ranks write to one room",
+        (Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE)\n", "peer(group, to), epoch, to, WORLD_SIZE)\n"),),
+        (T,), frozenset({"race", "uninitialised"}),
+    ),
+    Mutant(
+        "M35", "LL: polls with a plain load", "a load that is not volatile may be split, kept, or never repeated",
+        (Edit(PRIMITIVES, "16) + lane, volatile=True)", "16) + lane)"),),
+        (L,), RACE,
+    ),
+    Mutant(
+        "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
+        (Edit(GATHER_LL, "store_words(y_ptr + r * numel, base + first,", "store_words(y_ptr + r * numel, first,"),),
+        (GL,), WRONG, sizes=(300,), tile=128,
+    ),
+)  # fmt: skip

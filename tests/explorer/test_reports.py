@@ -1,0 +1,219 @@
+"""Reports: kept in files, repeated exactly, made small; and the command that does so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from click.testing import CliRunner
+
+import tricomm
+from tests.explorer import small_kernels as k
+from tests.explorer.test_check import two_writers, words
+from tricomm import explorer
+from tricomm.cli import cli
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.explorer import selftest, shrinking
+from tricomm.explorer.report import Report
+from tricomm.kernels import adapter, interpreter
+
+USERS_FILE = '''
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def swap(peers, out_ptr, rank, FLAG: tl.constexpr):
+    """Each rank writes to the other."""
+    for r in tl.static_range(2):
+        if r != rank:
+            tl.store(peers[r] + 8, rank + 10)
+            tl.debug_barrier()
+            if FLAG:
+                tl.atomic_xchg(peers[r], 1, sem="release", scope="sys")
+    for r in tl.static_range(2):
+        if r == rank:
+            if FLAG:
+                while tl.atomic_add(peers[r], 0, sem="acquire", scope="sys") != 1:
+                    pass
+            tl.debug_barrier()
+            tl.store(out_ptr, tl.load(peers[r] + 8))
+
+
+def call(comm, flag):
+    memory, out = comm.symmetric((16,), torch.int64), torch.zeros(1, dtype=torch.int64)
+    memory.local.zero_()
+    comm.barrier()
+    comm.launch(swap, 1, memory.peers, out, comm.rank, FLAG=flag)
+    comm.barrier()
+    return out
+
+
+def racy(comm):
+    return call(comm, False)
+
+
+def right(comm):
+    return call(comm, True)
+'''
+
+
+@pytest.fixture
+def users_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USERS_FILE)
+    return path
+
+
+def ordered_race(comm):
+    """Wrong only under those schedules in which rank 1 comes after two of rank 0's four turns."""
+    memory, out = words(comm), torch.full((4,), -1)
+    comm.launch(k.tickets, 1, memory.peers, out, WORLD_SIZE=comm.world_size, TIMES=4)
+    comm.barrier()
+    if comm.rank == 1 and int(out[0]) == 2:
+        raise AssertionError("in the middle")
+
+
+def summary(report: Report):
+    return [(f.kind, f.ranks, f.where, f.text, f.execution) for f in report.findings], report.steps, report.ran
+
+
+def test_a_campaign_repeats_itself_and_its_seed_matters():
+    first = tricomm.check(ordered_race, 2, schedules=200, seed=3)
+    assert not first.ok
+    again = tricomm.check(ordered_race, 2, schedules=200, seed=3)
+    assert summary(first) == summary(again)
+    other = tricomm.check(ordered_race, 2, schedules=200, seed=4)
+    assert summary(other) != summary(first)
+
+
+def test_choices_are_shrunk_and_still_show_it(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(shrinking, "shrink", lambda again, finding, execution: execution)
+        unshrunk = len(tricomm.check(ordered_race, 2, schedules=200, seed=3).findings[0].execution.choices)
+    report = tricomm.check(ordered_race, 2, schedules=200, seed=3)
+    (finding,) = report.findings
+    assert 1 <= len(finding.execution.choices) < unshrunk
+    assert [f.key for f in explorer.replay(report, ordered_race)[0]] == [finding.key]
+
+
+def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
+    report = tricomm.check(two_writers, 2, schedules=3)
+    report.save(tmp_path / "report.json")
+    stored = Report.load(tmp_path / "report.json")
+    assert summary(stored) == summary(report) and stored.findings == report.findings
+    ((found,),) = explorer.replay(stored, two_writers)
+    assert (found.kind, found.where, found.text) == (
+        report.findings[0].kind, report.findings[0].where, report.findings[0].text,
+    )  # fmt: skip
+    assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "mended, and it still repeats"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"schema": 9, "tool": "tricomm check"}', '{"schema": 1, "tool": "x"}']
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    (tmp_path / "no.json").write_text(text)
+    with pytest.raises(InvalidArgument, match="no report of tricomm check"):
+        Report.load(tmp_path / "no.json")
+
+
+def command(*arguments):
+    return CliRunner().invoke(cli, ["check", *map(str, arguments)])
+
+
+def test_the_command_checks_a_users_function_and_repeats_its_report(users_file, tmp_path):
+    report, picture = tmp_path / "report.json", tmp_path / "race.html"
+    done = command(f"{users_file}:racy", "--world-size", 2, "--schedules", 5, "--report", report, "--timeline", picture)
+    assert done.exit_code == 1 and "race" in done.output and "mine.py:" in done.output and "simulated" in done.output
+    assert "<svg" in picture.read_text()
+    again = command("--replay", report)
+    assert again.exit_code == 1 and "1. repeated: race" in again.output
+    users_file.write_text(USERS_FILE.replace("return call(comm, False)", "return call(comm, True)"))
+    mended = command("--replay", report)
+    assert mended.exit_code == 0 and "NOT repeated" in mended.output
+
+
+def test_the_command_on_a_right_function_and_as_json(users_file):
+    done = command(f"{users_file}:right", "--world-size", 2, "--schedules", 12, "--json")
+    (found,) = json.loads(done.output)
+    assert done.exit_code == 0 and found["ok"] and found["ran"] == 12 and found["simulated"] is True
+    assert found["subject"] == {"file": str(users_file), "function": "right"}
+
+
+def test_the_command_checks_shipped_kernels():
+    done = command("--collective", "barrier", "--world-size", 2, "--schedules", 2)
+    assert done.exit_code == 0 and done.output.startswith("barrier: no finding in 2 schedules")
+    report = Path("report-of-nothing.json")
+    assert not report.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nowhere.py:fn"], "file that exists"),
+        (["--algorithm", "three_shot"], "no shipped kernel"),
+        (["--fault", "fire", "--collective", "barrier"], "faults"),
+        (["--world-size", "17"], "17"),
+        (["--replay", "nowhere.json"], "does not exist"),
+    ],
+    ids=str,
+)
+def test_what_the_command_refuses(arguments, text):
+    done = command(*arguments)
+    assert done.exit_code == 2 and text in done.output
+
+
+@pytest.mark.parametrize("name", ["nothing", "1st", "os.path"])
+def test_functions_that_a_file_does_not_have(users_file, name):
+    done = command(f"{users_file}:{name}", "--world-size", 2)
+    assert done.exit_code == 2 and ("has no function" in done.output or "file.py:function" in done.output)
+
+
+def test_a_file_that_does_not_load(tmp_path):
+    (tmp_path / "bad.py").write_text("import no_such_module_at_all\n")
+    done = command(f"{tmp_path / 'bad.py'}:fn")
+    assert done.exit_code == 2 and "ModuleNotFoundError" in done.output
+
+
+# The adapter and the detector look after themselves.
+
+
+def test_a_hook_that_triton_does_not_call_any_more_is_noticed(monkeypatch):
+    selftest.require()
+    selftest.require.cache_clear()
+    monkeypatch.setattr(
+        adapter, "_accessed", lambda kind, pointer, mask, sem, scope, original, *rest, **more: original(mask)
+    )
+    with pytest.raises(ResourceError, match="self-test failed"):
+        tricomm.check(two_writers, 2, schedules=1)
+    monkeypatch.undo()
+    selftest.require()
+
+
+def test_a_hook_that_triton_does_not_have_any_more_is_named(monkeypatch):
+    monkeypatch.setattr(adapter, "_HOOKED", (*adapter._HOOKED, "create_something_else"))
+    with pytest.raises(InvalidArgument, match="lacks what tricomm hooks into: create_something_else"):
+        tricomm.simulate(lambda comm: None, 2)
+
+
+def test_an_unknown_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    for run in (tricomm.simulate, tricomm.check):
+        with pytest.raises(InvalidArgument, match=r"4\.0\.0 is not among the tested versions"):
+            run(lambda comm: None, 2)
+
+
+def test_every_private_name_of_the_interpreter_is_in_one_module():
+    root = Path(interpreter.__file__).resolve().parent.parent
+    users = [
+        path.name
+        for folder in ("kernels", "store", "perf", "tricomm")
+        for path in (root / folder).rglob("*.py")
+        if "triton.runtime" in path.read_text()
+    ]
+    assert users == ["adapter.py"]

@@ -1,0 +1,125 @@
+"""Who goes next: the strategies by themselves, on tasks that are only names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+
+from tricomm.explorer.scheduler import default
+from tricomm.explorer.strategies import BoundedSearch, Given, Priorities, RandomWalk
+
+
+@dataclass(eq=False)
+class Fake:
+    rank: int
+    steps: int
+    block: int = 0
+    sync: bool = True
+
+    @property
+    def key(self) -> str:
+        return f"r{self.rank}"
+
+
+def run(strategy, lengths) -> list[int]:
+    """The order in which tasks of so many steps take them."""
+    tasks = [Fake(rank, n) for rank, n in enumerate(lengths)]
+    current, order = None, []
+    while ready := [t for t in tasks if t.steps]:
+        current = strategy.choose(len(order), current, ready)
+        current.steps -= 1
+        order.append(current.rank)
+    return order
+
+
+def preemptions(order, lengths) -> int:
+    left, count = list(lengths), 0
+    for n, (a, b) in enumerate(pairwise(order)):
+        left[a] -= 1
+        count += a != b and left[a] > 0
+        assert n >= 0
+    return count
+
+
+def interleavings(lengths):
+    if not any(lengths):
+        return [[]]
+    found = []
+    for rank, n in enumerate(lengths):
+        if n:
+            rest = [m - (r == rank) for r, m in enumerate(lengths)]
+            found += [[rank, *more] for more in interleavings(rest)]
+    return found
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 9])
+@pytest.mark.parametrize("lengths", [(1,), (2, 2), (3, 2), (2, 1, 2)], ids=str)
+def test_the_bounded_search_visits_every_schedule_within_its_bound_once(lengths, bound):
+    search, seen = BoundedSearch(bound), []
+    while search.begin():
+        seen.append(run(search, lengths))
+        search.end()
+    within = [order for order in interleavings(lengths) if preemptions(order, lengths) <= bound]
+    assert sorted(seen) == sorted(within)
+
+
+def test_the_bounded_search_preempts_before_strong_accesses_only():
+    class Plain(Fake):
+        pass
+
+    search, seen = BoundedSearch(2), []
+    while search.begin():
+        tasks = [Plain(0, 2, sync=False), Plain(1, 2, sync=False)]
+        current, order = None, []
+        while ready := [t for t in tasks if t.steps]:
+            current = search.choose(0, current, ready)
+            current.steps -= 1
+            order.append(current.rank)
+        seen.append(order)
+        search.end()
+    assert sorted(seen) == [[0, 0, 1, 1], [1, 1, 0, 0]]
+
+
+def test_a_function_that_does_not_repeat_itself_is_seen():
+    search = BoundedSearch(2)
+    search.begin()
+    run(search, (2, 2))
+    search.end()
+    search.begin()
+    with pytest.raises(RuntimeError, match="does not repeat itself"):
+        run(search, (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: RandomWalk(s), lambda s: RandomWalk(s, 0.5), lambda s: Priorities(s, 3, 20)]
+)
+def test_a_seed_is_a_schedule(make):
+    orders = [run(make(seed), (8, 8, 8)) for seed in range(20)]
+    assert orders == [run(make(seed), (8, 8, 8)) for seed in range(20)]
+    assert len({tuple(order) for order in orders}) > 10
+
+
+def test_priorities_run_one_task_until_it_drops():
+    orders = [run(Priorities(seed, 3, 24), (8, 8, 8)) for seed in range(30)]
+    assert max(preemptions(order, (8, 8, 8)) for order in orders) == 2
+
+
+def test_choices_repeat_a_schedule():
+    for seed in range(10):
+        walk, choices = RandomWalk(seed), []
+        tasks = [Fake(rank, 6) for rank in range(3)]
+        current, order = None, []
+        while ready := [t for t in tasks if t.steps]:
+            chosen = walk.choose(len(order), current, ready)
+            if chosen is not default(current, ready):
+                choices.append((len(order), chosen.key))
+            current = chosen
+            current.steps -= 1
+            order.append(current.rank)
+        assert run(Given(choices), (6, 6, 6)) == order
+
+
+def test_choices_that_cannot_be_made_are_passed_by():
+    assert run(Given([(0, "r7"), (1, "r1")]), (2, 2)) == [0, 1, 1, 0]
