@@ -161,12 +161,11 @@ class Ranks:
             self._deadlock = waiting.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
             if self._detector is not None:
                 return False
-        again, self._stuck_at = scheduler.step == self._stuck_at, scheduler.step
-        found = world.pass_time()
-        for rank in range(world.world_size):
-            self._machine.tell_to_leave(rank)
-        scheduler.wake_hosts()
-        if found or not again:
+        again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
+        if world.pass_time() or not again:
+            for rank in range(world.world_size):
+                self._machine.tell_to_leave(rank)
+            scheduler.wake_hosts()
             return True
         why = "told to leave, and does not"
         self._deadlock = self._deadlock or waiting.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)

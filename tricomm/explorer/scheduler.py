@@ -48,6 +48,7 @@ class Scheduler:
     ) -> None:
         self.step = 0
         self.turns = 0  # grows while anything goes on at all
+        self.progress = 0  # grows when memory changes or host code goes on: polling alone is none
         self.choices: list[tuple[int, str]] = []  # where a strategy departed from running on
         self.current: Task | None = None
         self.hosts: list[Task] = []
@@ -129,6 +130,7 @@ class Scheduler:
 
     def wrote(self, addresses: Array) -> None:
         """Memory has changed: whoever polls it may run again."""
+        self.progress += 1
         for task in self.blocks:
             if task.state is State.PARKED:
                 task.retries = 0
@@ -155,7 +157,6 @@ class Scheduler:
         for task in list(self.blocks):
             if task.state is State.PARKED:
                 self._throw(task, CollectiveTimeout(text))
-        self._settle()
 
     # The loop
 
@@ -209,6 +210,7 @@ class Scheduler:
         self.current = task
         self.turns += 1
         if task.is_host:
+            self.progress += 1
             with self._host_context(task.rank):
                 return self._switch(task)
         return self._switch(task)

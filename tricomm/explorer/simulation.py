@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tricomm import selection
 from tricomm.communicator import Communicator
-from tricomm.errors import InvalidArgument
+from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.execution import Ranks, Subject
 from tricomm.explorer.findings import Execution
 from tricomm.explorer.strategies import RandomWalk
@@ -39,9 +39,11 @@ def simulate(
     outcome = Ranks(subject, Execution(seed), RandomWalk(seed), detect=False).execute()
     if outcome.errors:
         error = next(iter(outcome.errors.values()))
-        if outcome.deadlock is not None:
+        if outcome.deadlock is not None and outcome.deadlock not in str(error):
             error.add_note(f"deadlock: {outcome.deadlock}")
         raise error
+    if len(outcome.results) < world_size:
+        raise CollectiveTimeout(f"deadlock: {outcome.deadlock}")
     return [outcome.results[rank] for rank in range(world_size)]
 
 
