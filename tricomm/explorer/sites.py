@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ from tricomm.kernels import access, adapter, interpreter
 _HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, np, torch, greenlet)) + tuple(
     str(Path(m.__file__ or "")) for m in (access, adapter, interpreter)
 )
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _HERE = str(Path(__file__).parent)
 _ROOT = interpreter.Program.__call__.__code__
 _PACKAGE = str(Path(interpreter.__file__).parent.parent)
@@ -58,9 +60,9 @@ class Site:
 
 
 def is_users(file: str) -> bool:
-    """True for code that is neither Triton's, torch's, numpy's nor tricomm's host code."""
+    """True for kernels, and for code that is neither tricomm's own nor an installed library's."""
     kernels = file.startswith(_KERNELS) and not file.startswith(_HIDDEN)
-    return kernels or not file.startswith((*_HIDDEN, _PACKAGE, "<"))
+    return kernels or not file.startswith((*_HIDDEN, *_LIBRARIES, _PACKAGE, "<"))
 
 
 NOWHERE = Site(())

@@ -1,0 +1,218 @@
+"""All ranks in one process: results, seeds, faults and errors as with processes, and nothing left behind."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tricomm
+from tests.explorer import small_kernels as k
+from tests.explorer.test_check import words
+from tests.tricomm.user_kernel import rotate
+from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied
+from tricomm.kernels import adapter
+
+
+def patched() -> list[str]:
+    return [name for owner, name, old, new in adapter.patches if vars(owner).get(name) is new]
+
+
+@pytest.fixture(autouse=True)
+def triton_is_left_as_it_was():
+    yield
+    assert patched() == [] and adapter.director is None
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5, 8, 16])
+def test_every_world_size_and_every_kernel(world_size):
+    def fn(comm):
+        found = []
+        for call, (algorithm, protocol) in enumerate(
+            [("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple")]
+        ):
+            x = torch.arange(7 + 30 * call) * (comm.rank + 1) + call
+            found.append(comm.all_reduce(x, algorithm=algorithm, protocol=protocol))
+            found.append(comm.all_gather(torch.tensor([comm.rank, call])))
+        comm.barrier()
+        return found
+
+    results = tricomm.simulate(fn, world_size, seed=world_size)
+    assert len(results) == world_size
+    for found in results:
+        for call in range(4):
+            total = torch.arange(7 + 30 * call) * (world_size * (world_size + 1) // 2) + call * world_size
+            assert torch.equal(found[2 * call], total)
+            assert torch.equal(found[2 * call + 1], torch.tensor([[r, call] for r in range(world_size)]).reshape(-1))
+
+
+def order_of_turns(seed):
+    def fn(comm):
+        out = torch.full((6,), -1)
+        comm.launch(k.tickets, 1, words(comm).peers, out, WORLD_SIZE=comm.world_size, TIMES=6)
+        return out.tolist(), torch.randn(3).tolist(), random.random()
+
+    return tricomm.simulate(fn, 3, seed=seed)
+
+
+def test_a_seed_is_an_interleaving_to_the_last_bit():
+    found = [order_of_turns(seed) for seed in range(6)]
+    assert found == [order_of_turns(seed) for seed in range(6)]
+    assert len({str([turns for turns, _, _ in ranks]) for ranks in found}) > 3
+    assert len({str(ranks[0][1]) for ranks in found}) == 6, "random numbers do not come from the seed"
+    assert len({str(rank[1]) for rank in found[0]}) == 3, "two ranks draw the same numbers"
+
+
+def test_the_callers_random_numbers_and_grad_mode_are_its_own():
+    torch.manual_seed(5)
+    random.seed(5)
+    expected = torch.randn(2), random.random()
+
+    def fn(comm):
+        torch.rand(7)
+        random.random()
+        with torch.no_grad() if comm.rank == 0 else torch.enable_grad():
+            comm.barrier()
+            return torch.is_grad_enabled()
+
+    torch.manual_seed(5)
+    random.seed(5)
+    assert tricomm.simulate(fn, 3) == [False, True, True]
+    assert torch.equal(torch.randn(2), expected[0]) and random.random() == expected[1] and torch.is_grad_enabled()
+
+
+def test_a_users_kernel_over_symmetric_memory():
+    def fn(comm):
+        memory, out = comm.symmetric((15,), torch.float32), torch.full((16,), -1.0)
+        memory.local.copy_(torch.arange(15.0) + 100 * comm.rank)
+        comm.barrier()
+        comm.launch(rotate, (1,), memory.peers, out, comm.rank, WORLD_SIZE=comm.world_size, BLOCK=16)
+        assert memory.table.tolist() == [p.data_ptr() for p in memory.peers]
+        return out
+
+    for rank, out in enumerate(tricomm.simulate(fn, 3)):
+        assert torch.equal(out, torch.cat([torch.arange(15.0) + 100 * ((rank + 1) % 3), torch.tensor([-1.0])]))
+
+
+def test_an_error_names_its_rank_and_line_and_the_others_see_a_dead_peer():
+    seen = {}
+
+    def fn(comm):
+        if comm.rank == 1:
+            raise ValueError("out of ideas")
+        try:
+            comm.barrier()
+        except PeerDied as error:
+            seen[comm.rank] = str(error)
+
+    with pytest.raises(ValueError, match="rank 1: out of ideas") as caught:
+        tricomm.simulate(fn, 3)
+    assert any("rank 1" in note and "test_world.py:" in note for note in caught.value.__notes__)
+    assert set(seen) == {0, 2} and all("rank 1" in text for text in seen.values())
+
+
+def test_different_calls_are_a_mismatch_on_every_rank():
+    def fn(comm):
+        with pytest.raises(CollectiveMismatch, match=r"rank \d all_reduce.*rank \d all_reduce"):
+            comm.all_reduce(torch.ones(3 + comm.rank))
+        return True
+
+    assert tricomm.simulate(fn, 2) == [True, True]
+
+
+def test_a_deadlock_is_seen_and_not_waited_for():
+    began = time.monotonic()
+
+    def fn(comm):
+        if comm.rank != 1:
+            comm.barrier()
+
+    with pytest.raises(CollectiveTimeout, match="rank 1") as caught:
+        tricomm.simulate(fn, 2)
+    assert "waits at" in caught.value.__notes__[-1] and "over already: rank 1" in caught.value.__notes__[-1]
+    with pytest.raises(CollectiveTimeout, match=r"expected 5, found 0"):
+        tricomm.simulate(lambda comm: comm.launch(k.waits, 1, words(comm).local, 5), 2)
+    with pytest.raises(CollectiveTimeout, match="symmetric"):
+        tricomm.simulate(lambda comm: comm.rank or comm.symmetric((1,), torch.int32), 2)
+    assert time.monotonic() - began < 120, "this waited for a limit of 600 s"
+
+
+@pytest.mark.parametrize("how", ["sleep", "event", "queue"])
+def test_waiting_outside_of_tricomm_is_ended_and_named(how):
+    def fn(comm):
+        if comm.rank == 1:
+            {"sleep": lambda: time.sleep(60), "event": threading.Event().wait, "queue": queue.Queue().get}[how]()
+        comm.barrier()
+
+    with pytest.raises(InvalidArgument, match=r"rank 1 has not come back to tricomm for 0.5 s, at .*test_world.py:\d+"):
+        tricomm.simulate(fn, 2, options=tricomm.Options(stall_timeout=0.5))
+
+
+@triton.jit
+def assembly(x_ptr):
+    tl.store(x_ptr, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=tl.int32, is_pure=True, pack=1))
+
+
+@pytest.mark.parametrize("run", [tricomm.simulate, tricomm.check], ids=["simulate", "check"])
+def test_a_kernel_that_the_interpreter_cannot_run(run):
+    def fn(comm):
+        if comm.rank == 1:
+            comm.launch(assembly, 1, torch.zeros(1, dtype=torch.int32))
+
+    with pytest.raises(InvalidArgument, match="rank 1: kernel assembly cannot run") as caught:
+        run(fn, 2)
+    assert any("test_world.py:" in note for note in caught.value.__notes__)
+
+
+def test_an_access_outside_is_an_error_and_no_crash():
+    def fn(comm):
+        comm.launch(k.outside, 1, words(comm).local, torch.zeros(16, dtype=torch.int64), 3, BLOCK=16)
+
+    with pytest.raises(tricomm.TricommError, match=r"small_kernels.py:\d+: rank 0, block 0 reads .* past the end"):
+        tricomm.simulate(fn, 2)
+
+
+def test_a_ctrl_c_leaves_everything_usable():
+    def fn(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            raise KeyboardInterrupt
+        comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        tricomm.simulate(fn, 2)
+    assert patched() == []
+    assert tricomm.simulate(lambda comm: comm.rank, 2) == [0, 1]
+
+
+def test_in_another_thread_and_inside_another_one():
+    def inner(comm):
+        return comm.all_reduce(torch.ones(3)).tolist()
+
+    found = []
+    thread = threading.Thread(target=lambda: found.append(tricomm.simulate(inner, 2)))
+    thread.start()
+    found.append(tricomm.simulate(lambda comm: (comm.barrier(), tricomm.simulate(inner, 3))[1], 2))
+    thread.join(60)
+    assert [[2.0] * 3] * 2 in found and [[[3.0] * 3] * 3] * 2 in found
+
+
+def test_results_outlive_the_ranks_and_a_late_call_is_refused():
+    kept = []
+
+    def fn(comm):
+        memory = comm.symmetric((4,), torch.float32)
+        memory.local.fill_(comm.rank + 1.0)
+        kept.append(comm)
+        return memory.local
+
+    results = tricomm.simulate(fn, 2)
+    assert [r.tolist() for r in results] == [[1.0] * 4, [2.0] * 4]
+    with pytest.raises(tricomm.GroupAborted, match="closed"):
+        kept[0].barrier()
