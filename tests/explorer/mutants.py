@@ -73,8 +73,9 @@ REAL = (
         (S,), RACE, "no flag tells rank",
     ),
     Mutant(
-        "K06", "pads: one stage, no trailing barrier", "the stage is filled anew under a reader: ROCm/aiter#3514, #4082",
-        (Edit(PADS, '    tl.store(y_ptr + at, total)\n    meet(pads, rank, channel, WORLD_SIZE, "acq_rel", "acq_rel")\n',
+        "K06", "pads: one stage, no trailing barrier", "the stage is filled under a reader: ROCm/aiter#3514, #4082",
+        (Edit(PADS,
+              '    tl.store(y_ptr + at, total)\n    meet(pads, rank, channel, WORLD_SIZE, "acq_rel", "acq_rel")\n',
               "    tl.store(y_ptr + at, total)\n"),),
         (), RACE, "a trailing barrier would", body=bodies.streams,
     ),
@@ -140,7 +141,7 @@ REAL = (
     ),
     Mutant(
         "K17", "parity flips every second call", "two counter sets needed, and used in turn: vllm#8558",
-        (Edit(MAILBOX, "tl.load(group + SIMPLE_BASE) + ((epoch & 1)", "tl.load(group + SIMPLE_BASE) + ((epoch >> 1 & 1)"),),
+        (Edit(MAILBOX, "group + SIMPLE_BASE) + ((epoch & 1)", "group + SIMPLE_BASE) + ((epoch >> 1 & 1)"),),
         (S,), RACE, "two buffers used in turn",
     ),
     Mutant(
@@ -156,13 +157,13 @@ REAL = (
         (G,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
-        "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets needed, vllm#8558, #8404",
+        "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets, vllm#8558, #8404",
         (
             Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me\n", "row = PHASE * WORLD_SIZE + me\n"),
             Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)",
                  "row = PHASE * WORLD_SIZE + tl.where(mask, source, 0)"),
         ),
-        (B,), DEADLOCK, schedules=40,
+        (B,), DEADLOCK, strategy="pct",
     ),
     Mutant(
         "K21", "two-shot without the first barrier", "shards are reduced before they have come",
@@ -200,8 +201,9 @@ REAL = (
     ),
     Mutant(
         "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
-        (Edit(PRIMITIVES, "    epoch = tl.load(group + EPOCH)\n", f"{_GRID_WAIT}    epoch = tl.load(group + EPOCH)\n"),),
-        (S,), DEADLOCK, blocks=2, residency=1,
+        (Edit(PRIMITIVES, "    epoch = tl.load(group + EPOCH)\n",
+              f"{_GRID_WAIT}    epoch = tl.load(group + EPOCH)\n"),),
+        (S,), DEADLOCK, world_size=1, blocks=2, residency=1,
     ),
     Mutant(
         "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer import allowed, diagnosis
-from tricomm.explorer.clocks import SEEN, STRICT, Message, Thread
+from tricomm.explorer.clocks import SEEN, STRICT, THREAD, Message, Thread
 from tricomm.explorer.findings import Finding, Record
 from tricomm.explorer.memory import Array, Place, Region
 from tricomm.explorer.shadow import PLAIN, SCOPES, Clash, Index, Shadow
@@ -249,7 +249,7 @@ class Detector:
             # A counter's last ticket need not be read by anybody; a signal must be.
             shadow.taken[index] = access.kind == "rmw" and access.op != "XCHG"
             if allowed.is_ll(site) and not _any_byte(place, access.itemsize):  # a cleared word is no message
-                shadow.taken[index], shadow.taking[index] = True, 0
+                shadow.taken[index], shadow.taking[index], shadow.cleared[index] = True, 0, True
 
     def _clashed(
         self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int, strong: bool
@@ -281,6 +281,11 @@ class Detector:
                 clash = shadow.clash_with_write(index, which)
                 self.report(diagnosis.ll_overwritten(self.records[clash.record], self.records[record], never))
                 return
+        # The block's reduction over what its lanes have acquired stands for a block barrier here.
+        late = shadow.cleared[index] & shadow.unordered_write(index, thread.now[THREAD])
+        if late.any():
+            clash = shadow.clash_with_write(index, late)
+            self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))
 
     def _busy(self, place: Place, site: Site) -> bool:
         return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY

@@ -100,6 +100,13 @@ def ll_overwritten(first: Record, second: Record, never: bool) -> Finding:
     return _finding("race", (first, second), text, advice)
 
 
+def zero_may_come_late(first: Record, second: Record) -> Finding:
+    """An LL word is written over a zero that may still be on its way."""
+    text = f"the zero of a clearing may still land on an LL word, {second.place}: {_said(first)}; then {_said(second)}"
+    advice = "release the header that follows a clearing, and acquire it before the word is written"
+    return _finding("race", (first, second), text, advice)
+
+
 def uninitialised(record: Record) -> Finding:
     text = f"{_said(record)} from {record.place}, which nobody has ever written"
     advice = "write it first, or wait for who does; where the zeros that memory starts with are meant, store them"

@@ -43,6 +43,7 @@ class Shadow:
         self.record = np.zeros(n, np.int32)
         self.message = np.full(n, -1, np.int32)
         self.taken = np.ones(n, bool)  # a strong write's value has been read by a strong read
+        self.cleared = np.zeros(n, bool)  # the last write cleared an LL word
         self.taker = np.zeros(n, np.int16)
         self.taking = np.zeros(n, np.int32)  # the first taker's time
         self.read = np.zeros((n, slots), np.int32)  # times of the last plain reads
@@ -50,8 +51,8 @@ class Shadow:
         self.readers = np.zeros((n, slots), np.int32)  # records of the last reads of either kind
 
     _BY_GRANULE = (
-        "writer", "written", "scope", "size", "record", "message", "taken", "taker", "taking", "read", "looked",
-        "readers",
+        "writer", "written", "scope", "size", "record", "message", "taken", "cleared", "taker", "taking", "read",
+        "looked", "readers",
     )  # fmt: skip
 
     def index(self, offsets: Array, itemsize: int) -> Index:
@@ -119,6 +120,7 @@ class Shadow:
         self.scope[index], self.size[index], self.record[index] = scope, size, record
         self.message[index] = -1
         self.taken[index] = True
+        self.cleared[index] = False
         # Whoever is ordered after this write is ordered after the reads that this write is ordered after.
         self.read[index] = 0
         if scope == PLAIN:

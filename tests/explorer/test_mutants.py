@@ -1,0 +1,199 @@
+"""Every mutant is caught, for the reason that it was made for; and each rule of the detector is needed to catch one."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.explorer.mutants import MUTANTS
+from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
+from tricomm import plan
+from tricomm.explorer import Report, clocks, detector
+from tricomm.explorer.campaign import Campaign
+from tricomm.explorer.clocks import Thread
+from tricomm.explorer.detector import Detector
+from tricomm.explorer.oracle import Oracle
+from tricomm.explorer.shadow import Shadow
+from tricomm.group import Group
+from tricomm.kernels import adapter, registry
+
+
+@functools.cache
+def found(name: str) -> Report:
+    return explore(MUTANTS[name])
+
+
+def kinds(report: Report) -> set[str]:
+    return {finding.kind for finding in report.findings}
+
+
+def calls(mutant: Mutant) -> Mutant:
+    """What the mutant runs, without what is changed: the same for all that make the same calls."""
+    return replace(mutant, name="", title="", bug="", edits=(), expect=frozenset(), advice="", schedules=0)
+
+
+ALIKE: dict[Mutant, list[str]] = {}
+for _mutant in MUTANTS.values():
+    ALIKE.setdefault(calls(_mutant), []).append(_mutant.name)
+
+
+def test_every_known_bug_has_a_mutant():
+    assert {f"K{n:02}" for n in range(1, 33)} | {"K33a", "K33b"} <= set(MUTANTS)
+    assert all(m.edits and m.expect and m.bug for m in MUTANTS.values())
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(name):
+    report = found(name)
+    assert kinds(report) & MUTANTS[name].expect, str(report)
+
+
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.advice])
+def test_the_advice_names_what_is_missing(name):
+    assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
+
+
+@pytest.mark.parametrize("names", ALIKE.values(), ids=lambda names: "-".join(names))
+def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
+    mutant = MUTANTS[names[0]]
+    report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))
+    assert kinds(report) == mutant.clean, str(report)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("kernels/primitives.py", "this is nowhere", ""),
+        Edit("kernels/primitives.py", "tl.debug_barrier()", ""),
+        Edit("tricomm/group.py", "this is nowhere", ""),
+        Edit("tests/explorer/pad_kernels.py", "this is nowhere", ""),
+        Edit("kernels/nowhere.py", "", ""),
+    ],
+    ids=lambda edit: f"{edit.file}: {edit.old}",
+)
+def test_an_edit_that_does_not_apply_is_refused(edit):
+    with pytest.raises(ValueError, match="times, not once|no files"), loaded([edit]):
+        pass
+    assert plan.registry is registry
+
+
+def test_edits_are_made_one_after_another():
+    assert edited("a", "x y", [Edit("a", "x", "y z"), Edit("b", "x", "-"), Edit("a", "z y", "w")]) == "y w"
+
+
+def test_nothing_of_a_mutant_stays_behind():
+    launch = Group._launch
+    with loaded(MUTANTS["K11"].edits) as pads:
+        name, folder = pads.__package__, Path(pads.__file__).parent
+        assert plan.registry.__name__ == f"{name}.registry" and Group._launch is not launch and folder.is_dir()
+    assert plan.registry is registry and Group._launch is launch and not folder.exists()
+    assert not [m for m in sys.modules if m.startswith(name)]
+    assert not [f for f in (*adapter.substitutes, *adapter._plain) if f.__module__.startswith(name)]
+
+
+# Without one of its rules the explorer misses a mutant.
+
+
+def every_flag_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Thread.publish, Thread.observe
+    patch.setattr(Thread, "publish", lambda self, sem, *rest: publish(self, "acq_rel", *rest))
+    patch.setattr(Thread, "observe", lambda self, message, sem, *rest: observe(self, message, "acq_rel", *rest))
+    patch.setattr(detector, "_RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
+
+
+def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clocks, "_includes", lambda *given: True)
+    patch.setattr(detector, "SCOPES", dict.fromkeys(detector.SCOPES, detector.SCOPES["sys"]))
+
+
+def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Thread.publish, Thread.observe
+
+    def publishing(self: Thread, *given: object) -> object:
+        self.barrier()
+        return publish(self, *given)
+
+    def observing(self: Thread, *given: object) -> None:
+        observe(self, *given)
+        self.barrier()
+
+    patch.setattr(Thread, "publish", publishing)
+    patch.setattr(Thread, "observe", observing)
+
+
+def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shadow, "clash_with_read", lambda *given, **named: None)
+
+
+def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shadow, "unordered_write", lambda self, index, known: self.written[index] < 0)
+
+
+def sizes_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    misfits = Detector._misfits
+
+    def misfitting(self, thread, access, shadow, index):
+        return misfits(self, thread, replace(access, itemsize=shadow.size[index]), shadow, index)
+
+    patch.setattr(Detector, "_misfits", misfitting)
+
+
+def ll_words_are_overwritten_freely(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Detector, "_ll_overwritten", lambda *given: None)
+
+
+def nobody_looks_for_flags_left_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Detector, "leftovers", lambda *given: None)
+
+
+def results_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Oracle, "findings", lambda self: [])
+    patch.setattr(Campaign, "_compared", lambda *given: [])
+
+
+RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (every_flag_releases_and_acquires, "K01"),
+    (every_flag_releases_and_acquires, "K02"),
+    (every_flag_releases_and_acquires, "K15"),
+    (every_scope_is_the_system, "K03"),
+    (every_scope_is_the_system, "K25"),
+    (a_block_is_one_thread, "K33a"),
+    (a_block_is_one_thread, "K33b"),
+    (reads_are_forgotten, "K16"),
+    (reads_are_forgotten, "M17"),
+    (writes_are_forgotten, "K24"),
+    (sizes_do_not_matter, "M25"),
+    (ll_words_are_overwritten_freely, "M05"),
+    (nobody_looks_for_flags_left_over, "M29"),
+    (results_are_not_compared, "K26"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name"), RULES, ids=lambda value: getattr(value, "__name__", value))
+def test_each_rule_is_needed(rule, name, monkeypatch):
+    """Under the very schedules that show the mutant, nothing is found without the rule."""
+    number = found(name).ran
+    rule(monkeypatch)
+    report = explore(MUTANTS[name], schedules=number)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["K27", "K28"])
+def test_too_few_places_for_the_grid_are_needed(name):
+    assert explore(MUTANTS[name], residency=None).ok
+
+
+@pytest.mark.parametrize("name", ["K18", "M17", "M32"])
+def test_epochs_before_the_limits_are_needed(name):
+    assert explore(replace(MUTANTS[name], first_epoch=1), schedules=1).ok
+
+
+def test_more_than_one_schedule_is_needed():
+    mutant = replace(MUTANTS["K20"], strategy="random")
+    assert explore(mutant, schedules=1).ok
+    assert not explore(mutant, schedules=60).ok
