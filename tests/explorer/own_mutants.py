@@ -87,7 +87,6 @@ OWN = (
         "M07", "cleared after the header", "a peer's next words are cleared away (mailboxes.py)",
         (Edit(EXCHANGE, _CLEAR + _OPEN, _OPEN + _CLEAR),),
         (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
-        strategy="pct", schedules=20,
     ),
     Mutant(
         "M08", "never cleared", "words of 2^32 epochs ago are taken for new",
@@ -98,8 +97,7 @@ OWN = (
     Mutant(
         "M09", "header after clearing relaxed", "a zero still lands on a word that a peer has pushed since",
         (Edit(EXCHANGE, "send_headers(group, epoch, call, 0, True,", "send_headers(group, epoch, call, 0, False,"),),
-        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 1), blocks=2, tile=256,
-
+        (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
     ),
     Mutant(
         "M10", "clears the mailbox in use", "what peers push in this very epoch is cleared away",
@@ -250,5 +248,10 @@ OWN = (
         "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
         (Edit(GATHER_LL, "store_words(y_ptr + r * numel, base + first,", "store_words(y_ptr + r * numel, first,"),),
         (GL,), WRONG, sizes=(300,), tile=128,
+    ),
+    Mutant(
+        "M37", "LL: polls the upper halves only", "the lower one is stored first, and may come last",
+        (Edit(PRIMITIVES, "expected = lane < 2 * count", "expected = (lane < 2 * count) & (lane % 2 == 1)"),),
+        (L,), frozenset({"wrong_result"}), schedules=20, body=bodies.in_turn,
     ),
 )  # fmt: skip

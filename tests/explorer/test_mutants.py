@@ -169,6 +169,7 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (writes_are_forgotten, "K24"),
     (sizes_do_not_matter, "M25"),
     (ll_words_are_overwritten_freely, "M05"),
+    (ll_words_are_overwritten_freely, "M09"),
     (nobody_looks_for_flags_left_over, "M29"),
     (results_are_not_compared, "K26"),
 ]
@@ -191,6 +192,10 @@ def test_too_few_places_for_the_grid_are_needed(name):
 @pytest.mark.parametrize("name", ["K18", "M17", "M32"])
 def test_epochs_before_the_limits_are_needed(name):
     assert explore(replace(MUTANTS[name], first_epoch=1), schedules=1).ok
+
+
+def test_late_stores_are_needed():
+    assert explore(MUTANTS["M37"], schedules=found("M37").ran, faults=()).ok
 
 
 def test_more_than_one_schedule_is_needed():
