@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ def examine(variant: Variant, function: Any = None) -> Report:
     try:
         compiled = compile_variant(function, variant)
     except Exception as error:  # whatever a compiler may raise
-        return _failed(variant, f"{type(error).__name__}: {str(error).strip()[:500]}")
+        return _failed(variant, _said(error))
     ptx, cubin = code.plain_lines(compiled.asm["ptx"]), compiled.asm["cubin"]
     sass = code.disassemble(with_plain_lines(ptx, cubin, variant))
     tiles = code.tile_lines(compiled.asm["ttgir"])
@@ -113,14 +114,28 @@ def examine(variant: Variant, function: Any = None) -> Report:
     )
 
 
+def _said(error: BaseException) -> str:
+    """What Triton says of its own lines, and what is behind it: it chains an error per function called."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    behind = "" if root is error else f"; {type(root).__name__}: {str(root).strip()[-500:]}"
+    return f"{type(error).__name__}: {str(error).strip()[:500]}{behind}"
+
+
 def _failed(variant: Variant, reason: str) -> Report:
     none = Counts(0, 0, 0, 0, 0, 0, ())
     return Report(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, reason)
 
 
 def examine_all(found: list[Variant]) -> Iterator[Report]:
-    """`examine` each of the shipped kernels' variants, in order; compiles several at a time."""
-    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+    """`examine` each of the shipped kernels' variants, in order; compiles several at a time.
+
+    In processes: Triton parses Python while it compiles, and CPython 3.11's parser fails now and then where two
+    threads use it at once (SystemError: AST constructor recursion depth mismatch).
+    """
+    workers = min(4, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             yield from pool.map(examine, found)
         finally:

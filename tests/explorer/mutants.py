@@ -1,8 +1,7 @@
 """The table of mutants, first part: K01 to K33, which stand for bugs that other libraries have had.
 
-Their numbers and the real bugs are those of `anchors/reliability-and-security.md`, section 5. Where the original was
-about CAS pads and this protocol has epochs and rotating mailboxes, the same mistake is made here; where it can only be
-made with pads, a kernel of `pad_kernels` makes it.
+Where the original was about CAS pads and this protocol has epochs and rotating mailboxes, the same mistake is made
+here; where it can only be made with pads, a kernel of `pad_kernels` makes it.
 """
 
 from __future__ import annotations

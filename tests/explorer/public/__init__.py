@@ -1,0 +1,55 @@
+"""Communication kernels of kinds that public Triton code has, each right, and wrong in ways that happen.
+
+Nothing of what they are modelled on is copied; each file says where its protocol is known from. They were written
+without sight of the detector. The constexpr BUG chooses a mistake; "" is the right version. `# @ mark` at the
+end of a line names one that a finding may have to name. Each file has a function that makes `fn(comm)` for
+`tricomm.check`: calls one after another over the same memory, whose results `fn` checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.explorer.public import common, counting, fifo, grid, locks, push, ring, signal_pads
+from tests.explorer.public.common import Mistake
+from tricomm import Communicator
+
+
+@dataclass(frozen=True)
+class Family:
+    """One protocol: `make(bug, **sizes)` gives `fn(comm)`; `smallest` are sizes for a search of all schedules."""
+
+    make: Callable[..., Callable[[Communicator], Any]]
+    smallest: dict[str, int]
+    mistakes: tuple[Mistake, ...]
+
+
+FAMILIES = {
+    "one_shot": Family(signal_pads.one_shots, signal_pads.SMALLEST, signal_pads.MISTAKES),
+    "push_gather": Family(push.push_gathers, push.SMALLEST, push.MISTAKES),
+    "two_shot": Family(counting.two_shots, counting.SMALLEST, counting.MISTAKES),
+    "ring_gather": Family(ring.ring_gathers, ring.SMALLEST, ring.MISTAKES),
+    "queue": Family(fifo.queues, fifo.SMALLEST, fifo.MISTAKES),
+    "grid_sum": Family(grid.grid_sums, grid.SMALLEST, grid.MISTAKES),
+    "lock_sum": Family(locks.lock_sums, locks.SMALLEST, locks.MISTAKES),
+}
+_MARKS = {
+    where: mark
+    for module in (signal_pads, push, counting, ring, fifo, grid, locks)
+    for where, mark in common.marks(Path(module.__file__ or "")).items()
+}
+
+
+def body(family: str, bug: str = "", **sizes: int) -> Callable[[Communicator], Any]:
+    """`fn(comm)` of a family, with a name of its own."""
+    fn = FAMILIES[family].make(bug, **sizes)
+    fn.__qualname__ = f"{family} {bug}".strip()
+    return fn
+
+
+def marked(where: str) -> str:
+    """The mark that a line (file:line) has, or `where`."""
+    return _MARKS.get(where, where)

@@ -1,0 +1,74 @@
+"""Kernels as public Triton code has them: the right ones are passed, and each mistake is named where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tricomm
+from tests.explorer import public
+
+RIGHT = pytest.mark.parametrize(
+    ("family", "variant"),
+    [(family, "") for family in public.FAMILIES]
+    # Two buffers, each written only after a barrier that its readers enter later: nothing to wait for at the end.
+    + [("two_shot", "no trailing barrier")],
+)
+_OURS = str(Path(tricomm.__file__).parent)
+
+
+@RIGHT
+@pytest.mark.parametrize(
+    ("world_size", "schedules", "strategy", "seed"), [(2, 30, "random", 0), (2, 20, "pct", 1), (3, 12, "random", 2)]
+)
+def test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed):
+    report = tricomm.check(public.body(family, variant), world_size, schedules, strategy, seed=seed)
+    assert report.ok, report
+    assert report.ran == schedules and report.complete
+
+
+@pytest.mark.soak
+@RIGHT
+@pytest.mark.parametrize(
+    ("world_size", "schedules", "strategy", "seed"),
+    [(2, 200, "random", 3), (3, 200, "random", 4), (4, 60, "random", 5), (2, 100, "pct", 6), (3, 100, "pct", 7)],
+)
+def test_a_right_kernel_is_passed_at_length(family, variant, world_size, schedules, strategy, seed):
+    test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed)
+
+
+@pytest.mark.soak
+@RIGHT
+def test_a_right_kernel_is_passed_under_every_schedule_with_one_preemption(family, variant):
+    body = public.body(family, variant, **public.FAMILIES[family].smallest)
+    report = tricomm.check(body, 2, None, "exhaustive", preemptions=1)
+    assert report.ok, report
+    assert report.complete
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    [(name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes],
+    ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
+)
+def test_a_mistake_is_named_where_it_is(family, mistake):
+    report = tricomm.check(public.body(family, mistake.name), mistake.world_size, 40)
+    assert not report.ok, "passed"
+    finding = report.findings[0]
+    assert finding.kind in mistake.kinds.split(), report
+    found = [public.marked(where) for where in finding.where]
+    assert found and len(found) == len(finding.ranks), report
+    if finding.kind in ("race", "scope"):
+        assert sorted(found) in [sorted(pair.split(", ")) for pair in mistake.pairs], (found, report)
+        assert (len(set(finding.ranks)) == 2) == (family != "grid_sum"), report
+    else:
+        # In a deadlock others may wait in `comm.barrier()`.
+        allowed = {mark for pair in mistake.pairs for mark in pair.split(", ")} | set(mistake.lone)
+        named = [mark for mark in found if not (finding.kind == "deadlock" and mark.startswith(_OURS))]
+        assert named and set(named) <= allowed, (found, report)
+
+
+@pytest.mark.parametrize("family", public.FAMILIES)
+def test_every_family_has_its_mistakes(family):
+    assert len(public.FAMILIES[family].mistakes) >= 8
