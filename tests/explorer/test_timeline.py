@@ -14,6 +14,7 @@ from tests.explorer import small_kernels as k
 from tests.explorer.test_check import two_writers, words
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import timeline
+from tricomm.explorer.picture import LEGEND, WINDOW
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -36,14 +37,19 @@ def of_class(svg, name):
     return [e for e in svg.iter() if e.get("class") == name]
 
 
-def with_events(report, count, special=None):
-    """The same report, as if its execution had been so long; `special` is where the pair is."""
-    first, second = report.findings[0].accesses
-    filler = {**first, "kind": "load", "where": "elsewhere.py:1", "sem": None}
+def with_events(report, count, first=None, second=None):
+    """The same report, as if its execution had been so long; `first` and `second` are where the pair is."""
+    pair = report.findings[0].accesses
+    filler = {**pair[0], "kind": "load", "where": "elsewhere.py:1", "sem": None}
     events = [{**filler, "step": n, "rank": n % 2} for n in range(count)]
-    if special is not None:
-        events[special], events[special + 1] = dict(first), dict(second)
+    if first is not None:
+        events[first], events[second] = dict(pair[0]), dict(pair[1])
     return replace(report, findings=[replace(report.findings[0], events=tuple(events))])
+
+
+def not_drawn(page):
+    said = re.search("accesses not drawn: ([^<]*)<", page)
+    return sum(map(int, re.findall(r"\d+", said[1]))) if said else 0
 
 
 def test_every_event_is_drawn_once_with_its_line(report):
@@ -71,12 +77,35 @@ def test_nothing_is_marked_that_is_not_there(report):
 
 @pytest.mark.parametrize("special", [0, 1500, 2998])
 def test_a_long_execution_is_cut_around_the_pair(report, special):
-    page = timeline.render(with_events(report, 3000, special))
-    svg = picture(with_events(report, 3000, special))
+    long = with_events(report, 3000, special, special + 1)
+    page, svg = timeline.render(long), picture(long)
     assert len(page) < 200_000
-    assert len(of_class(svg, "ring")) == 2 and 60 <= len(marks(svg)) <= timeline.WINDOW
-    left = re.search(r"(\d+) accesses before and (\d+) after are not drawn", page)
-    assert int(left[1]) + int(left[2]) + len(marks(svg)) == 3000
+    assert len(of_class(svg, "ring")) == 2 and 60 <= len(marks(svg)) <= WINDOW
+    assert not_drawn(page) + len(marks(svg)) == 3000
+
+
+def test_what_lies_between_two_that_are_far_apart_is_cut_too(report):
+    long = with_events(report, 3000, 200, 2600)
+    page, svg = timeline.render(long), picture(long)
+    assert len(of_class(svg, "ring")) == 2 and len(of_class(svg, "cut")) == 1 and len(marks(svg)) <= WINDOW
+    assert not_drawn(page) + len(marks(svg)) == 3000 and " between" in page
+    places = [int(e.get("x")) for e in of_class(svg, "tick")]
+    assert places == sorted(set(places))
+
+
+def test_every_waiter_of_a_deadlock_has_a_name(report):
+    access = {"rank": 0, "where": "here.py:1"}
+    events = [{**report.findings[0].events[0], **access, "block": n} for n in range(40)]
+    finding = replace(
+        report.findings[0], accesses=tuple({**access, "block": n} for n in range(40)), events=tuple(events)
+    )
+    names = [e.text for e in of_class(picture(replace(report, findings=[finding])), "tag")]
+    assert len(set(names)) == 40 and names[:2] == ["A", "B"] and names[-1] == "40"
+
+
+def test_the_axis_tells_the_steps(report):
+    svg = picture(with_events(report, 50))
+    assert [e.text for e in of_class(svg, "tick")] == ["0", "10", "20", "30", "40"]
 
 
 def test_what_a_report_says_cannot_become_markup(report):
@@ -104,7 +133,8 @@ def test_flags_and_the_order_that_they_give():
 
 def test_files(report, tmp_path):
     timeline.write(report, tmp_path / "a.svg")
-    assert ElementTree.parse(tmp_path / "a.svg").getroot().tag == f"{SVG}svg"
+    svg = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert svg.tag == f"{SVG}svg" and " ".join(e.text for e in of_class(svg, "name")[-2:]).split() == LEGEND.split()
     timeline.write(report, tmp_path / "a.html")
     assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
     with pytest.raises(InvalidArgument, match=r"\.html or as \.svg"):
