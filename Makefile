@@ -5,6 +5,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Beside the one that .venv has.
+TRITONS := 3.6.0 3.7.1 3.8.0
+ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint soak clean
 
@@ -32,8 +36,15 @@ lint: venv  ## style, types, import directions
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-soak: venv  ## the slow tests
+soak: venv  ## the slow tests, and what depends on Triton under every version of it
 	@$(BIN)/python -m pytest -m soak --timeout 14400
+	@for version in $(TRITONS); do \
+		site=$(VENV)/triton-$$version; \
+		test -d $$site || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+			--target $$site triton==$$version || exit 1; \
+		echo "Triton $$version"; \
+		PYTHONPATH=$$site $(BIN)/python -m pytest $(ON_TRITON) || exit 1; \
+	done
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -65,7 +65,7 @@ OWN = (
     Mutant(
         "M03", "LL: any flag will do", "a word of the epoch before the last is taken for new",
         (Edit(PRIMITIVES, _LATE, _LATE.replace("!= flag", "== 0")),),
-        (L,), frozenset({"race", "wrong_result"}), schedules=20,
+        (L,), frozenset({"race", "wrong_result", "leftover"}), schedules=20,
     ),
     Mutant(
         "M04", "LL: no wait for headers", "nobody looks at the fingerprint, and the header is there for the next call",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from random import Random
 
 import pytest
 
+from tricomm.explorer.bounded import BoundedSearch, Touch
 from tricomm.explorer.scheduler import default
-from tricomm.explorer.strategies import BoundedSearch, Given, Priorities, RandomWalk
+from tricomm.explorer.strategies import Given, Priorities, RandomWalk
 
 
 @dataclass(eq=False)
@@ -63,6 +65,80 @@ def test_the_bounded_search_visits_every_schedule_within_its_bound_once(lengths,
         search.end()
     within = [order for order in interleavings(lengths) if preemptions(order, lengths) <= bound]
     assert sorted(seen) == sorted(within)
+
+
+class Script(Fake):
+    """A task that reads ("r"), adds to ("w") and waits for ("p", until it is 2) words, and what it has seen of them."""
+
+    def __init__(self, rank, ops) -> None:
+        super().__init__(rank, len(ops))
+        self.ops, self.seen, self.parked = list(ops), [], False
+
+    def go(self, words) -> Touch:
+        (kind, word), line = self.ops[0], len(self.ops)
+        if kind == "p" and words[word] < 2:
+            self.parked = True
+        else:
+            del self.ops[0]
+            words[word] += kind == "w"
+            self.seen.append((kind, word, words[word]))
+        return Touch(self.key, frozenset({("memory", word)}), kind == "w", line)
+
+
+def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
+    """What the tasks can come to see, deadlocks included, and how many executions it took to find out."""
+    search, found, count = BoundedSearch(bound), set(), 0
+    while search.begin():
+        tasks = [Script(rank, ops) for rank, ops in enumerate(scripts)]
+        current, words = None, [0, 0, 0]
+        while ready := [t for t in tasks if t.ops and not t.parked]:
+            current = search.choose(0, current, ready)
+            before = list(words)
+            saw(search, current.go(words))
+            if current.parked and looks:
+                search.parked(current.key)
+            for task in tasks:
+                task.parked &= words == before
+        found.add(tuple((tuple(t.seen), len(t.ops)) for t in tasks))
+        count += 1
+        search.end()
+    return found, count
+
+
+def programs(number):
+    random = Random(number)
+    lengths = [random.randint(1, 4) for _ in range(random.choice([2, 2, 3]))]
+    return [[(random.choice("rwwp"), random.randrange(3)) for _ in range(n)] for n in lengths]
+
+
+def test_what_the_bounded_search_passes_by_shows_nothing_new():
+    every, fewer = 0, 0
+    for number in range(150):
+        for bound in (1, 2, 3):
+            whole, n = behaviours(programs(number), bound, saw=lambda search, touch: None, looks=False)
+            found, m = behaviours(programs(number), bound)
+            assert found == whole, (number, bound)
+            every, fewer = every + n, fewer + m
+    assert fewer < every * 0.7
+
+
+@pytest.mark.parametrize("broken", ["conflicts are not seen", "reads do not count"])
+def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
+    change = {"conflicts are not seen": lambda a, b: False,
+              "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words)}  # fmt: skip
+    monkeypatch.setattr(Touch, "conflicts", change[broken])
+    lost = 0
+    for number in range(150):
+        whole, _ = behaviours(programs(number), 2, saw=lambda search, touch: None, looks=False)
+        lost += behaviours(programs(number), 2)[0] != whole
+    assert lost
+
+
+def test_nothing_is_moved_across_what_host_code_does():
+    scripts = [[("w", 0), ("w", 0)], [("w", 1), ("w", 1)]]
+    whole, n = behaviours(scripts, 2, saw=lambda search, touch: None, looks=False)
+    assert behaviours(scripts, 2)[1] < n
+    assert behaviours(scripts, 2, saw=lambda search, touch: search.saw(None), looks=False)[1] == n
 
 
 def test_the_bounded_search_preempts_before_strong_accesses_only():

@@ -19,7 +19,7 @@ from tricomm.explorer.findings import Execution, Finding
 from tricomm.explorer.report import Report
 from tricomm.explorer.scheduler import Strategy
 from tricomm.explorer.simulation import prepared
-from tricomm.explorer.strategies import NAMES, BoundedSearch, Given, Priorities, RandomWalk
+from tricomm.explorer.strategies import NAMES, Given, Priorities, RandomWalk
 from tricomm.kernels import layout
 from tricomm.options import Options
 
@@ -140,8 +140,7 @@ class Campaign:
 
     def __init__(self, subject: Subject, plan: Plan) -> None:
         self._subject, self._plan = subject, plan
-        self._search = BoundedSearch(plan.preemptions) if plan.strategy == "exhaustive" else None
-        self._contention = Contention() if self._search is not None else None
+        self._contention = Contention(plan.preemptions) if plan.strategy == "exhaustive" else None
         self._steps_of_first, self._over = 100, False
         self._first: dict[int, list[torch.Tensor]] = {}
 
@@ -161,7 +160,7 @@ class Campaign:
             if progress is not None:
                 progress(number + 1, len(report.findings))
         else:
-            report.complete = self._search is None or self._over
+            report.complete = self._contention is None or self._over
         report.seconds = time.monotonic() - began
         return report
 
@@ -173,19 +172,17 @@ class Campaign:
     def _executions(self) -> Iterator[Execution]:
         plan, number = self._plan, 0
         while plan.schedules is None or number < plan.schedules:
-            if self._search is not None and not self._search.begin():
+            if self._contention is not None and not self._contention.begin():
                 self._over = True
                 return
             yield self._execution(number)
-            if self._search is not None and self._contention is not None:
-                self._search.end()
-                if self._contention.grew:  # decisions were passed by where there was one to make
-                    self._search, self._contention.grew = BoundedSearch(plan.preemptions), False
+            if self._contention is not None:
+                self._contention.search.end()
             number += 1
 
     def _execution(self, number: int) -> Execution:
         plan = self._plan
-        if self._search is not None:
+        if self._contention is not None:
             return Execution(plan.seed, plan.epochs[0])
         seed = plan.seed * 1_000_003 + number
         fault, delays = None, None
@@ -199,8 +196,8 @@ class Campaign:
         return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault)
 
     def _strategy(self, number: int, execution: Execution) -> Strategy:
-        if self._search is not None:
-            return self._search
+        if self._contention is not None:
+            return self._contention.search
         if self._plan.strategy == "pct":
             return Priorities(execution.seed, _DEPTHS[number % len(_DEPTHS)], self._steps_of_first)
         return RandomWalk(execution.seed, _KEEP[number // 4 % len(_KEEP)])

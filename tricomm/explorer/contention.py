@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tricomm.explorer.bounded import BoundedSearch, Touch
 from tricomm.explorer.memory import Array, Place
 from tricomm.explorer.tasks import Task
 
@@ -11,10 +12,12 @@ _NOBODY, _MANY = -1, -2
 
 
 class Contention:
-    """Learns over the executions of a campaign. `grew` is True where one of them found more."""
+    """Learns over the executions of a campaign, whose search is told. `grew` is True where it found more to search."""
 
-    def __init__(self) -> None:
+    def __init__(self, preemptions: int) -> None:
         self.grew = False
+        self.search = BoundedSearch(preemptions)
+        self._preemptions = preemptions
         self._touched: dict[str, Array] = {}
 
     def contested(self, task: Task, places: list[Place]) -> bool:
@@ -31,3 +34,21 @@ class Contention:
             known[words] = np.where(foreign, _MANY, me)
             found |= bool(foreign.any())
         return found
+
+    def begin(self) -> bool:
+        """On to the next execution; False when there is none. From the start again where one has found more."""
+        if self.grew:  # decisions were passed by where there was one to make
+            self.search, self.grew = BoundedSearch(self._preemptions), False
+        return self.search.begin()
+
+    def done(self, task: Task, places: list[Place], writes: bool, line: object) -> None:
+        """An access has been done."""
+        words = frozenset((p.region.name, w) for p in places for w in np.unique(p.offsets // 8).tolist())
+        self.search.saw(Touch(task.key, words, writes, line))
+
+    def host(self) -> None:
+        """Host code has touched shared memory."""
+        self.search.saw(None)
+
+    def parked(self, task: Task) -> None:
+        self.search.parked(task.key)

@@ -140,6 +140,8 @@ class Ranks:
     def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
         assert self._detector is not None
         self._detector.host_access(rank, write, region, offsets, itemsize, sites.of_host())
+        if self._machine.contention is not None:
+            self._machine.contention.host()
 
     def _before_step(self) -> None:
         step = self._scheduler.step

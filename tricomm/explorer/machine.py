@@ -95,12 +95,16 @@ class Machine:
             changed = _values(places, access.itemsize, len(access.addresses)) != old.tobytes()
         if self.detector is not None:
             self.detector.access(task, access, places, site, changed)
+        if self.contention is not None:
+            self.contention.done(task, places, changed or access.sem in ("release", "acq_rel"), site)
         if changed:
             task.forget_polls()
             self.scheduler.wrote(access.addresses)
         elif old is not None:
             impatient = access.sem is not None and task.rank not in self.leaving
             if task.saw(access, site, old, 1 if impatient else _PATIENCE) and not self._news(task):
+                if self.contention is not None:
+                    self.contention.parked(task)
                 self.scheduler.park()
 
     def _news(self, task: Task) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from random import Random
 
 from tricomm.explorer.scheduler import default
@@ -63,69 +62,3 @@ class Given:
         if not wanted:
             return fallback
         return next((t for t in ready if t.key == wanted[0] and wanted.pop(0)), fallback)
-
-
-@dataclass(slots=True)
-class _Fork:
-    """A decision of one execution: who was ready, who was taken, and how many preemptions it took to get past it."""
-
-    ready: list[str]
-    taken: int
-    preempts: bool
-    spent: int
-
-
-class BoundedSearch:
-    """Every schedule with at most `preemptions` preemptions, one after another (CHESS; Musuvathi and Qadeer, PLDI'07).
-
-    A block is preempted only before a strong access to memory that another block touches, too: where every execution
-    is also examined for races, a switch before a plain access shows nothing that a switch before the next strong one
-    does not. Where the running block cannot go on, whoever can is tried, which costs nothing.
-
-        search = BoundedSearch(2)
-        while search.begin():
-            ... one execution with `search` as its strategy ...
-            search.end()
-    """
-
-    def __init__(self, preemptions: int) -> None:
-        self._most = preemptions
-        self._path: list[_Fork] = []
-        self._at = 0
-        self._over = False
-
-    def begin(self) -> bool:
-        """False when every schedule has been seen."""
-        self._at = 0
-        return not self._over
-
-    def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
-        first = default(current, ready)
-        preempts = current in ready
-        if len(ready) == 1 or (preempts and not first.sync):
-            return first
-        order = [first, *(t for t in ready if t is not first)]
-        if self._at < len(self._path):
-            fork = self._path[self._at]
-            if fork.ready != [t.key for t in order]:
-                raise RuntimeError(
-                    f"the function does not repeat itself: step {step} has other blocks ready than before"
-                )
-        else:
-            spent = self._path[-1].spent if self._path else 0
-            fork = _Fork([t.key for t in order], 0, preempts, spent)
-            self._path.append(fork)
-        self._at += 1
-        return order[fork.taken]
-
-    def end(self) -> None:
-        """After an execution: on to the next schedule, the last decision that has another way first."""
-        del self._path[self._at :]
-        while self._path:
-            fork = self._path.pop()
-            before = self._path[-1].spent if self._path else 0
-            spent = before + (1 if fork.preempts else 0)
-            if fork.taken + 1 < len(fork.ready) and spent <= self._most:
-                self._path.append(_Fork(fork.ready, fork.taken + 1, fork.preempts, spent))
-                return
-        self._over = True
