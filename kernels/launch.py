@@ -9,12 +9,13 @@ import torch
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import adapter, interpreter, primitives
+from tricomm.kernels.bound import bound, torch_device
+from tricomm.kernels.compiled import takes_data
+
+Call = Callable[[torch.Tensor, torch.Tensor, int, int], None]  # run(x, y, count, call)
 
 interpreter.substitute(primitives.pause, adapter.yield_to_others)
 
-# Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
-# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
-COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
@@ -36,6 +37,34 @@ def prepare(
         return lambda: _compiled(kernel, size, args, constexprs, device)
     blocks = programs(kernel, grid, args, constexprs)
     return lambda: interpreter.interpret(blocks, timeout)
+
+
+def bind(
+    kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool, group: torch.Tensor,
+    timeout: float = 600.0,
+) -> Call:  # fmt: skip
+    """One of our own kernels over `group`, with nothing left to decide but `run(x, y, count, call)`.
+
+    `dtype` is that of x and y (None where the kernel takes none), `aligned` whether their addresses are multiples of
+    16. On a GPU it is compiled and loaded here; raises `ResourceError` where that fails. What is returned serves one
+    thread at a time.
+    """
+    if group.device.type == "cuda":
+        return bound(kernel, blocks, constexprs, dtype, aligned, group, torch_device(group.device))
+
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
+        interpreter.interpret(
+            programs(kernel, blocks, arguments(kernel, x, y, group, count, call), constexprs), timeout
+        )
+
+    return run
+
+
+def arguments(
+    kernel: Any, x: torch.Tensor, y: torch.Tensor, group: torch.Tensor, count: int, call: int
+) -> tuple[Any, ...]:
+    """What `kernel` takes of these, in its order."""
+    return (x, y, group, count, call) if takes_data(kernel) else (group, call)
 
 
 def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> list[interpreter.Program]:

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tricomm.errors import ResourceError
-from tricomm.kernels import launch
+from tricomm.kernels.compiled import COMPILE_OPTIONS, compile_kernel
 from tricomm.perf import machine_code as code
-
-_TRITON = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
 
 
 @dataclass(frozen=True)
@@ -28,32 +26,11 @@ class Variant:
 
 def compile_variant(function: Any, variant: Variant) -> Any:
     """Triton's compiled kernel of `variant`: `.asm` has ttgir, ptx and cubin."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     values = {
         "OP": variant.op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
-        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True,
+        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
     }  # fmt: skip
-    signature, constants, hints = {}, {}, {}
-    for i, parameter in enumerate(function.params):
-        name = parameter.name
-        if parameter.is_constexpr:
-            signature[name] = "constexpr"
-            constants[(i,)] = values[name]
-        elif name in ("x_ptr", "y_ptr"):
-            signature[name] = "*" + _TRITON[variant.dtype]
-        else:
-            signature[name] = "*i64" if name == "group" else "i64"
-        if name == "group" or (name in ("x_ptr", "y_ptr") and variant.aligned):
-            hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=hints)
-    target = GPUTarget("cuda", _capability(variant), 32)
-    with triton.knobs.compilation.scope():
-        # Triton's cache knows a kernel by its source, not by its path: what another checkout left there has its lines.
-        triton.knobs.compilation.always_compile = True
-        return triton.compile(source, target=target, options=_options(variant))
+    return compile_kernel(function, values, variant.dtype, variant.aligned, _capability(variant), fresh=True)
 
 
 def _capability(variant: Variant) -> int:
@@ -61,7 +38,7 @@ def _capability(variant: Variant) -> int:
 
 
 def _options(variant: Variant) -> dict[str, Any]:
-    return {**launch.COMPILE_OPTIONS, "num_warps": variant.warps}
+    return {**COMPILE_OPTIONS, "num_warps": variant.warps}
 
 
 def with_plain_lines(ptx: str, cubin: bytes, variant: Variant) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from tricomm import errors
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
-from tricomm.store.page import MESSAGE_BYTES, Descriptor, Fault, Message, Page, State
+from tricomm.store.page import MESSAGE_BYTES, Descriptor, Fault, Message, Page, Record, State
 from tricomm.store.segments import Segment
 
-__all__ = ["ControlPage", "Descriptor", "Fault", "Member", "State"]
+__all__ = ["ControlPage", "Descriptor", "Fault", "Member", "Record", "State"]
 
 _LOOK_SECONDS = 0.02
 _KIND_BYTES = 32
@@ -51,7 +51,7 @@ class ControlPage:
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
         self._watched = tuple(map(self._watch, range(len(members))))
-        self._owner = os.getpid()
+        self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
         self._lock = threading.Lock()
         self._exchanging = threading.Lock()
@@ -95,10 +95,12 @@ class ControlPage:
     def state(self, rank: int) -> State:
         return State(self._page(rank).state)
 
-    def announce(self, call: Descriptor) -> None:
-        """Say what this rank calls; the last 8 calls stay readable."""
-        self._own().announce(call)
-        self._said()
+    def announcer(self) -> Callable[[int, Record], None]:
+        """announce(sequence, record) says what this rank calls as its call number `sequence`; the last 8 stay readable.
+
+        For use in this process, and before `close`: it asks no questions, for every collective calls it.
+        """
+        return self._own().announce
 
     def last(self, rank: int) -> Descriptor | None:
         """The rank's latest call; None where it has made none."""
@@ -250,7 +252,7 @@ class ControlPage:
         return pages[rank]
 
     def _own(self) -> Page:
-        if os.getpid() != self._owner:
+        if process.forks() != self._forks:
             raise GroupAborted(f"group {self.group} was created in pid {self._owner}; create a new one in this process")
         return self._page(self.rank)
 

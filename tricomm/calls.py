@@ -12,6 +12,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 
 DTYPES = {getattr(torch, name): name for name in registry.DTYPES}
+_OPS = frozenset(registry.OPS)
 _REDUCE_OPS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
@@ -23,6 +24,8 @@ _REDUCE_OPS = {
 
 def operation(op: Any) -> str:
     """The name of a reduction given as a string or a `torch.distributed.ReduceOp`; raises `InvalidArgument`."""
+    if type(op) is str and op in _OPS:
+        return op
     if isinstance(op, str):
         name: str | None = op.lower()
     else:
@@ -33,11 +36,31 @@ def operation(op: Any) -> str:
     return name
 
 
+def is_plain(x: Any, device: torch.device) -> bool:
+    """True for a contiguous tensor with which nothing is wrong, as nearly all are; False says nothing.
+
+    `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
+    """
+    try:
+        return (
+            type(x) is torch.Tensor
+            and x.dtype in DTYPES
+            and x.device == device
+            and not x.is_nested
+            and x.is_contiguous()
+            and not x.requires_grad
+            and not x.is_neg()
+            and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
+        )
+    except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
+        return False
+
+
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
     """Refuse a tensor that no kernel can take, before anything is sent; raises `InvalidArgument`."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
-    if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl and type(x) is not torch.Tensor:
+    if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise InvalidArgument(
             f"{what}: a {type(x).__name__} wraps other tensors; pass the plain one, as x.to_local() has"
         )
@@ -65,6 +88,8 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
 
 def check_writable(x: torch.Tensor, what: str) -> None:
     """Refuse a tensor of which several elements are the same memory: it cannot take a result in place."""
+    if x.is_contiguous():
+        return
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if stride <= reach:
@@ -74,6 +99,8 @@ def check_writable(x: torch.Tensor, what: str) -> None:
 
 def _extent(x: torch.Tensor) -> int:
     """Elements from the first to the last one that `x` reaches."""
+    if x.is_contiguous():
+        return x.numel()
     return 0 if x.numel() == 0 else 1 + sum(s * (n - 1) for s, n in zip(x.stride(), x.shape, strict=True))
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -113,6 +114,10 @@ class Communicator(Group):
         floats are accumulated in fp32 and rounded once. Returns the output, or a `Work` with `async_op=True`.
         Raises `InvalidArgument` before anything is sent; a fault of the group raises its own error.
         """
+        if out is None and calls.is_plain(x, self.device):
+            self._usable()
+            self._run("all_reduce", calls.operation(op), x, x, algorithm, protocol)  # type: ignore[arg-type]
+            return self._finish(x, True) if async_op else x
         tensor = x.local if isinstance(x, Symmetric) else x
         name = calls.operation(op)
         self._check_input(tensor, "all_reduce")
@@ -161,7 +166,7 @@ class Communicator(Group):
     def barrier(self, *, async_op: bool = False) -> Any:
         """Return when every rank has entered its barrier; with `async_op=True` a `Work`. Returns None."""
         self._usable()
-        self._launch(self._plan("barrier", "none", None, 0, True, None, None), ())
+        self._launch(self._plan("barrier", "none", None, 0, True, None, None), self._group, self._group, 0)
         if not async_op:
             self.synchronize()
         return self._finish(None, async_op)
@@ -233,33 +238,43 @@ class Communicator(Group):
         self, collective: str, op: str, dtype: torch.dtype | None, count: int, aligned: bool,
         algorithm: str | None, protocol: str | None,
     ) -> plan.Plan:  # fmt: skip
+        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
+        key = (collective, op, dtype, count, aligned, algorithm, protocol, capturing)
+        try:
+            return self._plans[key]
+        except (KeyError, TypeError):
+            return self._new_plan(*key)
+
+    def _new_plan(
+        self, collective: str, op: str, dtype: torch.dtype | None, count: int, aligned: bool,
+        algorithm: str | None, protocol: str | None, capturing: bool,
+    ) -> plan.Plan:  # fmt: skip
         if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
             raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, capturing)
-        found = self._plans.get(key)
-        if found is None:
-            nbytes = count * dtype.itemsize if dtype is not None else 0
-            choice = selection.choose(self._site, collective, nbytes, algorithm, protocol)
-            found = plan.make(self._site, choice, op, dtype, count, aligned, "graph" if capturing else "eager")
-            if capturing and key[:-1] not in {k[:-1] for k in self._plans if not k[-1]}:
-                raise InvalidArgument(
-                    f"{collective}: run this call once before capture, so that its kernel is compiled"
-                )
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[key] = found
+        key = (collective, op, dtype, count, aligned, algorithm, protocol)
+        nbytes = count * dtype.itemsize if dtype is not None else 0
+        choice = selection.choose(self._site, collective, nbytes, algorithm, protocol)
+        if capturing and (*key, False) not in self._plans:
+            raise InvalidArgument(
+                f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
+            )
+        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
+        mode = "graph" if capturing else "eager"
+        found = plan.make(self._site, choice, op, dtype, count, aligned, mode, bind)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.pop(next(iter(self._plans)))
+        self._plans[*key, capturing] = found
         return found
 
     def _run(
         self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, algorithm: str | None, protocol: str | None
     ) -> None:
-        aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
+        count = x.numel()
+        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
         aligned = aligned and (collective != "all_gather" or x.nbytes % 16 == 0)
-        chosen = self._plan(collective, op, x.dtype, x.numel(), aligned, algorithm, protocol)
-        if x.numel() == 0:
-            return  # zero elements: nothing is launched and nothing is consumed, on any rank
-        self._launch(chosen, (x, y), x.numel())
+        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol)
+        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
+            self._launch(chosen, x, y, count)
 
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:

@@ -7,7 +7,6 @@ back by `close`, on whatever road the group ends.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import struct
@@ -29,9 +28,11 @@ from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, Fault
+from tricomm.store.process import forks
 
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
+_STATUS, _ABORT = layout.STATUS, layout.ABORT
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -53,19 +54,22 @@ class Group:
         self.world_size = control.world_size
         self.group = control.group
         self.device = device
+        # The kernels are interpreted on a CPU; no time measured there says anything about a GPU.
+        self.simulated = device.type != "cuda"
         self.options = options
         self._control, self._arena, self._layout, self._runtime = control, arena, arena_layout, runtime
         self._timeout = timeout
-        self._pid = os.getpid()
+        self._pid, self._forks = os.getpid(), forks()
         self._closed = False
         self._turn = threading.Lock()
         self._sequence = 0
-        self._numbers = itertools.count(1)
+        self._announce = control.announcer()
         self._owned = ExitStack()
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
         self._stream: Any = None
         self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
+        self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._words[layout.ENDED] = options.first_epoch
         self._group = self._write_table()
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
@@ -111,11 +115,6 @@ class Group:
         return self._arena.kind
 
     @property
-    def simulated(self) -> bool:
-        """True where the kernels are interpreted on a CPU; no time measured there says anything about a GPU."""
-        return self.device.type != "cuda"
-
-    @property
     def arena_layout(self) -> layout.Layout:
         """Where headers and mailboxes lie in an arena."""
         return self._layout
@@ -132,7 +131,7 @@ class Group:
 
     def check(self) -> None:
         """Raise the group's fault where there is one; costs two memory reads where there is none."""
-        if int(self._words[layout.STATUS]) or int(self._words[layout.ABORT]) or self._monitor.fault is not None:
+        if self._flags[_STATUS] or self._flags[_ABORT] or self._monitor.fault is not None:
             self._diagnose()
             self._raise()
 
@@ -164,6 +163,7 @@ class Group:
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
+            self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
 
     def __enter__(self) -> Group:
         return self
@@ -177,30 +177,39 @@ class Group:
         return f"tricomm group {self.group}, rank {self.rank} of {self.world_size} on {self.device}"
 
     def _usable(self) -> None:
-        if os.getpid() != self._pid:
+        if forks() != self._forks:
             raise InvalidArgument(
                 f"{self}: made in process {self._pid}, forked into {os.getpid()}; make a new one here"
             )
         if self._closed:
             raise GroupAborted(f"{self}: closed; make a new communicator")
-        self.check()
+        if self._flags[_STATUS] or self._flags[_ABORT] or self._monitor.fault is not None:
+            self.check()
 
     # The way of a call
 
-    def _launch(self, chosen: plan.Plan, tensors: tuple[torch.Tensor, ...], *counts: int) -> None:
-        """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns."""
-        with self._my_turn():
-            self._sequence += 1
-            self._control.announce(chosen.announced(self._sequence))
+    def _launch(self, chosen: plan.Plan, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+        """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns.
+
+        Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
+        """
+        self._take_turn()
+        try:
+            self._sequence = sequence = self._sequence + 1
+            self._announce(sequence, chosen.record)
             lost = self._monitor.lost
             if lost is not None:
                 self._monitor.died(lost)
                 self._raise()
-            call = (next(self._numbers) & 0x7FFFFFFF) << 32 | chosen.fingerprint
-            args = (*tensors, self._group, *counts, call)
-            self._guarded(
-                self._runtime.prepare(chosen.kernel, chosen.grid, args, chosen.constexprs, self.device, self._timeout)
-            )
+            try:
+                chosen.run(x, y, count, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
+            except BaseException as error:
+                self._stopped(error)
+                raise
+        finally:
+            self._turn.release()
+        if self.simulated:
+            self.check()
 
     @contextmanager
     def _or_give_up(self, what: str) -> Iterator[None]:
@@ -214,15 +223,22 @@ class Group:
             self._monitor.give_up(self._fault(kind, f"{what} failed on rank {self.rank}: {_name(error)}"))
             raise
 
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        if not self._turn.acquire(timeout=self._timeout):
+    def _take_turn(self) -> None:
+        if not self._turn.acquire(False) and not self._turn.acquire(timeout=self._timeout):
             raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
-            if self.device.type == "cuda":
+            if not self.simulated:
                 self._follow_stream()
+        except BaseException:
+            self._turn.release()
+            raise
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        self._take_turn()
+        try:
             yield
         finally:
             self._turn.release()
@@ -241,10 +257,13 @@ class Group:
         try:
             run()
         except BaseException as error:
-            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
+            self._stopped(error)
             raise
-        if self.device.type != "cuda":
+        if self.simulated:
             self.check()
+
+    def _stopped(self, error: BaseException) -> None:
+        self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
 
     def _wait(self, timeout: float) -> None:
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():

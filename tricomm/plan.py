@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tricomm import calls
 from tricomm.kernels import registry
-from tricomm.kernels.launch import COMPILE_OPTIONS
+from tricomm.kernels.compiled import COMPILE_OPTIONS
+from tricomm.kernels.launch import Call
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.selection import Choice, Site
-from tricomm.store.control import Descriptor
+from tricomm.store.control import Descriptor, Record
+
+# Of a kernel, a number of blocks, constexprs, the tensors' dtype, and whether they are aligned: `Runtime.bind`.
+Bind = Callable[[Any, int, dict[str, Any], str | None, bool], Call]
 
 
 @dataclass(frozen=True)
@@ -20,19 +25,15 @@ class Plan:
     """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide."""
 
     choice: Choice
-    kernel: Any
-    grid: tuple[int, ...]
-    constexprs: dict[str, Any]
     fingerprint: int
-    descriptor: Descriptor
-
-    def announced(self, sequence: int) -> Descriptor:
-        """The descriptor of this plan's call number `sequence`."""
-        return replace(self.descriptor, sequence=sequence)
+    record: Record  # what the peers read of each of its calls
+    run: Call
 
 
-def make(site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: int, aligned: bool, mode: str) -> Plan:
-    """Bind `choice` to `count` elements of `dtype` (None for a barrier).
+def make(
+    site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: int, aligned: bool, mode: str, bind: Bind
+) -> Plan:
+    """Bind `choice` to `count` elements of `dtype` (None for a barrier), by `Runtime.bind`.
 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
     in the fingerprint or in anything that a peer sees.
@@ -70,4 +71,5 @@ def make(site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: 
         sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=name,
         algorithm=choice.algorithm, protocol=choice.protocol, count=count, root=-1, grid=choice.blocks, mode=mode,
     )  # fmt: skip
-    return Plan(choice, kernel.function, (choice.blocks,), constexprs, fingerprint, descriptor)
+    run = bind(kernel.function, choice.blocks, constexprs, name if dtype is not None else None, aligned)
+    return Plan(choice, fingerprint, descriptor.record(), run)

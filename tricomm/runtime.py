@@ -27,6 +27,12 @@ class Runtime(Protocol):
     ) -> Callable[[], None]:  # fmt: skip
         """As `launch.prepare`."""
 
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
+        group: torch.Tensor, timeout: float,
+    ) -> launch.Call:  # fmt: skip
+        """As `launch.bind`."""
+
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         """Who will watch over a group; not started yet."""
 
@@ -46,6 +52,12 @@ class Processes:
         timeout: float,
     ) -> Callable[[], None]:  # fmt: skip
         return launch.prepare(kernel, grid, args, constexprs, device, timeout)
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
+        group: torch.Tensor, timeout: float,
+    ) -> launch.Call:  # fmt: skip
+        return launch.bind(kernel, blocks, constexprs, dtype, aligned, group, timeout)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         return Monitor(control, timeout, stall_timeout)

@@ -9,7 +9,8 @@ from triton.runtime.jit import create_function_from_signature
 from tests.kernels.arenas import DATA_KERNELS
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.barrier import barrier
-from tricomm.kernels.launch import COMPILE_OPTIONS, prepare
+from tricomm.kernels.compiled import COMPILE_OPTIONS
+from tricomm.kernels.launch import prepare
 
 CPU = torch.device("cpu")
 CONSTEXPRS = {"WORLD_SIZE": 4, "BLOCK": 512, "LANES": 256, "PTX": True}

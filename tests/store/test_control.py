@@ -72,11 +72,11 @@ def test_words_are_shared_page_aligned_and_not_writable_by_peers():
 def test_descriptors_of_the_last_8_calls():
     with pages(2) as (one, two):
         assert two.last(0) is None and two.called(0, 0) is None and two.sequence(0) == 0
-        one.announce(CALL)
+        one.announcer()(CALL.sequence, CALL.record())
         assert two.last(0) == CALL == one.last(0)
         assert "all_reduce(op=sum, dtype=bfloat16, count=1000000000000) [two_shot/ll" in CALL.text()
         for sequence in range(1, 21):
-            one.announce(call(sequence))
+            one.announcer()(sequence, call(sequence).record())
             assert two.sequence(0) == sequence and two.last(0) == call(sequence)
         assert [two.called(0, s) for s in range(13, 21)] == [call(s) for s in range(13, 21)]
         assert two.called(0, 12) is None and two.called(0, 21) is None
@@ -90,7 +90,7 @@ def write_or_read(rank: int, world_size: int, tell, url: str):
     while time.monotonic() < end:
         if rank == 0:
             sequence += 1
-            page.announce(call(sequence))
+            page.announcer()(sequence, call(sequence).record())
             continue
         found = page.last(0)
         if found is not None:
@@ -108,7 +108,7 @@ def test_a_reader_never_sees_half_a_descriptor(tmp_path):
 def test_a_torn_record_is_not_believed():
     buffer = memoryview(bytearray(NBYTES))
     page = Page(buffer, 0)
-    page.announce(CALL)
+    page.announce(CALL.sequence, CALL.record())
     page.put_fault(Fault("PeerDied", 1, 2, "text"))
     page.post(Message(0, "what", b"payload"))
     assert page.last() == CALL and page.fault() is not None and page.posted(0) == Message(0, "what", b"payload")

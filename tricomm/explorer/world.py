@@ -22,7 +22,7 @@ from tricomm.monitor import Monitor
 from tricomm.options import Options
 from tricomm.store import page, process
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Member, State
+from tricomm.store.control import ControlPage, Member, Record, State
 from tricomm.store.local import LocalArena, LocalGroup, host_page_address
 from tricomm.symmetric import nbytes_of
 
@@ -154,6 +154,15 @@ class SimulatedControl(ControlPage):
         self._world = world
         super().__init__(rank, nonce, members)
 
+    def announcer(self) -> Callable[[int, Record], None]:
+        announce = super().announcer()
+
+        def said(sequence: int, record: Record) -> None:
+            announce(sequence, record)
+            self._said()
+
+        return said
+
     def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
         step = self._step + 1
         self._world.met(self.rank, step, False)
@@ -200,6 +209,16 @@ class RankRuntime:
         blocks = launch.programs(kernel, grid, args, constexprs)
         private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
         return lambda: self._world.run(self._rank, blocks, private)
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
+        group: torch.Tensor, timeout: float,
+    ) -> launch.Call:  # fmt: skip
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
+            args = launch.arguments(kernel, x, y, group, count, call)
+            self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()
+
+        return run
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         self._world.monitors[self._rank] = SimulatedMonitor(control, timeout, stall_timeout)

@@ -1,0 +1,50 @@
+"""A kernel compiled for one GPU architecture outside of Triton's dispatch: what is reported on is what is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
+# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
+COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
+
+_TRITON = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
+_TENSORS = ("x_ptr", "y_ptr")
+
+
+def compile_kernel(
+    kernel: Any, constexprs: dict[str, Any], dtype: str | None, aligned: bool, capability: int, fresh: bool = False
+) -> Any:
+    """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
+
+    `dtype` is that of `x_ptr` and `y_ptr`, which `aligned` says are multiples of 16; `group` is int64 and always
+    aligned, every other argument a 64-bit number. `constexprs` may hold compile options. `capability` is 90 for sm_90;
+    no GPU is needed. `fresh` passes Triton's cache by, which knows a kernel by its source and not by its path.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constants[(i,)] = constexprs[name]
+        elif name in _TENSORS:
+            assert dtype is not None
+            signature[name] = "*" + _TRITON[dtype]
+        else:
+            signature[name] = "*i64" if name == "group" else "i64"
+        if name == "group" or (name in _TENSORS and aligned):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+    options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = fresh or triton.knobs.compilation.always_compile
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def takes_data(kernel: Any) -> bool:
+    """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call)."""
+    return bool(kernel.params[0].name == _TENSORS[0])
