@@ -68,14 +68,20 @@ def test_the_bounded_search_visits_every_schedule_within_its_bound_once(lengths,
 
 
 class Script(Fake):
-    """A task that reads ("r"), adds to ("w") and waits for ("p", until it is 2) words, and what it has seen of them."""
+    """A task that reads ("r"), adds to ("w") and waits for ("p", until it is 2) words, and what it has seen of them.
+
+    "q" looks at a word and then at the next one, in turns, until their sum is odd.
+    """
 
     def __init__(self, rank, ops) -> None:
         super().__init__(rank, len(ops))
         self.ops, self.seen, self.parked = list(ops), [], False
+        self.looks = []
 
     def go(self, words) -> Touch:
         (kind, word), line = self.ops[0], len(self.ops)
+        if kind == "q":
+            return self.look_at_two(word, words, line)
         if kind == "p" and words[word] < 2:
             self.parked = True
         else:
@@ -83,6 +89,18 @@ class Script(Fake):
             words[word] += kind == "w"
             self.seen.append((kind, word, words[word]))
         return Touch(self.key, frozenset({("memory", word)}), kind == "w", line)
+
+    def look_at_two(self, first, words, line) -> Touch:
+        second = len(self.looks) % 2
+        word = (first + second) % len(words)
+        self.looks.append(words[word])
+        if second and sum(self.looks[-2:]) % 2:
+            self.seen.append(("q", first, *self.looks[-2:]))
+            del self.ops[0]
+            self.looks = []
+        elif not second and self.looks[-3:-1] == [words[first], words[(first + 1) % len(words)]]:
+            self.parked, self.looks = True, self.looks[-1:]
+        return Touch(self.key, frozenset({("memory", word)}), False, (line, second))
 
 
 def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
@@ -108,7 +126,7 @@ def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
 def programs(number):
     random = Random(number)
     lengths = [random.randint(1, 4) for _ in range(random.choice([2, 2, 3]))]
-    return [[(random.choice("rwwp"), random.randrange(3)) for _ in range(n)] for n in lengths]
+    return [[(random.choice("rwwpq"), random.randrange(3)) for _ in range(n)] for n in lengths]
 
 
 def test_what_the_bounded_search_passes_by_shows_nothing_new():

@@ -13,7 +13,8 @@ race, as nothing but `a` could order the two. So what would follow is passed by,
 towards the end comes to a place that is not. Later preemptions of a run are tried before earlier ones, so often it is
 known what a block would do if it were let in earlier: the same, if it does not touch what was done in between.
 
-A look that finds nothing new, and is repeated until it does, counts for nothing in all this.
+A look that finds nothing new, and is repeated until it does, counts for nothing in all this; unless its loop looks at
+other places, too, for then it matters what changes between two of them.
 """
 
 from __future__ import annotations
@@ -89,9 +90,10 @@ class BoundedSearch:
             return
         wrote = max((i for i, n in enumerate(mine) if self._trace[n].writes), default=-1)  # type: ignore[union-attr]
         round_ = mine[wrote + 1 :]
-        first = next(i for i, n in enumerate(round_) if self._trace[n] == last)
-        for n in round_[first:]:
-            self._trace[n] = Touch(task, frozenset(), False, _IDLE)
+        looks = round_[next(i for i, n in enumerate(round_) if self._trace[n] == last) :]
+        if all(self._trace[n] == last for n in looks):
+            for n in looks:
+                self._trace[n] = Touch(task, frozenset(), False, _IDLE)
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
         first = default(current, ready)
