@@ -1,0 +1,140 @@
+"""A GPU that launches nothing: it reads what a launch passes as CUDA's driver does, by the cubin's own signature."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+_PARAMETER = 0x17  # EIATTR_KPARAM_INFO
+
+
+class Result(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_NOT_FOUND = 500
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: the bytes of its parameters in order, its grid, threads, shared memory and stream."""
+
+    function: str
+    parameters: list[bytes]
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    stream: int
+
+    @property
+    def words(self) -> list[int]:
+        return [int.from_bytes(p, "little") for p in self.parameters]
+
+
+class Stream(int):
+    """Stands for CUstream."""
+
+
+class Attribute(enum.IntEnum):
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+@dataclass
+class FakeGpu:
+    """Bindings and device at once. `failures`: what a call gives, by its name and how often it has been called."""
+
+    name: str
+    capability: int = 90
+    failures: dict[tuple[str, int], Result] = field(default_factory=dict)
+    current: bool = False
+    raw: int = 0
+    launches: list[Launch] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    functions: dict[int, tuple[str, list[tuple[int, int]]]] = field(default_factory=dict)
+    modules: list[bytes] = field(default_factory=list)
+    attributes: dict[int, int] = field(default_factory=dict)
+
+    CUstream = Stream
+    CUfunction_attribute = Attribute
+
+    @property
+    def bindings(self) -> FakeGpu:
+        return self
+
+    def stream(self) -> int:
+        return self.raw
+
+    def enter(self) -> None:
+        self.current = True
+
+    def _begins(self, name: str) -> Result:
+        self.calls.append(name)
+        result = self.failures.get((name, self.calls.count(name)), Result.CUDA_SUCCESS)
+        if result is Result.CUDA_SUCCESS and not self.current:
+            return Result.CUDA_ERROR_INVALID_CONTEXT
+        return result
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
+        assert image[:4] == b"\x7fELF" and isinstance(image, bytes)
+        result = self._begins("cuModuleLoadData")
+        self.modules.append(image)
+        return result, len(self.modules) - 1
+
+    def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
+        result = self._begins("cuModuleGetFunction")
+        found = parameters(self.modules[module], name.decode())
+        if found is None:
+            return Result.CUDA_ERROR_NOT_FOUND, 0
+        handle = 0x1000 + len(self.functions)
+        self.functions[handle] = name.decode(), found
+        return result, handle
+
+    def cuFuncLoad(self, function: int) -> tuple[Any, ...]:
+        assert function in self.functions
+        return (self._begins("cuFuncLoad"),)
+
+    def cuFuncSetAttribute(self, function: int, attribute: Attribute, value: int) -> tuple[Any, ...]:
+        self.attributes[function] = value
+        return (self._begins("cuFuncSetAttribute"),)
+
+    def cuLaunchKernel(
+        self, function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: Any,
+        pointers: int, extra: int,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        assert extra == 0 and isinstance(stream, Stream), "the bindings make an object of a plain number each time"
+        result = self._begins("cuLaunchKernel")
+        if result is Result.CUDA_SUCCESS:
+            name, signature = self.functions[function]
+            held = (ctypes.c_void_p * len(signature)).from_address(pointers)
+            values = [ctypes.string_at(held[n], size) for n, (_, size) in enumerate(signature)]
+            self.launches.append(Launch(name, values, (gx, gy, gz), (bx, by, bz), shared, int(stream)))
+        return (result,)
+
+
+def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
+    """(offset, size) of each parameter of `function`, from the cubin's own description; None where it is not there."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + n * size) for n in range(count)]
+    strings = sections[names][4]
+    for name, _, _, _, start, length in sections:
+        at = strings + name
+        if cubin[at : cubin.index(b"\0", at)].decode() == f".nv.info.{function}":
+            return _parameters(cubin[start : start + length])
+    return None
+
+
+def _parameters(info: bytes) -> list[tuple[int, int]]:
+    found, at = {}, 0
+    while at < len(info):
+        form, kind, value = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == 4:
+            if kind == _PARAMETER:
+                _, ordinal, offset, bits = struct.unpack_from("<IHHI", info, at)
+                found[ordinal] = offset, bits >> 18
+            at += value
+    return [found[n] for n in sorted(found)]
