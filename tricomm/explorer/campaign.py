@@ -30,6 +30,7 @@ _EPOCHS = (1, _EDGES[0], 1, 1, 1, 1, _EDGES[1], 1, 1, 1, 1, _EDGES[2])
 _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
+_PATIENT = 12
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,10 @@ def _plan(
     for name, value, least in (("schedules", schedules, 1), ("preemptions", preemptions, 0), ("seed", seed, 0)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise InvalidArgument(f"{name}={value!r}: an integer from {least} on is needed")
+    if seed >= 1 << 32:
+        raise InvalidArgument(f"seed={seed}: less than 2**32 is needed")
+    if not isinstance(faults, str | list | tuple | set | frozenset):
+        raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
@@ -193,7 +198,9 @@ class Campaign:
             fault = (kinds[number // 2 % len(kinds)], rank, step)
         if "delay" in plan.faults and number % 4 >= 2:
             delays = seed
-        return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault)
+        # A loop that looks a few times and then gives up is none to sleep in.
+        patience = _PATIENT if number % 4 == 1 else 1
+        return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault, patience=patience)
 
     def _strategy(self, number: int, execution: Execution) -> Strategy:
         if self._contention is not None:
@@ -258,7 +265,7 @@ def run_one(
 def _tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in what a function returned, in order."""
     if isinstance(value, torch.Tensor):
-        return [value.detach()]
+        return [value.detach()] if value.layout == torch.strided and not value.is_nested else []
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

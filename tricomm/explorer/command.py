@@ -19,6 +19,7 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 
 def check(options: dict[str, Any]) -> bool:
     """Check a user's function, or shipped kernels; prints as it goes. True where nothing was found."""
+    _check_paths(options)
     reports = []
     for name, run in _runs(options):
         report = run()
@@ -33,6 +34,9 @@ def check(options: dict[str, Any]) -> bool:
 
 def replay(path: Path, options: dict[str, Any]) -> bool:
     """Run the schedules of a stored report's findings again. True where none of them shows its finding any more."""
+    _check_paths(options)
+    if options["function"] is not None:
+        raise InvalidArgument(f"--replay names its function itself; {options['function']} would not be looked at")
     report = Report.load(path)
     if report.ok:
         raise InvalidArgument(f"{path}: nothing was found, so there is nothing to repeat")
@@ -45,6 +49,16 @@ def replay(path: Path, options: dict[str, Any]) -> bool:
             click.echo(f"{number}. {'repeated' if found else 'NOT repeated'}: {found[0] if found else before}")
     _write([report], options)
     return not any(repeated)
+
+
+def _check_paths(options: dict[str, Any]) -> None:
+    """Before a campaign, not after it: can its outcome be written where it is wanted?"""
+    for name in ("report", "timeline"):
+        path = options[name]
+        if path is not None and not path.parent.is_dir():
+            raise InvalidArgument(f"--{name} {path}: the folder {path.parent} does not exist")
+    if options["timeline"] is not None:
+        timeline.check_path(options["timeline"])
 
 
 def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]:

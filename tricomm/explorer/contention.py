@@ -18,11 +18,12 @@ class Contention:
         self.grew = False
         self.search = BoundedSearch(preemptions)
         self._preemptions = preemptions
+        self._numbers: dict[str, int] = {}
         self._touched: dict[str, Array] = {}
 
     def contested(self, task: Task, places: list[Place]) -> bool:
         """Note an access; True where another block has made one to the same words, in this execution or before."""
-        me, found = task.rank * 64 + task.block, False
+        me, found = self._numbers.setdefault(task.key, len(self._numbers)), False
         for place in places:
             known = self._touched.get(place.region.name)
             if known is None:

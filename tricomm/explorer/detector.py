@@ -71,10 +71,12 @@ class Detector:
 
     def begin(self, launch: Launch) -> None:
         """A launch begins with what its rank's host code knows, earlier launches included."""
-        known = self.thread(launch.rank, -1).now
-        self.thread(launch.rank, -1).tick()
-        for task in launch.blocks:
-            self.thread(task.rank, task.block).begin(known)
+        host = self.thread(launch.rank, -1)
+        blocks = [self.thread(task.rank, task.block) for task in launch.blocks]  # may make room for more clocks
+        known = host.now
+        host.tick()
+        for block in blocks:
+            block.begin(known)
 
     def end(self, launch: Launch) -> None:
         host = self.thread(launch.rank, -1)
@@ -204,6 +206,8 @@ class Detector:
             region.shadow = Shadow(region.nbytes, self._slots)
             if region.shared:
                 self._shadowed.append(region)
+        elif region.shadow.slots < self._slots:
+            region.shadow.widen(self._slots)
         return region.shadow  # type: ignore[no-any-return]
 
     def _read(self, thread: Thread, access: Access, place: Place, record: int, time: int) -> None:
@@ -315,8 +319,6 @@ class Detector:
         for thread in self._threads.values():
             for name in ("now", "birth", "fenced", "pending"):
                 setattr(thread, name, _fitting(getattr(thread, name), self._slots))
-        for region in self._shadowed:
-            region.shadow.widen(self._slots)
 
 
 def _fitting(clock: Array, slots: int) -> Array:

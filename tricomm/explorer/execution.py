@@ -77,7 +77,7 @@ class Ranks:
         self._stuck_at = -1
         delays = Delays(execution.delays) if execution.delays is not None else None
         self._memory = Memory()
-        self._machine = Machine(self._memory, self._detector, delays, contention)
+        self._machine = Machine(self._memory, self._detector, delays, contention, execution.patience)
         # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
         hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
         self._scheduler = Scheduler(
@@ -115,12 +115,19 @@ class Ranks:
             make = self._oracle.communicator() if self._oracle is not None else Communicator
             self._comms[rank] = self._world.join(rank, make)
             return self._subject.fn(self._comms[rank])
+        except SystemExit as leave:
+            error = RuntimeError(f"it called sys.exit({leave.code!r})")
+            self._failed(rank, error)
+            raise error from leave
         except Exception as error:
-            self._errors[rank] = error
-            self._world.dead.add(rank)  # as a process would be that this error ends
+            self._failed(rank, error)
             raise
         finally:
             self._scheduler.wake_hosts()
+
+    def _failed(self, rank: int, error: Exception) -> None:
+        self._errors[rank] = error
+        self._world.dead.add(rank)  # as a process would be that this error ends
 
     def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
@@ -215,6 +222,9 @@ class Ranks:
     def _judged(self) -> list[Finding]:
         """What the detector could not see from single accesses."""
         assert self._detector is not None and self._oracle is not None
+        for rank, error in self._errors.items():
+            if not isinstance(error, TricommError):
+                return [_raised(rank, error)]  # that others wait for this rank then is a consequence
         if self._deadlock is not None:
             return [self._deadlock]
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)

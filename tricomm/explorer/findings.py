@@ -51,7 +51,8 @@ class Record:
 class Execution:
     """What one execution depends on, besides the function: enough to repeat it exactly.
 
-    `choices` are (step, task) where it departed from letting whoever ran last run on.
+    `choices` are (step, task) where it departed from letting whoever ran last run on. `patience` is how often a block
+    goes round a loop in which nothing changes before it sleeps.
     """
 
     seed: int = 0
@@ -59,6 +60,7 @@ class Execution:
     delays: int | None = None
     fault: tuple[str, int, int] | None = None  # stop or drop, rank, step
     choices: tuple[tuple[int, str], ...] = ()
+    patience: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ class Finding:
     def from_json(cls, values: dict[str, Any]) -> Finding:
         execution = dict(values["execution"])
         execution["choices"] = tuple((int(s), str(t)) for s, t in execution["choices"])
-        execution["fault"] = None if execution["fault"] is None else tuple(execution["fault"])
+        if execution["fault"] is not None:
+            kind, rank, step = execution["fault"]
+            if kind not in ("stop", "drop") or not isinstance(rank, int) or not isinstance(step, int):
+                raise ValueError(f"fault {execution['fault']!r}")
+            execution["fault"] = kind, rank, step
         lists = {n: tuple(values[n]) for n in ("ranks", "where", "accesses", "events")}
         return cls(**{**values, **lists, "execution": Execution(**execution)})
 

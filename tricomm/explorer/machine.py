@@ -26,8 +26,10 @@ class Machine:
     """The director of an execution. `detector`, `delays` and `contention` are None where nobody asks for them."""
 
     def __init__(
-        self, memory: Memory, detector: Detector | None, delays: Delays | None, contention: Contention | None
-    ) -> None:
+        self, memory: Memory, detector: Detector | None, delays: Delays | None, contention: Contention | None,
+        patience: int = 1,
+    ) -> None:  # fmt: skip
+        self._patience = patience
         self.memory, self.detector, self.delays, self.contention = memory, detector, delays, contention
         self.scheduler: Scheduler
         self.leaving: set[int] = set()
@@ -102,7 +104,7 @@ class Machine:
             self.scheduler.wrote(access.addresses)
         elif old is not None:
             impatient = access.sem is not None and task.rank not in self.leaving
-            if task.saw(access, site, old, 1 if impatient else _PATIENCE) and not self._news(task):
+            if task.saw(access, site, old, self._patience if impatient else _PATIENCE) and not self._news(task):
                 if self.contention is not None:
                     self.contention.parked(task)
                 self.scheduler.park()

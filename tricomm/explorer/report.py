@@ -13,6 +13,7 @@ import triton
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.execution import Subject
 from tricomm.explorer.findings import Finding
+from tricomm.options import Options
 
 if TYPE_CHECKING:
     from tricomm.explorer.campaign import Plan
@@ -86,6 +87,9 @@ class Report:
             if values["schema"] != SCHEMA or values["tool"] != "tricomm check":
                 raise ValueError(f"schema {values['schema']!r} of {values['tool']!r}")
             findings = [Finding.from_json(f) for f in values["findings"]]
+            Options(**values["options"])
+            if not isinstance(values["subject"], dict):
+                raise TypeError(f"subject {values['subject']!r}")
             fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
             return cls(**fields, findings=findings, faults=tuple(values["faults"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

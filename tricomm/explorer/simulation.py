@@ -16,6 +16,7 @@ from tricomm.kernels import interpreter, layout
 from tricomm.options import Options
 
 _T = TypeVar("_T")
+_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def simulate(
@@ -35,6 +36,8 @@ def simulate(
 
     Times taken in here say nothing about a GPU.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise InvalidArgument(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is needed")
     subject = prepared(fn, world_size, Options() if options is None else options)
     outcome = Ranks(subject, Execution(seed), RandomWalk(seed), detect=False).execute()
     if outcome.errors:
@@ -58,8 +61,12 @@ def prepared(
         raise InvalidArgument(f"world_size={world_size!r}: 1 to {layout.MAX_WORLD_SIZE} ranks are possible")
     if not isinstance(options, Options):
         raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
-    if not callable(fn):
-        raise InvalidArgument(f"fn={fn!r}: a function of one communicator is needed")
+    if not callable(fn) or hasattr(fn, "fn") and hasattr(fn, "params"):
+        raise InvalidArgument(f"fn={fn!r}: a function of one communicator is needed, which launches kernels")
+    if any(kind(fn) for kind in _LATER):
+        raise InvalidArgument(f"{_name(fn)} is a generator or a coroutine: calling it runs nothing")
+    if residency is not None and (isinstance(residency, bool) or not isinstance(residency, int) or residency < 1):
+        raise InvalidArgument(f"residency={residency!r}: a number of blocks from 1 on, or None, is needed")
     try:
         inspect.signature(fn).bind(None)
     except TypeError as error:

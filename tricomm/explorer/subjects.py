@@ -29,7 +29,7 @@ def from_file(name: str) -> Callable[[Any], Any]:
     sys.path.insert(0, str(file.parent))  # as `python file.py` has it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidArgument(f"{file} does not load: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(file.parent))

@@ -27,11 +27,17 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var
 """
 
 
-def write(report: Report, path: str | Path, number: int = 0) -> None:
-    """Write finding `number` of `report` to `path`; the suffix .html or .svg says what it is to be."""
+def check_path(path: str | Path) -> str:
+    """The suffix, which says what is to be written; raises `InvalidArgument` for another one."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".html", ".htm", ".svg"):
         raise InvalidArgument(f"{path}: a timeline is written as .html or as .svg")
+    return suffix
+
+
+def write(report: Report, path: str | Path, number: int = 0) -> None:
+    """Write finding `number` of `report` to `path`; the suffix .html or .svg says what it is to be."""
+    suffix = check_path(path)
     text = render(report, number) if suffix != ".svg" else picture.svg(_finding(report, number), alone=True)
     Path(path).write_text(text, encoding="utf-8")
 

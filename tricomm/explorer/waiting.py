@@ -18,6 +18,7 @@ def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why:
     waiters = [_block(task, memory) for task in blocks if task.state in (State.PARKED, State.STOPPED) and task.started]
     waiters += [_not_started(task) for task in blocks if not task.started and task.state is State.READY]
     waiters += [_host(task) for task in hosts if task.state is State.WAITING and task.launch is None]
+    waiters += [_running(task) for task in blocks if task.started and task.state is State.READY]
     over = [str(h.rank) for h in hosts if h.state is State.DONE]
     text = f"{why}: " + "; ".join(w["text"] for w in waiters)
     if over:
@@ -46,6 +47,13 @@ def _block(task: Task, memory: Memory) -> dict[str, Any]:
     )
     more = {"address": address, "place": place, "expected": expected, "found": found, "relation": relation}
     return _entry(task, poll.site, text, **more)
+
+
+def _running(task: Task) -> dict[str, Any]:
+    name = task.launch.name if task.launch is not None else "?"
+    site = task.last_poll.site if task.last_poll is not None else Site(())
+    looked = f", which last looked at something new at {site.text}" if task.last_poll is not None else ""
+    return _entry(task, site, f"rank {task.rank}, block {task.block} of {name} runs on and on{looked}")
 
 
 def _not_started(task: Task) -> dict[str, Any]:

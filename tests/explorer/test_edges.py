@@ -1,0 +1,221 @@
+"""Many blocks, loops that give up, kernels without an end, and what makes no sense: told, and told rightly."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tricomm
+from tricomm.cli import main
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import campaign, contention
+from tricomm.explorer.report import Report
+
+
+@triton.jit
+def pass_on(memory, rank, out, WORLD: tl.constexpr, ORDERED: tl.constexpr):
+    """Block b of each rank tells block b of the next one a number."""
+    block = tl.program_id(0)
+    blocks = tl.num_programs(0)
+    for other in tl.static_range(WORLD):
+        if other == (rank + 1) % WORLD:
+            tl.store(memory[other] + block, 100 * rank + block)
+            tl.debug_barrier()
+            tl.atomic_xchg(memory[other] + blocks + block, 1, sem="release" if ORDERED else "relaxed", scope="sys")
+    for other in tl.static_range(WORLD):
+        if other == rank:
+            while tl.atomic_add(memory[other] + blocks + block, 0, sem="acquire", scope="sys") != 1:
+                pass
+            tl.debug_barrier()
+            tl.store(out + block, tl.load(memory[other] + block))
+
+
+def passing_on(blocks, ordered=True):
+    def fn(comm):
+        memory, out = comm.symmetric((2 * blocks,), torch.int32), torch.full((blocks,), -1, dtype=torch.int32)
+        comm.launch(pass_on, blocks, memory.peers, comm.rank, out, WORLD=comm.world_size, ORDERED=ordered)
+        before = (comm.rank - 1) % comm.world_size
+        assert torch.equal(out, 100 * before + torch.arange(blocks, dtype=torch.int32))
+        return out
+
+    return fn
+
+
+@pytest.mark.parametrize(("world_size", "blocks"), [(2, 4), (1, 9), (2, 40), (3, 7)])
+def test_launches_of_many_blocks(world_size, blocks):
+    report = tricomm.check(passing_on(blocks), world_size, schedules=4)
+    assert report.ok, report
+    broken = tricomm.check(passing_on(blocks, ordered=False), world_size, schedules=4)
+    assert [f.kind for f in broken.findings] == ["race"] * (world_size > 1)
+
+
+def test_room_for_more_blocks_is_made_while_others_run():
+    def fn(comm):
+        for blocks in (1, 2, 5, 11):
+            passing_on(blocks)(comm)
+
+    assert tricomm.check(fn, 2, schedules=6).ok
+
+
+def test_blocks_beyond_64_are_not_taken_for_another_ranks():
+    tasks = [type("T", (), {"key": key}) for key in ("r0b64", "r1b0")]
+    place = type(
+        "P", (), {"region": type("R", (), {"name": "x", "nbytes": 8}), "offsets": torch.zeros(1).long().numpy()}
+    )
+    known = contention.Contention(2)
+    assert not known.contested(tasks[0], [place]) and known.contested(tasks[1], [place])
+
+
+@triton.jit
+def look_a_few_times(memory, rank, out, LOOKS: tl.constexpr):
+    """Rank 1 gives up where it has not found what rank 0 puts there."""
+    if rank == 0:
+        tl.atomic_xchg(memory[1], 1, sem="release", scope="sys")
+    else:
+        seen = 0
+        for _ in range(LOOKS):
+            seen += tl.atomic_add(memory[1], 0, sem="acquire", scope="sys")
+        tl.store(out, seen)
+
+
+def test_a_loop_that_gives_up_is_seen_to_give_up():
+    def fn(comm):
+        memory, out = comm.symmetric((1,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
+        comm.launch(look_a_few_times, 1, memory.peers, comm.rank, out, LOOKS=4)
+        assert comm.rank == 0 or out.item() > 0, "gave up"
+
+    report = tricomm.check(fn, 2, schedules=40)
+    assert report.findings and report.findings[0].kind == "wrong_result" and "gave up" in report.findings[0].text
+    again = campaign.replay(report, fn)
+    assert [f.key for f in again[0]] == [report.findings[0].key]
+
+
+@triton.jit
+def endless(memory):
+    while tl.atomic_add(memory, 1, sem="relaxed", scope="sys") >= 0:
+        pass
+
+
+def test_a_kernel_without_an_end_is_named(monkeypatch):
+    monkeypatch.setattr(campaign, "_MOST_STEPS", 300)
+    monkeypatch.setattr("tricomm.explorer.shrinking.shrink", lambda again, finding, execution: execution)
+
+    def body(comm):
+        memory = comm.symmetric((1,), torch.int32)
+        if comm.rank == 1:
+            comm.launch(endless, 1, memory.local)
+
+    (finding,) = tricomm.check(body, 2, schedules=1).findings
+    assert (
+        finding.kind == "deadlock"
+        and finding.ranks == (1,)
+        and "rank 1, block 0 of endless runs on and on" in str(finding)
+    )
+
+
+@triton.jit
+def spin(memory, rank):
+    while tl.atomic_add(memory[1], 0, sem="acquire", scope="sys") != 1:
+        pass
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError, SystemExit])
+def test_what_a_rank_raises_comes_before_the_waiting_that_follows_from_it(error):
+    def fn(comm):
+        memory = comm.symmetric((1,), torch.int32)
+        if comm.rank == 0:
+            raise error("the real bug")
+        comm.launch(spin, 1, memory.peers, comm.rank)
+
+    (finding,) = tricomm.check(fn, 2, schedules=1).findings
+    assert finding.kind == ("wrong_result" if error is AssertionError else "exception")
+    assert finding.ranks == (0,) and "the real bug" in finding.text
+
+
+def generator(comm):
+    yield comm
+
+
+async def coroutine(comm):
+    return comm
+
+
+def nothing(comm):
+    return torch.eye(2).to_sparse(), comm.rank
+
+
+@pytest.mark.parametrize(
+    ("fn", "more", "words"),
+    [
+        (generator, {}, "generator or a coroutine"),
+        (coroutine, {}, "generator or a coroutine"),
+        (endless, {}, "function of one communicator is needed, which launches"),
+        (nothing, {"residency": 0}, "residency=0"),
+        (nothing, {"residency": "x"}, "residency='x'"),
+        (nothing, {"faults": None}, "faults=None"),
+        (nothing, {"faults": 7}, "faults=7"),
+        (nothing, {"seed": 1 << 70}, "seed="),
+    ],
+    ids=lambda v: str(v)[:20],
+)
+def test_arguments_that_make_no_sense(fn, more, words):
+    with pytest.raises(InvalidArgument, match=words):
+        tricomm.check(fn, 2, schedules=1, **more)
+
+
+@pytest.mark.parametrize("seed", ["x", 1 << 70, -1, True])
+def test_seeds_that_make_no_sense(seed):
+    with pytest.raises(InvalidArgument, match="seed="):
+        tricomm.simulate(nothing, 2, seed=seed)
+
+
+def test_a_result_that_is_no_plain_tensor_is_passed_by():
+    assert tricomm.check(nothing, 2, schedules=2).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"options": {"bogus": 1}}, "bogus"),
+        ({"options": None}, "mapping"),
+        ({"subject": None}, "subject None"),
+        ({"schema": 99}, "schema 99"),
+        ({"findings": [{"execution": {"fault": ["stop", "x", "y"], "choices": []}}]}, "fault"),
+    ],
+    ids=lambda v: str(v)[:20],
+)
+def test_a_damaged_report_is_refused(tmp_path, change, words):
+    report = tricomm.check(passing_on(1, ordered=False), 2, schedules=1)
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({**report.as_json(), **change}))
+    with pytest.raises(InvalidArgument, match=f"report.json: .*{words}"):
+        Report.load(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--report", "/no/such/folder/r.json"], "the folder /no/such/folder does not exist"),
+        (["--timeline", "/no/such/folder/t.svg"], "the folder /no/such/folder does not exist"),
+        (["--timeline", "t.png"], "as .html or as .svg"),
+    ],
+)
+def test_where_nothing_can_be_written_is_said_before_the_campaign(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(campaign, "check", lambda *a, **k: pytest.fail("it has begun"))
+    monkeypatch.setattr(sys, "argv", ["tricomm", "check", *arguments])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_file_that_ends_the_process_is_refused(monkeypatch, tmp_path, capsys):
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.setattr(sys, "argv", ["tricomm", "check", f"{tmp_path}/quits.py:fn"])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2 and "does not load: SystemExit" in capsys.readouterr().err
