@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.explorer import bodies
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
+from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
 T = ("all_reduce", "two_shot", "simple")
@@ -101,8 +102,11 @@ REAL = (
     ),
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
-        (Edit(GROUP, "chosen.kernel, chosen.grid, args",
-              "chosen.kernel, tuple(max(1, n - (self.rank == 0)) for n in chosen.grid), args"),),
+        (
+            Edit(ONE_SHOT, "    stride = tl.num_programs(0) * BLOCK\n",
+                 f"    grid = tl.num_programs(0) - (tl.load(group + {layout.RANK}) == 0)\n    stride = grid * BLOCK\n"),
+            Edit(ONE_SHOT, "(chunk < chunks) & (status == 0):", "(chunk < chunks) & (status == 0) & (own < stride):"),
+        ),
         (S,), DEADLOCK, blocks=2,
     ),
     Mutant(

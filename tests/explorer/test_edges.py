@@ -219,3 +219,40 @@ def test_a_file_that_ends_the_process_is_refused(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         main()
     assert error.value.code == 2 and "does not load: SystemExit" in capsys.readouterr().err
+
+
+RACY = """
+import torch, triton, triton.language as tl
+@triton.jit
+def k(memory, rank, out):
+    if rank == 0:
+        tl.store(memory[1], 1)
+    else:
+        tl.store(out, tl.load(memory[1]))
+def bad(comm):
+    memory, out = comm.symmetric((1,), torch.int32), torch.zeros(1, dtype=torch.int32)
+    memory.local.zero_()
+    comm.barrier()
+    comm.launch(k, 1, memory.peers, comm.rank, out)
+"""
+
+
+def test_a_replay_of_a_file_that_has_changed_says_so_and_what_is_found_now(monkeypatch, tmp_path, capsys):
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["tricomm", "check", *arguments])
+        with pytest.raises(SystemExit) as error:
+            main()
+        return error.value.code, capsys.readouterr().out
+
+    file, report = tmp_path / "mine.py", tmp_path / "report.json"
+    file.write_text(RACY)
+    code, said = run(f"{file}:bad", "--world-size", "2", "--schedules", "2", "--report", str(report))
+    assert code == 1 and "race at mine.py" in said
+    code, said = run("--replay", str(report))
+    assert code == 1 and "1. repeated: race" in said and "has changed" not in said
+    file.write_text(
+        "# one more line" + RACY.replace("def bad", "# and one\n\ndef bad").replace("import torch", "\nimport torch")
+    )
+    code, said = run("--replay", str(report))
+    assert code == 1 and "mine.py has changed since" in said
+    assert "NOT repeated: race" in said and "found instead: race" in said

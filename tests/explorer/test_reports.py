@@ -17,7 +17,7 @@ from tricomm import explorer
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer import selftest, shrinking
-from tricomm.explorer.report import Report
+from tricomm.explorer.report import Report, digest
 from tricomm.kernels import adapter, interpreter
 
 USERS_FILE = '''
@@ -142,7 +142,7 @@ def test_the_command_on_a_right_function_and_as_json(users_file):
     done = command(f"{users_file}:right", "--world-size", 2, "--schedules", 12, "--json")
     (found,) = json.loads(done.output)
     assert done.exit_code == 0 and found["ok"] and found["ran"] == 12 and found["simulated"] is True
-    assert found["subject"] == {"file": str(users_file), "function": "right"}
+    assert found["subject"] == {"file": str(users_file), "function": "right", "sha256": digest(str(users_file))}
 
 
 def test_the_command_checks_shipped_kernels():

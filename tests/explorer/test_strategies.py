@@ -70,25 +70,30 @@ def test_the_bounded_search_visits_every_schedule_within_its_bound_once(lengths,
 class Script(Fake):
     """A task that reads ("r"), adds to ("w") and waits for ("p", until it is 2) words, and what it has seen of them.
 
-    "q" looks at a word and then at the next one, in turns, until their sum is odd.
+    "q" looks at a word and then at the next one, in turns, until their sum is odd; "n" twice in turn waits for a word
+    to grow and then looks at another one.
     """
 
     def __init__(self, rank, ops) -> None:
         super().__init__(rank, len(ops))
         self.ops, self.seen, self.parked = list(ops), [], False
-        self.looks = []
+        self.looks, self.last, self.at = [], None, 0
 
     def go(self, words) -> Touch:
         (kind, word), line = self.ops[0], len(self.ops)
         if kind == "q":
             return self.look_at_two(word, words, line)
-        if kind == "p" and words[word] < 2:
-            self.parked = True
+        if kind == "n":
+            return self.nested(word, words, line)
+        value = words[word]
+        if kind == "p" and value < 2:
+            self.parked, self.last = self.last == (line, value), (line, value)
         else:
+            self.last = None
             del self.ops[0]
             words[word] += kind == "w"
             self.seen.append((kind, word, words[word]))
-        return Touch(self.key, frozenset({("memory", word)}), kind == "w", line)
+        return Touch(self.key, frozenset({("memory", word)}), kind == "w", line, b"%d" % value)
 
     def look_at_two(self, first, words, line) -> Touch:
         second = len(self.looks) % 2
@@ -100,7 +105,23 @@ class Script(Fake):
             self.looks = []
         elif not second and self.looks[-3:-1] == [words[first], words[(first + 1) % len(words)]]:
             self.parked, self.looks = True, self.looks[-1:]
-        return Touch(self.key, frozenset({("memory", word)}), False, (line, second))
+        return Touch(self.key, frozenset({("memory", word)}), False, (line, second), b"%d" % words[word])
+
+    def nested(self, word, words, line) -> Touch:
+        turn, second = divmod(self.at, 2)
+        place = (word + second) % len(words)
+        value = words[place]
+        if second:
+            self.seen.append(("n", place, value))
+            self.at += 1
+        elif value > turn:
+            self.at += 1
+        else:
+            self.parked, self.last = self.last == (line, value), (line, value)
+        if self.at == 4:
+            del self.ops[0]
+            self.at = 0
+        return Touch(self.key, frozenset({("memory", place)}), False, (line, second), b"%d" % value)
 
 
 def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
@@ -126,7 +147,7 @@ def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
 def programs(number):
     random = Random(number)
     lengths = [random.randint(1, 4) for _ in range(random.choice([2, 2, 3]))]
-    return [[(random.choice("rwwpq"), random.randrange(3)) for _ in range(n)] for n in lengths]
+    return [[(random.choice("rwwpqn"), random.randrange(3)) for _ in range(n)] for n in lengths]
 
 
 def test_what_the_bounded_search_passes_by_shows_nothing_new():

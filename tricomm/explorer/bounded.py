@@ -14,7 +14,8 @@ towards the end comes to a place that is not. Later preemptions of a run are tri
 known what a block would do if it were let in earlier: the same, if it does not touch what was done in between.
 
 A look that finds nothing new, and is repeated until it does, counts for nothing in all this; unless its loop looks at
-other places, too, for then it matters what changes between two of them.
+other places, too, for then it matters what changes between two of them. (A loop of three looks or more at one place
+that uses what each has found, and does not wait, is taken for a wait: no kernel of ours has one.)
 """
 
 from __future__ import annotations
@@ -24,20 +25,25 @@ from dataclasses import dataclass, field
 from tricomm.explorer.scheduler import default
 from tricomm.explorer.tasks import Task
 
-_IDLE = "a look that is repeated"
+_IDLE = b"a look that is repeated"
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An access of an execution: whose, to which words, and at which line."""
+    """An access of an execution: whose, to which words, at which line, and what it has read."""
 
     task: str
     words: frozenset[tuple[str, int]]
     writes: bool
     line: object = None
+    value: bytes = b""
 
     def conflicts(self, other: Touch) -> bool:
         return (self.writes or other.writes) and not self.words.isdisjoint(other.words)
+
+
+def _idle(look: Touch) -> Touch:
+    return Touch(look.task, frozenset(), False, look.line, _IDLE)
 
 
 @dataclass(slots=True)
@@ -70,12 +76,13 @@ class BoundedSearch:
         self._path: list[_Fork] = []
         self._at = 0
         self._trace: list[Touch | None] = []
+        self._parked: list[int] = []  # places in the trace
         self._over = False
 
     def begin(self) -> bool:
         """False when every schedule has been seen."""
         self._at = 0
-        self._trace = []
+        self._trace, self._parked = [], []
         return not self._over
 
     def saw(self, touch: Touch | None) -> None:
@@ -83,17 +90,8 @@ class BoundedSearch:
         self._trace.append(touch)
 
     def parked(self, task: str) -> None:
-        """The last access was a look that found what the same line had found there before; its block now sleeps."""
-        mine = [n for n, touch in enumerate(self._trace) if touch is not None and touch.task == task]
-        last = self._trace[mine[-1]]
-        if last is None or last.writes:  # it hands something on
-            return
-        wrote = max((i for i, n in enumerate(mine) if self._trace[n].writes), default=-1)  # type: ignore[union-attr]
-        round_ = mine[wrote + 1 :]
-        looks = round_[next(i for i, n in enumerate(round_) if self._trace[n] == last) :]
-        if all(self._trace[n] == last for n in looks):
-            for n in looks:
-                self._trace[n] = Touch(task, frozenset(), False, _IDLE)
+        """The last access was a look that found what was there before; its block now sleeps."""
+        self._parked.append(len(self._trace) - 1)
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
         first = default(current, ready)
@@ -117,6 +115,7 @@ class BoundedSearch:
     def end(self) -> None:
         """After an execution: on to the next schedule, the last decision that has another way first."""
         del self._path[self._at :]
+        self._set_idle()
         self._note_turns()
         self._pass_by()
         while self._path:
@@ -141,12 +140,29 @@ class BoundedSearch:
             or self._goes_on_for_nothing(fork.ready[taken], fork.at)
         )
 
+    def _set_idle(self) -> None:
+        """Make nothing of the looks of a loop that looks at one place, and again when its block has slept; but for the
+        first that found what was there, which may have told it something."""
+        for place in self._parked:
+            last = self._trace[place]
+            assert last is not None
+            mine = [n for n, touch in enumerate(self._trace) if touch is not None and touch.task == last.task]
+            at = mine.index(place)
+            again = self._trace[mine[at + 1]] if at + 1 < len(mine) else None
+            if last.writes or again is None or (again.words, again.line) != (last.words, last.line):
+                continue
+            first = at
+            while first and self._trace[mine[first - 1]] in (last, _idle(last)):
+                first -= 1
+            for n in mine[first + 1 : at + 1]:
+                self._trace[n] = _idle(last)
+
     def _note_turns(self) -> None:
         """What the blocks did that this execution has let in for the first time."""
         for fork in self._path:
             if fork.preempts and not fork.taken and fork.at < len(self._trace):
                 touch = self._trace[fork.at]
-                fork.idle = touch is not None and touch.line is _IDLE
+                fork.idle = touch is not None and touch.value is _IDLE
             block = fork.ready[fork.taken]
             if fork.preempts and fork.taken and block not in fork.turns:
                 back = self._back(fork)

@@ -12,7 +12,8 @@ import click
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign, shipped, subjects, timeline
-from tricomm.explorer.report import Report
+from tricomm.explorer.findings import Finding
+from tricomm.explorer.report import Report, digest
 
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going")
 
@@ -33,7 +34,7 @@ def check(options: dict[str, Any]) -> bool:
 
 
 def replay(path: Path, options: dict[str, Any]) -> bool:
-    """Run the schedules of a stored report's findings again. True where none of them shows its finding any more."""
+    """Run the schedules of a stored report's findings again. True where none of them shows anything any more."""
     _check_paths(options)
     if options["function"] is not None:
         raise InvalidArgument(f"--replay names its function itself; {options['function']} would not be looked at")
@@ -41,14 +42,22 @@ def replay(path: Path, options: dict[str, Any]) -> bool:
     if report.ok:
         raise InvalidArgument(f"{path}: nothing was found, so there is nothing to repeat")
     again = campaign.replay(report, subjects.of_report(report))
-    repeated = [[f for f in found if f.key == before.key] for before, found in zip(report.findings, again, strict=True)]
     if options["as_json"]:
-        click.echo(json.dumps([[f.as_json() for f in found] for found in repeated], indent=1))
+        click.echo(json.dumps([[f.as_json() for f in found] for found in again], indent=1))
     else:
-        for number, (before, found) in enumerate(zip(report.findings, repeated, strict=True), 1):
-            click.echo(f"{number}. {'repeated' if found else 'NOT repeated'}: {found[0] if found else before}")
+        if digest(report.subject.get("file")) != report.subject.get("sha256"):
+            click.echo(f"{report.subject['file']} has changed since: steps and lines may have moved")
+        for number, (before, found) in enumerate(zip(report.findings, again, strict=True), 1):
+            click.echo(f"{number}. {_compared(before, found)}")
     _write([report], options)
-    return not any(repeated)
+    return not any(again)
+
+
+def _compared(before: Finding, found: list[Finding]) -> str:
+    same = next((f for f in found if f.key == before.key), None)
+    if same is not None:
+        return f"repeated: {same}"
+    return f"NOT repeated: {before}" + "".join(f"\n   found instead: {other}" for other in found)
 
 
 def _check_paths(options: dict[str, Any]) -> None:

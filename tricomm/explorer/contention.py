@@ -42,10 +42,10 @@ class Contention:
             self.search, self.grew = BoundedSearch(self._preemptions), False
         return self.search.begin()
 
-    def done(self, task: Task, places: list[Place], writes: bool, line: object) -> None:
+    def done(self, task: Task, places: list[Place], writes: bool, line: object, value: bytes) -> None:
         """An access has been done."""
         words = frozenset((p.region.name, w) for p in places for w in np.unique(p.offsets // 8).tolist())
-        self.search.saw(Touch(task.key, words, writes, line))
+        self.search.saw(Touch(task.key, words, writes, line, value))
 
     def host(self) -> None:
         """Host code has touched shared memory."""

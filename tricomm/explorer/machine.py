@@ -98,7 +98,8 @@ class Machine:
         if self.detector is not None:
             self.detector.access(task, access, places, site, changed)
         if self.contention is not None:
-            self.contention.done(task, places, changed or access.sem in ("release", "acq_rel"), site)
+            writes = changed or access.sem in ("release", "acq_rel")
+            self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes())
         if changed:
             task.forget_polls()
             self.scheduler.wrote(access.addresses)
@@ -111,7 +112,7 @@ class Machine:
 
     def _news(self, task: Task) -> bool:
         """True where something that the task polls has changed since it looked there."""
-        for poll in task.polls.values():
+        for poll in task.loop():
             places = self.memory.places(poll.access.addresses, poll.access.itemsize, [])
             if (
                 isinstance(places, int)

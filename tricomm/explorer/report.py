@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 from dataclasses import asdict, dataclass, field
@@ -52,7 +53,8 @@ class Report:
     def of(cls, subject: Subject, plan: Plan) -> Report:
         fn = subject.fn
         code = getattr(fn, "__code__", None)
-        name = {"file": getattr(code, "co_filename", None), "function": getattr(fn, "__qualname__", repr(fn))}
+        file = getattr(code, "co_filename", None)
+        name = {"file": file, "function": getattr(fn, "__qualname__", repr(fn)), "sha256": digest(file)}
         name = getattr(fn, "subject", name)
         return cls(
             subject.world_size, plan.strategy, plan.schedules, plan.preemptions, plan.seed, plan.faults,
@@ -105,6 +107,14 @@ class Report:
             lines += [f"{n}. {f}", f"   ranks {list(f.ranks)}, schedule {f.schedule}, seed {f.seed}"]
             lines.append(f"   {_choices(f)}")
         return "\n".join(lines)
+
+
+def digest(file: str | None) -> str | None:
+    """What tells two states of a file apart; None where there is none to read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    except OSError:
+        return None
 
 
 def _choices(finding: Finding) -> str:

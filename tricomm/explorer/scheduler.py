@@ -138,7 +138,7 @@ class Scheduler:
                     self.wake(task)
 
     def wake(self, task: Task) -> None:
-        task.state, task.retries, task.unchanged = State.READY, 0, 0
+        task.state, task.retries, task.looks = State.READY, 0, []
 
     def wake_hosts(self) -> None:
         """Something that host code may wait for has changed."""

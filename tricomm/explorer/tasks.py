@@ -93,7 +93,7 @@ class Task:
     error: BaseException | None = None
     result: Any = None
     polls: dict[Any, Poll] = field(default_factory=dict)
-    unchanged: int = 0
+    looks: list[Any] = field(default_factory=list)  # keys of `polls`, since one last found something new
     retries: int = 0
     last_poll: Poll | None = None
     host_site: Site = NOWHERE
@@ -125,16 +125,25 @@ class Task:
         before = self.polls.get(key)
         if before is None or before.values != seen:
             self.last_poll = self.polls[key] = Poll(access, site, seen)
-            self.unchanged = 0
+            self.looks = [key]
             return False
         self.last_poll = before
-        self.unchanged += 1
-        return self.unchanged >= len(self.polls) * rounds
+        self.looks.append(key)
+        round_ = len(self.loop())
+        return bool(round_) and len(self.looks) > round_ * rounds
+
+    def loop(self) -> list[Poll]:
+        """What it has looked at since it last looked at what it looked at just now: a round of the loop it is in."""
+        *before, last = self.looks
+        if last not in before:
+            return []
+        round_ = before[len(before) - 1 - before[::-1].index(last) :]
+        return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def forget_polls(self) -> None:
         """It has written something: whatever it reads next, it is not going round in circles."""
         if self.polls:
-            self.polls, self.unchanged = {}, 0
+            self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
         """True where one of `addresses` is among those that it polls."""
