@@ -10,10 +10,10 @@ TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint soak clean
+.PHONY: help venv demo test lint soak gpu-evidence clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 venv: $(STAMP)  ## make .venv with everything that development needs, once
 
@@ -45,6 +45,9 @@ soak: venv  ## the slow tests, and what depends on Triton under every version of
 		echo "Triton $$version"; \
 		PYTHONPATH=$$site $(BIN)/python -m pytest $(ON_TRITON) || exit 1; \
 	done
+
+gpu-evidence: venv  ## prove and measure tricomm on this machine's GPU, into evidence/
+	@$(BIN)/python -m tricomm.perf.evidence --out evidence $(EVIDENCE)
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

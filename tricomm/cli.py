@@ -188,6 +188,34 @@ def check(replay: Path | None, **options: Any) -> None:
         sys.exit(FAILED)
 
 
+@cli.group()
+def evidence() -> None:
+    """Results of `python -m tricomm.perf.evidence`, which proves and measures tricomm on a GPU box."""
+
+
+@evidence.command()
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def verify(files: tuple[Path, ...]) -> None:
+    """Check result files of the GPU evidence kit: their form, and that no number in them is impossible."""
+    from tricomm.errors import InvalidArgument
+    from tricomm.perf.evidence import schema
+
+    good = True
+    for path in files:
+        try:
+            found = schema.read(path)
+        except InvalidArgument as error:
+            click.echo(str(error), err=True)
+            good = False
+            continue
+        where = found["environment"]["device"]
+        device = where if isinstance(where, str) else ", ".join(str(d.get("name")) for d in where)
+        label = " (simulated)" if found["simulated"] else ""
+        click.echo(f"{path}: {found['stage']}: {found['status']}, {len(found['cases'])} cases on {device}{label}")
+    if not good:
+        sys.exit(FAILED)
+
+
 def main() -> None:
     """Entry point of the console script."""
     try:

@@ -1,0 +1,94 @@
+"""The form of a stage's result file, and whether one that came from elsewhere can be believed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+
+SCHEMA = "tricomm-evidence/1"
+# Of a case, and of a stage; a stage is incomplete where all cases that could run are ok, and some could not.
+STATES = ("ok", "failed", "skipped", "crashed", "timeout", "incomplete")
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "schema": str, "stage": str, "title": str, "status": str, "reason": str, "simulated": bool, "environment": dict,
+    "seconds": (int, float), "cases": list,
+}  # fmt: skip
+_CASE_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "key": str, "status": str, "reason": str, "seconds": (int, float), "data": dict,
+}  # fmt: skip
+_ENVIRONMENT = ("date", "device", "versions")
+# Of a number by how its name ends: what no machine of today passes.
+_MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A stage's result. Raises `InvalidArgument` that names everything that is wrong with it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+    wrong = problems(found)
+    if wrong:
+        raise InvalidArgument(f"{path}: " + "; ".join(wrong))
+    return found  # type: ignore[no-any-return]
+
+
+def problems(result: Any) -> list[str]:
+    """What is wrong with a result: its form, and numbers that cannot be. Empty where nothing is."""
+    if not isinstance(result, dict):
+        return [f"an object is needed, found {type(result).__name__}"]
+    wrong = _typed("", result, _FIELDS)
+    if wrong:
+        return wrong
+    if result["schema"] != SCHEMA:
+        return [f"schema {result['schema']!r} is not known; this tricomm reads {SCHEMA}"]
+    wrong += [f"environment lacks {name!r}" for name in _ENVIRONMENT if name not in result["environment"]]
+    if result["status"] not in STATES:
+        wrong.append(f"status {result['status']!r} is none of {', '.join(STATES)}")
+    keys = set()
+    for number, case in enumerate(result["cases"]):
+        where = f"case {number}"
+        bad = _typed(where, case, _CASE_FIELDS) if isinstance(case, dict) else [f"{where}: an object is needed"]
+        wrong += bad
+        if bad:
+            continue
+        if case["status"] not in STATES:
+            wrong.append(f"{where}: status {case['status']!r} is none of {', '.join(STATES)}")
+        if case["key"] in keys:
+            wrong.append(f"{where}: {case['key']!r} is there twice")
+        keys.add(case["key"])
+        wrong += [f"case {case['key']!r}: {text}" for text in _implausible(case["data"])]
+    states = {case["status"] for case in result["cases"] if isinstance(case, dict) and "status" in case}
+    if result["status"] == "ok" and states - {"ok"}:
+        wrong.append(f"status is ok, and there are cases that are {', '.join(sorted(states - {'ok'}))}")
+    return wrong
+
+
+def _typed(where: str, found: dict[str, Any], fields: dict[str, type | tuple[type, ...]]) -> list[str]:
+    prefix = f"{where}: " if where else ""
+    wrong = []
+    for name, kind in fields.items():
+        value = found.get(name)
+        if name not in found or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            wrong.append(f"{prefix}{name!r} is missing or of another type ({type(value).__name__})")
+    return wrong
+
+
+def _implausible(data: Any, path: str = "") -> list[str]:
+    if isinstance(data, dict):
+        return [
+            text for name, value in data.items() for text in _implausible(value, f"{path}.{name}" if path else name)
+        ]
+    if isinstance(data, list):
+        return [text for n, value in enumerate(data) for text in _implausible(value, f"{path}[{n}]")]
+    if isinstance(data, bool) or not isinstance(data, int | float):
+        return []
+    if not math.isfinite(data):
+        return [f"{path} is {data}"]
+    for ending, most in _MOST.items():
+        if path.endswith(ending) and not 0 <= data <= most:
+            return [f"{path} is {data}, expected 0 to {most:g}"]
+    return []

@@ -1,0 +1,135 @@
+"""The host's part of a call: what a call costs the CPU before the GPU has anything to do, eager and without waiting.
+
+With a GPU: `Communicator.all_reduce` and others of world size 1, beside Triton's own launcher and torch's NCCL
+backend. On any machine: the same call over a launcher that launches nothing, beside c10d's dispatch on torch's `fake`
+backend, which communicates nothing; the two take turns, and their ratio is what is compared between machines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import tricomm
+from tricomm import Options
+from tricomm.kernels import registry
+from tricomm.perf.evidence import machine, null_launch
+from tricomm.perf.evidence.stage import Case, Data, Settings, Skip, Stage
+
+_CALLS, _ROUNDS = 300, 15  # few enough that the GPU's queue of launches never fills
+
+
+def _cases(settings: Settings) -> Iterable[Case]:
+    yield Case("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
+    yield Case("all_reduce, direct", lambda: _direct(settings))
+    yield Case("all_reduce through torch.distributed's tricomm backend", _through_c10d)
+    yield Case("Triton's launcher", lambda: _triton(settings))
+    yield Case("torch.distributed NCCL, world size 1", lambda: _nccl(settings))
+
+
+def null_against_fake(settings: Settings) -> Data:
+    """Both on a CPU tensor of 4096 floats; `ratio` below 1 means that ours is the cheaper one."""
+    x = torch.ones(4096)
+    with _fake_backend(), null_launch.communicator() as comm:
+        contenders: dict[str, Callable[[], Any]] = {
+            "tricomm": lambda: comm.all_reduce(x), "fake": lambda: dist.all_reduce(x)}  # fmt: skip
+        times = in_turns(contenders, 100 if settings.dry_run else 2000, 15)
+    ours, theirs = (machine.spread(times[name]) for name in ("tricomm", "fake"))
+    ratios = sorted(a / b for a, b in zip(times["tricomm"], times["fake"], strict=True))
+    return {"median_us": ours["median_us"], "p90_us": ours["p90_us"], "fake_us": theirs["median_us"],
+            "ratio": round(ratios[len(ratios) // 2], 3)}  # fmt: skip
+
+
+def in_turns(contenders: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call of each, one number a round; whoever was first in one round is last in the next."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for run in contenders.values():
+        for _ in range(calls):
+            run()
+    for number in range(rounds):
+        for name in names if number % 2 else reversed(names):
+            found[name].append(clocked(contenders[name], calls))
+    return found
+
+
+def clocked(run: Callable[[], Any], calls: int) -> float:
+    """Microseconds a call, over `calls` of them."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+@contextmanager
+def _fake_backend() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _enqueued(run: Callable[[], Any]) -> Data:
+    """Times of enqueuing on the GPU, which is let catch up between two rounds."""
+    found = []
+    for _ in range(_ROUNDS + 1):
+        found.append(clocked(run, _CALLS))
+        torch.cuda.synchronize()
+    return machine.spread(found[1:])
+
+
+def _needs_gpu(settings: Settings) -> None:
+    if settings.dry_run:
+        raise Skip("a dry run has no GPU to enqueue on; the case with the null launcher has the same path")
+
+
+def _direct(settings: Settings) -> Data:
+    _needs_gpu(settings)
+    x = torch.ones(4096, device="cuda")
+    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20)) as comm:
+        data = _enqueued(lambda: comm.all_reduce(x))
+        comm.synchronize()
+    return {**data, "target_us": 3.0}
+
+
+def _through_c10d() -> Data:
+    raise Skip("this tricomm has no torch.distributed backend yet")
+
+
+def _triton(settings: Settings) -> Data:
+    """The kernel of the direct call by `kernel[grid](...)`, which looks at its arguments every time."""
+    _needs_gpu(settings)
+    kernel = next(k for k in registry.KERNELS if k.collective == "barrier").function
+    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20)) as comm:
+        comm.barrier()
+        group, number = comm.group_table, iter(range(2, 1 << 30))
+        options = {"WORLD_SIZE": 1, "BLOCK": 512, "LANES": 256, "PTX": True, "num_warps": 8}
+        names = {p.name for p in kernel.params} | {"num_warps"}
+        given = {name: value for name, value in options.items() if name in names}
+        return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, **given))
+
+
+def _nccl(settings: Settings) -> Data:
+    _needs_gpu(settings)
+    if not dist.is_nccl_available():
+        raise Skip("this torch has no NCCL")
+    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
+    try:
+        x = torch.ones(4096, device="cuda")
+        return _enqueued(lambda: dist.all_reduce(x))
+    finally:
+        dist.destroy_process_group()
+
+
+STAGE = Stage(
+    "host_path", "The host's part of a call", _cases, columns=("median_us", "p90_us", "fake_us", "ratio", "target_us")
+)

@@ -1,0 +1,163 @@
+"""More than one GPU: who reaches whom, how fast a copy and a word get there, all collectives beside NCCL and symm_mem.
+
+The table has nccl-tests' columns and formulas, out of place where a library can; contenders take turns, the time is
+the slowest rank's median. Flat numbers of a case are those of its smallest (`_us`) and its largest message (`_gbps`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from itertools import permutations
+from statistics import median
+from typing import Any
+
+import torch
+
+from tricomm.kernels import layout, registry
+from tricomm.perf import bench_plan
+from tricomm.perf.evidence import machine
+from tricomm.perf.evidence.contenders import OURS
+from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.perf.evidence.stages import peers, processes
+from tricomm.perf.ranks import talk
+
+SIZES = tuple(1 << n for n in range(10, 27, 2))  # 1 KiB to 64 MiB
+_DRY_SIZES = (64, 256)
+_DTYPE = torch.float32
+_COPY = 256 << 20
+_SHOWN = ("open_pairs", "pairs_number", "least_gbps", "most_gbps", "ll_least_us", "ll_most_us", "flag_least_us",
+          "flag_most_us", "tricomm_us", "tricomm_graph_us", "nccl_us", "nccl_graph_us", "tricomm_busbw_gbps",
+          "nccl_busbw_gbps", "kind", "calls")  # fmt: skip
+
+
+def missing(settings: Settings) -> str | None:
+    """Why none of this can run."""
+    none = machine.no_gpu(settings)
+    if none is not None or settings.dry_run or torch.cuda.device_count() > 1:
+        return none
+    return "one GPU is visible; this stage needs two or more"
+
+
+def worlds(gpus: int) -> tuple[int, ...]:
+    """Numbers of ranks for so many GPUs: all of them, and 2 and 4 where there are more."""
+    most = min(gpus, layout.MAX_WORLD_SIZE)
+    return (*(n for n in (2, 4) if n < most), most)
+
+
+def _cases(settings: Settings) -> Iterable[Case]:
+    gpus = 2 if settings.dry_run else torch.cuda.device_count()
+    yield Case("peer access", lambda: matrix(gpus, _reaches(settings)))
+    yield Case("copies", lambda: copies(_devices(settings, gpus), 4096 if settings.dry_run else _COPY))
+    yield Case("latency", lambda: _latency(settings, worlds(gpus)[-1]))
+    lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
+    for world_size in worlds(gpus):
+        for collective in dict.fromkeys(k.collective for k in registry.KERNELS):
+            yield Case(
+                f"table/{collective}/{world_size} ranks",
+                lambda c=collective, n=world_size: _table(settings, c, n, lost[n]),  # type: ignore[misc]
+            )
+    for kernel in registry.KERNELS[:1] if settings.dry_run else registry.KERNELS:
+        question = {"task": "sweep", "kernel": kernel.name, "dry_run": settings.dry_run, "one_gpu": False}
+        yield Case(
+            f"sweep/{kernel.name}/{worlds(gpus)[-1]} ranks",
+            lambda question=question: processes.run(question, worlds(gpus)[-1]),  # type: ignore[misc]
+        )
+
+
+def _reaches(settings: Settings) -> Callable[[int, int], bool]:
+    return (lambda a, b: True) if settings.dry_run else torch.cuda.can_device_access_peer
+
+
+def matrix(gpus: int, reaches: Callable[[int, int], bool]) -> Data:
+    """1 where the GPU of the row reaches that of the column, or is that one."""
+    rows = [[int(a == b or reaches(a, b)) for b in range(gpus)] for a in range(gpus)]
+    return {"matrix": rows, "open_pairs": sum(map(sum, rows)) - gpus, "pairs_number": gpus * (gpus - 1)}
+
+
+def _devices(settings: Settings, gpus: int) -> list[torch.device]:
+    return [torch.device("cpu") if settings.dry_run else torch.device("cuda", n) for n in range(gpus)]
+
+
+def copies(devices: list[torch.device], nbytes: int, rounds: int = 9) -> Data:
+    """GB/s of a copy from each device to each other one, one at a time."""
+    pairs = []
+    for a, b in permutations(range(len(devices)), 2):
+        x = torch.ones(nbytes, dtype=torch.uint8, device=devices[a])
+        y = torch.zeros(nbytes, dtype=torch.uint8, device=devices[b])
+        seconds = [copied(x, y) for _ in range(rounds + 1)][1:]
+        if not bool((y == 1).all()):
+            raise Wrong(f"a copy of {nbytes} bytes from {devices[a]} ({a}) to {devices[b]} ({b}) did not arrive")
+        pairs.append({"from": a, "to": b, "copy_gbps": round(nbytes / median(seconds) / 1e9, 3)})
+    speeds = [pair["copy_gbps"] for pair in pairs]
+    return {"nbytes": nbytes, "least_gbps": min(speeds), "most_gbps": max(speeds), "pairs": pairs}
+
+
+def copied(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Seconds of a copy; torch makes it on the current stream of the device that it comes from."""
+    if x.device.type == "cpu":
+        start = time.perf_counter()
+        y.copy_(x)
+        return time.perf_counter() - start
+    with torch.cuda.device(x.device):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        y.copy_(x, non_blocking=True)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+
+def _latency(settings: Settings, world_size: int) -> Data:
+    dry = settings.dry_run
+    question = {"dry_run": dry, "trips": 2 if dry else 1000, "samples": 1 if dry else 7}
+    heard = [record for _, record in talk("tricomm.perf.evidence.many_ranks", world_size, question, 100.0)]
+    return latencies(heard, world_size)
+
+
+def latencies(heard: list[dict[str, Any]], world_size: int) -> Data:
+    """Medians by pair and way, and the least and the most of each way."""
+    pairs: dict[tuple[int, int], dict[str, Any]] = {}
+    for record in heard:
+        a, b = record["ranks"]
+        pair = pairs.setdefault((a, b), {"from": a, "to": b})
+        pair[f"{record['way']}_us"] = round(median(record["samples"]), 3)
+    if len(pairs) != world_size * (world_size - 1) // 2:
+        raise Wrong(f"{len(pairs)} pairs of {world_size} ranks have said how long it takes")
+    data: Data = {}
+    for way in ("ll", "flag"):
+        times = [pair[f"{way}_us"] for pair in pairs.values()]
+        data |= {f"{way}_least_us": min(times), f"{way}_most_us": max(times)}
+    return {**data, "pairs": list(pairs.values())}
+
+
+def _table(settings: Settings, collective: str, world_size: int, lost: peers.Lost) -> Data:
+    sizes = (0,) if collective == "barrier" else _DRY_SIZES if settings.dry_run else SIZES
+    question = peers.asked(settings, collective, str(_DTYPE).removeprefix("torch."), sizes, one_gpu=False)
+    question["seconds"] /= len(sizes)
+    question["names"] = [name for name in question["names"] if not name.startswith(("kraken", f"{OURS}_"))]
+    rows = peers.compare(question, world_size, lost)
+    return table(collective, world_size, {size: rows[size] for size in sizes})
+
+
+def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
+    """nccl-tests' rows, a time and two bandwidths for each contender; #wrong is 0, or it would be among the missing."""
+    found = []
+    for row in rows.values():
+        size = bench_plan.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
+        line = {"size_bytes": size, "count": row["count"], "type": str(_DTYPE).removeprefix("torch."),
+                "choice": row["choice"]}  # fmt: skip
+        for name, samples in row["times"].items():
+            spread = machine.spread(samples)
+            line |= {f"{name}_us": spread["median_us"], f"{name}_p90_us": spread["p90_us"], f"{name}_wrong": 0}
+            if size:
+                speed = bench_plan.algorithm_bandwidth(size, spread["median_us"])
+                factor = bench_plan.bus_factor(collective, world_size)
+                line |= {f"{name}_algbw_gbps": round(speed, 4), f"{name}_busbw_gbps": round(speed * factor, 4)}
+        found.append({**line, "missing": row["missing"]})
+    flat = {key: value for key, value in found[0].items() if key.endswith("_us") and "_p90" not in key}
+    flat |= {key: value for key, value in found[-1].items() if key.endswith("_busbw_gbps")}
+    return {**flat, "rows": found}
+
+
+STAGE = Stage("many_gpus", "Several GPUs: links, latency, all collectives", _cases, missing, columns=_SHOWN)

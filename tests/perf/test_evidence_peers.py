@@ -1,0 +1,502 @@
+"""The comparisons of the evidence kit: who is wrong, missing, or dies costs the others nothing, and is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import tricomm
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import registry
+from tricomm.perf.evidence import contenders, many_ranks, peer_ranks, race, runner, schema
+from tricomm.perf.evidence.contenders import Call, Contender
+from tricomm.perf.evidence.race import Race
+from tricomm.perf.evidence.stage import Settings, Skip, Wrong
+from tricomm.perf.evidence.stages import STAGES, many_gpus, peers
+from tricomm.perf.ranks import RankFailed
+
+# Stands for the checkout that `--peers` brings: kernels over torch's symmetric memory, which a CPU has none of.
+KRAKEN = """
+import os, types
+import torch, torch.distributed as dist, torch.distributed._symmetric_memory as memory
+assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
+memory.empty, memory.rendezvous = torch.empty, lambda x, group: None
+
+def right(x):
+    y = x.clone()
+    dist.all_reduce(y)
+    return y
+
+def wrong(x):
+    y = right(x)
+    y[5] += dist.get_rank()
+    return y
+
+def raises(x):
+    raise RuntimeError("no such luck")
+
+def dies(x):
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return right(x)
+
+comm = types.SimpleNamespace(one_shot_all_reduce={one}, two_shot_all_reduce={two})
+"""
+
+
+def with_kraken(folder, one, two):
+    package = folder / "kraken" / "kraken"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(KRAKEN.replace("{one}", one).replace("{two}", two))
+    return folder
+
+
+def run(stage, settings):
+    result = runner.run(stage, settings, lambda text: None)
+    assert schema.problems(result) == [] and schema.read(settings.out / f"{stage.name}.json") == result
+    assert result["status"] == "ok", result["reason"]
+    return {case["key"]: case["data"] for case in result["cases"]}
+
+
+def test_the_stages_are_where_they_belong():
+    names = [stage.name for stage in STAGES]
+    assert names[names.index("device_time") + 1] == "peers" and names[-1] == "many_gpus"
+
+
+def test_a_peer_that_is_wrong_or_raises_is_named_and_costs_nobody_else(tmp_path):
+    settings = Settings(tmp_path / "out", with_kraken(tmp_path / "peers", "raises", "wrong"), True)
+    data = run(peers.STAGE, settings)["all_reduce/2 ranks/64 bytes"]
+    kernels = [k for k in registry.KERNELS if k.collective == "all_reduce"]
+    present = ["tricomm", *(f"tricomm_{k.algorithm}_{k.protocol}" for k in kernels), "gloo"]
+    for name in [name + mode for name in present for mode in ("", "_graph")]:
+        assert 0 < data[f"{name}_p10_us"] <= data[f"{name}_us"] <= data[f"{name}_p90_us"]
+    assert data["gloo_ratio"] > 0 and data["gloo_graph_ratio"] > 0 and data["choice"] == "one_shot/ll"
+    assert data["missing"].pop("kraken_one_shot") == "RuntimeError: no such luck"
+    assert data["missing"].pop("kraken_two_shot") == "wrong result: 1 of 32 elements on rank 1"
+    assert data["missing"].pop("nccl") == "this torch has no NCCL"
+    assert set(data["missing"]) == {"symm_mem_one_shot", "symm_mem_two_shot", "symm_mem_multimem"}
+    assert not [key for key in data if key.startswith(("kraken", "nccl", "symm"))]
+
+
+def test_a_peer_that_takes_its_process_with_it_is_left_out_and_the_others_start_again(tmp_path):
+    settings = Settings(tmp_path / "out", with_kraken(tmp_path / "peers", "dies", "right"), True)
+    data = run(peers.STAGE, settings)["all_reduce/2 ranks/64 bytes"]
+    assert data["kraken_two_shot_us"] > 0 and data["kraken_two_shot_graph_ratio"] > 0 and data["tricomm_us"] > 0
+    assert "ranks were lost at it: rank 1: exit code 7" in data["missing"]["kraken_one_shot"]
+    assert not [key for key in data if key.startswith("kraken_one_shot")]
+
+
+def test_several_gpus_are_measured_in_a_dry_run(tmp_path):
+    found = run(many_gpus.STAGE, Settings(tmp_path, None, True))
+    assert found["peer access"] == {"matrix": [[1, 1], [1, 1]], "open_pairs": 2, "pairs_number": 2}
+    assert [(p["from"], p["to"]) for p in found["copies"]["pairs"]] == [(0, 1), (1, 0)]
+    (pair,) = found["latency"]["pairs"]
+    assert (pair["from"], pair["to"]) == (0, 1) and pair["ll_us"] > 0 and pair["flag_us"] > 0
+    for collective in dict.fromkeys(k.collective for k in registry.KERNELS):
+        data = found[f"table/{collective}/2 ranks"]
+        sizes = [0] if collective == "barrier" else [64, 256]
+        assert [row["size_bytes"] for row in data["rows"]] == sizes
+        for row in data["rows"]:
+            assert row["tricomm_us"] > 0 and row["gloo_us"] > 0 and row["tricomm_wrong"] == row["gloo_wrong"] == 0
+            assert "nccl" in row["missing"] and ("tricomm_busbw_gbps" in row) == (collective != "barrier")
+    assert found[f"sweep/{registry.KERNELS[0].name}/2 ranks"]["calls"] > 0
+
+
+# The rank's side, with one rank
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for name in peer_ranks._ONE_GPU:
+        monkeypatch.setenv(name, "1")
+    data = {"dry_run": True, "one_gpu": False, "peers": None}
+    with peer_ranks.ground(0, 1, f"file://{tmp_path}/meeting", data) as ground:
+        yield ground
+
+
+def contender(result, change=lambda y: y):
+    """What an all-reduce of one rank does: nothing; `change` makes it wrong."""
+    return lambda call: Contender(result.copy_, lambda: change(result))
+
+
+def test_ranks_with_gpus_of_their_own_keep_multicast(here):
+    assert not set(peer_ranks._ONE_GPU) & set(os.environ)
+
+
+def test_only_who_is_right_is_timed_and_all_take_turns(here):
+    said, x = [], torch.zeros(8)
+    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 3, False, lambda what, name: said.append((what, name)))
+
+    def skips(call):
+        raise Skip("not on this box")
+
+    def wrong_in(call, seen):
+        def change(y):
+            seen.append(y.clone())
+            return y + 1 if len(seen) == call else y
+
+        return contender(torch.zeros(8), change)
+
+    first, second = [], []
+    race_.admit(
+        {"tricomm": contenders.offered("all_reduce", True)["tricomm"], "skips": skips, "right": contender(x),
+         "early": wrong_in(1, first), "late": wrong_in(2, second)}.items()
+    )  # fmt: skip
+    bad = "wrong result: 8 of 8 elements on rank 0"
+    assert race_.missing == {"skips": "not on this box", "early": bad, "late": bad}
+    assert len(first) == len(second) == 2 and not torch.equal(*second)
+    assert said == [("trying", name) for name in ("tricomm", "skips", "right", "early", "late")]
+    del said[:]
+    times = race_.times(3, 1000.0)
+    assert {name: len(samples) for name, samples in times.items()} == {"tricomm": 3, "right": 3}
+    turns = [name for _, name in said]
+    assert turns[2:] == ["right", "tricomm", "tricomm", "right", "right", "tricomm"] and x.eq(0).all()
+
+
+def test_few_rounds_where_a_round_takes_long(here, monkeypatch):
+    monkeypatch.setattr(race, "told", lambda text, host: ["10.0", "20.0"])
+    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
+    race_.ready["one"] = race.Timed(lambda: None, lambda: None, 1)
+    assert len(race_.times(15, 100.0)["one"]) == 5
+    assert len(race_.times(15, 1.0)["one"]) == 3 and len(race_.times(2, 1.0)["one"]) == 2
+
+
+def test_a_device_that_is_lost_ends_the_rank(here, monkeypatch):
+    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
+
+    def broken(ground):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(contenders.Ground, "sync", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        race_.admit({"bad": contender(torch.zeros(8))}.items())
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
+def test_data_that_repeat_are_still_exact(monkeypatch, collective):
+    monkeypatch.setattr(race, "_PERIOD", 7)
+    comms = [SimpleNamespace(world_size=3, rank=rank) for rank in range(3)]
+    trials = [race.trial(Call(SimpleNamespace(comm=c), collective, torch.bfloat16, 24), 4) for c in comms]
+    parts = torch.stack([data for data, _ in trials])
+    assert parts.shape == (3, 24) and torch.equal(parts[0, :7], parts[0, 7:14]) and not torch.equal(*parts[:2])
+    want = parts.float().sum(0) if collective == "all_reduce" else parts.float().reshape(-1)
+    assert all(torch.equal(exact.float(), want) for _, exact in trials)
+
+
+def test_what_ranks_tell_each_other_is_cut_and_never_breaks(here):
+    assert race.told("", here.host) == [""] and race.told("ü" * 300, here.host) == ["ü" * 200]
+    assert race.told("a" + "ü" * 300, here.host)[0].startswith("a" + "ü" * 199)
+
+
+def test_a_graph_holds_all_calls_and_is_replayed(monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **more: log.append(more) or nullcontext())
+    replay = race.captured(lambda: log.append("call") or len(log), 3)
+    assert log == [{"stream": "stream", "capture_error_mode": "thread_local"}, "call", "call", "call"]
+    assert replay() == 4 and log[-1] == "replay"
+
+
+def test_on_a_gpu_one_call_in_a_graph_is_checked_and_many_are_timed(here, monkeypatch):
+    graphs = []
+
+    def captured(run, calls):
+        graphs.append(calls)
+        if len(graphs) > 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return race.repeated(run, calls)
+
+    monkeypatch.setattr(race, "captured", captured)
+    monkeypatch.setattr(here.comm, "simulated", False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 5, True, lambda *a, **k: None)
+    counted, x = [], torch.zeros(8)
+    race_.admit({"good": contender(x, lambda y: counted.append(1) or y), "eager": contender(torch.zeros(8))}.items())
+    monkeypatch.setattr(here.comm, "simulated", True)
+    assert graphs == [1, 5, 1] and list(race_.ready) == ["good", "good_graph", "eager"]
+    assert race_.missing == {"eager_graph": "RuntimeError: operation not permitted when stream is capturing"}
+    del counted[:]
+    race_.ready["good_graph"].many()
+    assert len(counted) == race_.ready["good_graph"].calls == 5
+
+
+# Contenders
+
+
+@pytest.mark.parametrize(
+    "there, version, one_gpu, words",
+    [
+        (False, (2, 31, 0), False, "this torch has no NCCL"),
+        (True, (2, 29, 7), True, "NCCL is 2.29.7; several ranks on one device need 2.30 or newer"),
+        (True, (2, 29, 7), False, None),
+        (True, (2, 30, 3, "rc"), True, None),
+        (True, (3, 0, 0), True, None),
+    ],
+)
+def test_which_nccl_can_take_part(monkeypatch, there, version, one_gpu, words):
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    assert contenders.no_nccl(one_gpu) == words
+
+
+def test_a_missing_kraken_says_where_it_was_looked_for(tmp_path):
+    for folder, words in ((None, "no --peers folder was given"), (tmp_path, "kraken is no checkout of github.com")):
+        call = Call(contenders.Ground(None, None, True, folder), "all_reduce", torch.bfloat16, 8)
+        with pytest.raises(Skip, match=words):
+            contenders.kraken(call, "one_shot")
+
+
+def test_symmetric_memory_is_called_as_torch_names_it(here, monkeypatch):
+    calls = []
+    handle = SimpleNamespace(multicast_ptr=0)
+    memory = SimpleNamespace(empty=torch.empty, rendezvous=lambda x, group: handle)
+    names = ("one_shot_all_reduce_out", "two_shot_all_reduce_", "multimem_all_reduce_")
+    assert all(hasattr(torch.ops.symm_mem, name) for name in names)
+
+    def op(name):
+        return lambda x, op, group, out=None: calls.append((name, op, group)) or (x if out is None else out.copy_(x))
+
+    monkeypatch.setattr(contenders, "symmetric_memory", memory)
+    monkeypatch.setattr(torch.ops, "symm_mem", SimpleNamespace(**{name: op(name) for name in names}))
+    race_ = Race(Call(here, "all_reduce", torch.bfloat16, 8), 1, False, lambda *a, **k: None)
+    offered = {n: m for n, m in contenders.offered("all_reduce", False).items() if n.startswith("symm")}
+    race_.admit(offered.items())
+    assert list(race_.ready) == ["symm_mem_one_shot", "symm_mem_two_shot"]
+    assert race_.missing == {"symm_mem_multimem": "multimem needs a multicast address, which this box lacks"}
+    handle.multicast_ptr = 4096
+    race_.admit(offered.items())
+    assert "symm_mem_multimem" in race_.ready
+    assert set(calls) == {(name, "sum", dist.group.WORLD.group_name) for name in names}
+
+
+# The parent's side
+
+
+def heard(script, names):
+    """A `talk` that plays `script`: per start, records and then an error; notes the names that were asked for."""
+    starts = iter(script)
+
+    def talk(module, world_size, question, timeout):
+        names.append(question["names"])
+        records, error = next(starts)
+        yield from records
+        raise RankFailed(error)
+
+    return talk
+
+
+def at(name, what="turn"):
+    return 0, {"what": what, "name": name}
+
+
+def done(times, missing=None):
+    return {"what": "times", "size": 8, "count": 4, "choice": "a/b", "times": times, "missing": missing or {}}
+
+
+QUESTION = {"names": ["tricomm", "tricomm_one_shot_ll", "nccl", "kraken_one_shot"], "sizes": [8]}
+TIMES = {"tricomm": [2.0, 4.0, 6.0], "nccl": [3.0, 3.0, 3.0]}
+SLOWER = {"tricomm": [1.0, 5.0, 6.0], "nccl": [4.0, 2.0, 12.0]}
+
+
+def test_silence_costs_the_contender_at_which_it_fell(monkeypatch):
+    names, lost = [], {}
+    script = [
+        ([at("tricomm"), at("nccl_graph")], "rank 0: nothing was heard for 45 s"),
+        ([at("tricomm"), at("tricomm"), at("kraken_one_shot", "trying")], "rank 1: exit code -11"),
+        ([(0, done({"tricomm": [1.0]})), at("tricomm"), (1, done({"tricomm": [2.0]}, {"x": "why"}))], "too late"),
+    ]
+    monkeypatch.setattr(peers, "talk", heard(script, names))
+    row = peers.compare(QUESTION, 2, lost)[8]
+    assert names == [QUESTION["names"], [n for n in QUESTION["names"] if n != "nccl"], QUESTION["names"][:2]]
+    assert row["times"] == {"tricomm": [2.0]} and row["missing"] == lost
+    assert lost["nccl"].endswith("nothing was heard for 45 s") and lost["kraken_one_shot"].endswith("exit code -11")
+    monkeypatch.setattr(peers, "talk", heard([([(r, done(TIMES)) for r in (0, 1)], "")], names))
+    assert peers.compare(QUESTION, 2, lost)[8]["missing"] == lost and names[-1] == QUESTION["names"][:2]
+
+
+@pytest.mark.parametrize("records", [[], [at("tricomm_one_shot_ll_graph")]])
+def test_where_tricomm_is_lost_the_case_fails(monkeypatch, records):
+    monkeypatch.setattr(peers, "talk", heard([(records, "rank 1: exit code -11")], []))
+    with pytest.raises(Wrong, match="exit code -11"):
+        peers.compare(QUESTION, 2, {})
+
+
+def test_a_comparison_ends_in_time_for_its_case(monkeypatch):
+    monkeypatch.setattr(peers, "_LIMIT", 0.0)
+    with pytest.raises(Wrong, match="no result within 0 s; ranks were lost at nccl"):
+        peers.compare(QUESTION, 2, {"nccl": "gone"})
+
+
+@pytest.mark.parametrize(
+    "missing, words",
+    [
+        ({"tricomm": "InvalidArgument: no"}, "tricomm: InvalidArgument"),
+        ({"tricomm_graph": "wrong result: 1 of 4"}, "tricomm_graph: wrong result"),
+        ({"tricomm_one_shot_ll": "wrong result: 1 of 4"}, "tricomm_one_shot_ll: wrong result"),
+        ({"tricomm_one_shot_ll": "InvalidArgument: 8 ranks are needed", "nccl": "wrong result: 1 of 4"}, None),
+    ],
+)
+def test_tricomm_has_to_be_right(monkeypatch, missing, words):
+    monkeypatch.setattr(peers, "talk", heard([([(r, done(TIMES, missing)) for r in (0, 1)], "")], []))
+    if words is None:
+        assert peers.compare(QUESTION, 2, {})[8]["missing"] == missing
+        return
+    with pytest.raises(Wrong, match=words):
+        peers.compare(QUESTION, 2, {})
+
+
+def test_the_slowest_rank_counts_and_ratios_are_of_rounds(monkeypatch):
+    monkeypatch.setattr(peers, "talk", heard([([(0, done(TIMES)), (1, done(SLOWER))], "")], []))
+    times = peers.compare(QUESTION, 2, {})[8]["times"]
+    assert times == {"tricomm": [2.0, 5.0, 6.0], "nccl": [4.0, 3.0, 12.0]}
+    data = peers.described({**times, "tricomm_graph": [1.0, 1.0, 2.0], "nccl_graph": [3.0, 4.0, 5.0]})
+    assert data == {
+        "rounds": 3, "tricomm_us": 5.0, "tricomm_p10_us": 2.0, "tricomm_p90_us": 6.0, "nccl_us": 4.0,
+        "nccl_p10_us": 3.0, "nccl_p90_us": 12.0, "nccl_ratio": 2.0, "tricomm_graph_us": 1.0,
+        "tricomm_graph_p10_us": 1.0, "tricomm_graph_p90_us": 2.0, "nccl_graph_us": 4.0, "nccl_graph_p10_us": 3.0,
+        "nccl_graph_p90_us": 5.0, "nccl_graph_ratio": 3.0,
+    }  # fmt: skip
+
+
+# Several GPUs
+
+
+def test_one_gpu_is_too_few(monkeypatch, tmp_path):
+    assert "no CUDA device" in many_gpus.missing(Settings(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, words in ((1, "one GPU is visible; this stage needs two or more"), (2, None)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        assert many_gpus.missing(Settings(tmp_path)) == words
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert many_gpus.missing(Settings(tmp_path, None, True)) is None
+    assert [many_gpus.worlds(n) for n in (2, 3, 4, 8)] == [(2,), (2, 3), (2, 4), (2, 4, 8)]
+
+
+def test_every_collective_and_kernel_has_its_case_on_eight_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    keys = [case.key for case in many_gpus.STAGE.cases(Settings(tmp_path))]
+    collectives = dict.fromkeys(k.collective for k in registry.KERNELS)
+    assert {f"table/{c}/{n} ranks" for c in collectives for n in (2, 4, 8)} < set(keys)
+    assert {f"sweep/{k.name}/8 ranks" for k in registry.KERNELS} < set(keys) and len(keys) == len(set(keys))
+
+
+def test_who_reaches_whom():
+    data = many_gpus.matrix(3, lambda a, b: (a, b) != (2, 0))
+    assert data == {"matrix": [[1, 1, 1], [1, 1, 1], [0, 1, 1]], "open_pairs": 5, "pairs_number": 6}
+
+
+def test_copies_are_timed_and_looked_at(monkeypatch):
+    seconds = iter([9.0, 2e-6, 1e-6, 4e-6, 9.0, 1e-6, 1e-6, 1e-6])
+
+    def copied(x, y):
+        y.copy_(x)
+        return next(seconds)
+
+    monkeypatch.setattr(many_gpus, "copied", copied)
+    data = many_gpus.copies([torch.device("cpu")] * 2, 4000, 3)
+    assert [pair["copy_gbps"] for pair in data["pairs"]] == [2.0, 4.0]
+    assert (data["least_gbps"], data["most_gbps"]) == (2.0, 4.0)
+    monkeypatch.setattr(many_gpus, "copied", lambda x, y: 1.0)
+    with pytest.raises(Wrong, match=r"from cpu \(0\) to cpu \(1\) did not arrive"):
+        many_gpus.copies([torch.device("cpu")] * 2, 4000)
+
+
+def test_a_gpu_is_timed_by_events_on_the_device_that_is_copied_from(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("record")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: log.append(device.index) or nullcontext())
+    x = SimpleNamespace(device=torch.device("cuda", 3))
+    y = SimpleNamespace(copy_=lambda x, non_blocking: log.append(("copy", non_blocking)))
+    assert many_gpus.copied(x, y) == 2e-3 and log == [3, "record", ("copy", True), "record", "wait"]
+    del log[:]
+    clock = many_ranks._clock(SimpleNamespace(simulated=False))
+    assert clock() == 2000.0 and log == ["record", "record", "wait"]
+
+
+def test_latencies_of_all_pairs_are_needed():
+    said = [
+        {"ranks": [a, b], "way": way, "samples": [a + b, 9.0, 0.5]}
+        for a, b in ((0, 1), (0, 2), (1, 2))
+        for way in ("ll", "flag")
+    ]
+    data = many_gpus.latencies(said, 3)
+    assert data["pairs"][2] == {"from": 1, "to": 2, "ll_us": 3.0, "flag_us": 3.0}
+    assert (data["ll_least_us"], data["ll_most_us"]) == (1.0, 3.0)
+    with pytest.raises(Wrong, match="2 pairs of 3 ranks"):
+        many_gpus.latencies(said[:4], 3)
+
+
+@pytest.mark.parametrize("way", many_ranks.WAYS)
+def test_the_last_word_has_gone_to_and_fro_and_nothing_races(way):
+    def body(comm):
+        room = comm.symmetric((2, many_ranks._ROOM), torch.int64)
+        times = many_ranks.probe(comm, room.table, 1 - comm.rank, way, 3, 2)
+        assert len(times) == 2 and min(times) >= 0
+        comm.barrier()
+        assert int(room.local[1 - comm.rank, 0]) >> 32 == 8
+
+    report = tricomm.check(body, world_size=2, schedules=3)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "ll, accesses",
+    [
+        (True, {"ld.volatile.global.v2.b64", "st.relaxed.sys.global.v2.b64"}),
+        (False, {"ld.acquire.sys.global.b64", "st.release.sys.global.b64"}),
+    ],
+)
+def test_the_probe_compiles_for_a_gpu_to_the_accesses_that_it_is_named_for(ll, accesses):
+    values = {"LEADS": True, "LL": ll, "ROOM": many_ranks._ROOM, "LANES": many_ranks._LANES, "PTX": True}
+    types = {"group": "*i64", "table": "*i64", "bounds": "*i64", "rank": "i32", "other": "i32"}
+    source = ASTSource(many_ranks.ping_pong, types | dict.fromkeys(values, "constexpr"), values)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
+    assert accesses <= set(re.findall(r"\b(?:ld|st)\.(?:volatile|relaxed|acquire|release)[.a-z0-9]*", made.asm["ptx"]))
+
+
+def test_the_table_has_the_formulas_of_nccl_tests():
+    times = {"tricomm": [2.0, 2.0, 8.0], "nccl": [4.0, 4.0, 4.0]}
+    rows = {1000: {**done(times), "count": 250}, 4000: {**done(times, {"x": "why"}), "count": 1000}}
+    data = many_gpus.table("all_reduce", 4, rows)
+    first, last = data["rows"]
+    assert (first["size_bytes"], first["count"], first["type"], first["choice"]) == (1000, 250, "float32", "a/b")
+    assert (first["tricomm_us"], first["tricomm_p90_us"], first["tricomm_wrong"]) == (2.0, 8.0, 0)
+    assert (first["tricomm_algbw_gbps"], first["tricomm_busbw_gbps"]) == (0.5, 0.75)
+    assert last["nccl_algbw_gbps"] == 1.0 and last["missing"] == {"x": "why"}
+    assert (data["tricomm_us"], data["tricomm_busbw_gbps"], data["nccl_busbw_gbps"]) == (2.0, 3.0, 1.5)
+    gathered = many_gpus.table("all_gather", 4, {1000: {**done(times), "count": 250}})["rows"][0]
+    assert gathered["size_bytes"] == 4000 and gathered["tricomm_busbw_gbps"] == 1.5
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_an_unknown_collective_is_left_out_of_the_comparison_only(here):
+    with pytest.raises(Skip, match="does not know how torch.distributed calls all_to_all"):
+        contenders.gloo(Call(here, "all_to_all", torch.float32, 8))
+    with pytest.raises(InvalidArgument):
+        here.comm.explain("all_to_all", 8)
