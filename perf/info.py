@@ -14,7 +14,7 @@ from typing import Any
 import platformdirs
 import torch
 
-from tricomm import env, selection
+from tricomm import discovery, env, selection
 from tricomm.kernels import interpreter, layout
 from tricomm.options import Options
 from tricomm.perf import facts
@@ -36,6 +36,7 @@ def collect() -> dict[str, Any]:
         "devices": guarded(_devices),
         "links": guarded(_links),
         "peer_access": guarded(_peer_access),
+        "topology": guarded(_topology),
         "interpreter": guarded(lambda: interpreter.supported() or "available: this Triton is one that was tested"),
         "simulated": guarded(lambda: not torch.cuda.is_available()),
         "paths": guarded(_paths),
@@ -105,6 +106,11 @@ def _device_links(nvml: Any, index: int) -> dict[str, Any]:
         remote = facts.guarded(partial(nvml.device_get_nvlink_remote_pci_info_v2, device, link))
         ends.append(str(getattr(remote, "bus_id", remote)))
     return {"index": index, "nvlinks": len(ends), "remote": sorted(set(ends))}
+
+
+def _topology() -> str:
+    found = discovery.read()
+    return f"not available: {found.reason}" if found.topology is None else found.topology.kind
 
 
 def _paths() -> dict[str, str]:

@@ -99,9 +99,12 @@ def _usage(function: Callable[[], Any]) -> Any:
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def info(as_json: bool) -> None:
+@click.option("--topology", is_flag=False, flag_value="", metavar="[FILE]", help="Draw how GPUs (of FILE) are linked.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with --topology: such a FILE.")
+def info(topology: str | None, as_json: bool) -> None:
     """Show devices, links, versions, paths, limits, and what would be used here and why. Never fails."""
+    if topology is not None:
+        return _topology(topology, as_json)
     from rich.console import Console
 
     from tricomm.perf import info as facts
@@ -112,6 +115,23 @@ def info(as_json: bool) -> None:
         click.echo(json.dumps(found, indent=1))
     else:
         info_table.show(found, Console())
+
+
+def _topology(file: str, as_json: bool) -> None:
+    """Draw the topology in `file`, or of this machine where that is empty."""
+    from tricomm import discovery, topology_text
+    from tricomm.perf import topology_picture
+    from tricomm.topology import Topology
+
+    found = _usage(lambda: discovery.Discovery(Topology.load(file))) if file else discovery.read()
+    if found.topology is None:
+        click.echo(topology_text.render({"unknown": found.reason}) if as_json else f"no topology: {found.reason}")
+    elif as_json:
+        click.echo(found.topology.dumps(), nl=False)
+        for note in found.notes:
+            click.echo(note, err=True)
+    else:
+        click.echo(topology_picture.draw(found.topology, found.notes, found.fabric))
 
 
 @cli.command()
