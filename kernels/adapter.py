@@ -5,7 +5,8 @@ dominate a small call's time), kernels become plain Python (`python`), and every
 `_accessed`: to observers, which only look, or to a director, which decides when it happens.
 
 It also mends what the interpreter computes otherwise than a GPU: fp32 to bf16 is rounded to nearest even instead of
-truncated, bf16 to fp32 is exact for every pattern, and 3.9's atomic load, store and poll are atomic and ordered.
+truncated, bf16 to fp32 is exact for every pattern, -0 is less than +0 for minimum and maximum, and 3.9's atomic load,
+store and poll are atomic and ordered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from triton.runtime import interpreter as _triton
 from triton.runtime.jit import JITFunction
 
 from tricomm.kernels.access import Access, Array, Director, Observer, perform_at_once
-from tricomm.kernels.rounding import round_to_bf16, widen_bf16
+from tricomm.kernels.rounding import maximum, minimum, round_to_bf16, widen_bf16
 
 director: Director | None = None
 observers: list[Observer] = []
@@ -38,6 +39,7 @@ _SCOPES = {"CTA": "cta", "GPU": "gpu", "SYSTEM": "sys"}
 _HOOKED = (
     "cast_impl", "create_fp_to_fp", "create_masked_load", "create_masked_store", "create_atomic_rmw",
     "create_atomic_cas", "create_atomic_load", "create_atomic_store", "create_atomic_poll", "create_barrier",
+    "create_minimumf", "create_maximumf",
 )  # fmt: skip
 _LATER = {"create_atomic_load": "3.9", "create_atomic_store": "3.9", "create_atomic_poll": "3.9"}
 _RELATIONS = {
@@ -153,6 +155,8 @@ def _collect() -> None:
         "create_atomic_store": _atomic_store(_rmw(builder.create_atomic_rmw, "store")),
         "create_atomic_poll": _atomic_poll,
         "create_barrier": _barrier,
+        "create_minimumf": lambda self, left, right: self.binary_op(left, right, minimum),
+        "create_maximumf": lambda self, left, right: self.binary_op(left, right, maximum),
     }
     for prefix in ("create_icmp", "create_fcmp"):
         for name, symbol in _RELATIONS.items():

@@ -25,15 +25,16 @@ import triton.language as tl
 from tricomm.kernels.exchange import open_epoch, push_to_all
 from tricomm.kernels.mailbox import ll_room, ll_slot
 from tricomm.kernels.primitives import advance, enter, get_ll, leave, wait_headers
-from tricomm.kernels.words import reduce_words, store_words
+from tricomm.kernels.reduction import reduce_words
+from tricomm.kernels.words import store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_one_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
-                           OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                           ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PACK: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+                           ELEMENT: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                           LANES: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
     start, owner = enter(group, call)
     words = tl.cdiv(numel, PACK)
     room = ll_room(group) // 16  # payload words of a room
@@ -54,7 +55,7 @@ def all_reduce_one_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
             slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE)
             parts, status = get_ll(group, slot, 2 * room, epoch, count - first, WORLD_SIZE, BLOCK, PTX)
             if status == 0:
-                total = reduce_words(parts, DTYPE, OP, WORLD_SIZE)
+                total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
                 store_words(y_ptr, base + first, total, numel, BLOCK, ALIGNED)
             first += stride
         chunk += 1

@@ -22,15 +22,16 @@ import triton.language as tl
 from tricomm.kernels.exchange import stage
 from tricomm.kernels.mailbox import SIMPLE_ROOM, clear_idle, simple_room
 from tricomm.kernels.primitives import advance, barrier, enter, leave, peer
-from tricomm.kernels.words import load_tile, reduce_words, store_words
+from tricomm.kernels.reduction import reduce_words
+from tricomm.kernels.words import load_tile, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_one_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
-                               OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                               ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PACK: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+                               ELEMENT: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                               LANES: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
     start, owner = enter(group, call)
     words = tl.cdiv(numel, PACK)
     room = tl.load(group + SIMPLE_ROOM) // 8 * WORLD_SIZE  # all rooms of a parity, used as one stage
@@ -52,7 +53,7 @@ def all_reduce_one_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.in
                 for r in tl.static_range(WORLD_SIZE):
                     there = simple_room(group, peer(group, r), epoch, 0, WORLD_SIZE)
                     parts = parts + (load_tile(there, first, count, BLOCK),)
-                total = reduce_words(parts, DTYPE, OP, WORLD_SIZE)
+                total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
                 store_words(y_ptr, base + first, total, numel, BLOCK, ALIGNED)
         chunk += 1
     leave(group, start, owner, call, chunks, status)

@@ -36,15 +36,16 @@ from tricomm.kernels.primitives import (
     put_ll,
     wait_headers,
 )
-from tricomm.kernels.words import end_of, load_words, reduce_words, shard_words, store_words
+from tricomm.kernels.reduction import reduce_words
+from tricomm.kernels.words import end_of, load_words, shard_words, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_two_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
-                           OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                           ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PACK: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+                           ELEMENT: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                           LANES: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
     start, owner = enter(group, call)
     me = tl.load(group + RANK)
     words = tl.cdiv(numel, PACK)
@@ -76,7 +77,7 @@ def all_reduce_two_shot_ll(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
             slot = ll_slot(group, group, epoch, 0, first, WORLD_SIZE)
             parts, status = get_ll(group, slot, 4 * half, epoch, ours - first, WORLD_SIZE, BLOCK, PTX)
             if status == 0:
-                total = reduce_words(parts, DTYPE, OP, WORLD_SIZE)
+                total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
                 store_words(y_ptr, here + first, total, end_of(here + ours, numel, PACK), BLOCK, ALIGNED)
                 for step in range(1, WORLD_SIZE):
                     to = (me + step) % WORLD_SIZE

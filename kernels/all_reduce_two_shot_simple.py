@@ -26,15 +26,16 @@ import triton.language as tl
 
 from tricomm.kernels.mailbox import SIMPLE_ROOM, clear_idle, simple_room
 from tricomm.kernels.primitives import RANK, advance, barrier, enter, leave, peer
-from tricomm.kernels.words import end_of, load_tile, load_words, reduce_words, shard_words, store_tile, store_words
+from tricomm.kernels.reduction import reduce_words
+from tricomm.kernels.words import end_of, load_tile, load_words, shard_words, store_tile, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_two_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
-                               OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                               ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PACK: tl.constexpr = 64 // DTYPE.primitive_bitwidth
+                               ELEMENT: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                               LANES: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
     start, owner = enter(group, call)
     me = tl.load(group + RANK)
     words = tl.cdiv(numel, PACK)
@@ -68,7 +69,7 @@ def all_reduce_two_shot_simple(x_ptr, y_ptr, group, numel: tl.int64, call: tl.in
                 for r in tl.static_range(WORLD_SIZE):
                     room = simple_room(group, group, epoch, r, WORLD_SIZE)
                     parts = parts + (load_tile(room, first, ours, BLOCK),)
-                total = reduce_words(parts, DTYPE, OP, WORLD_SIZE)
+                total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
                 store_words(y_ptr, here + first, total, limit, BLOCK, ALIGNED)
                 for step in range(1, WORLD_SIZE):
                     to = (me + step) % WORLD_SIZE

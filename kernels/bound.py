@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -81,17 +81,20 @@ def torch_device(device: torch.device) -> TorchDevice:
 
 
 def bound(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool, group: torch.Tensor,
-    device: Device,
+    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor], group: torch.Tensor, device: Device,
 ) -> Callable[[torch.Tensor, torch.Tensor, int, int], None]:  # fmt: skip
     """`run(x, y, count, call)` launches `kernel` on the current stream of `device`. One thread at a time.
 
+    `more` are the arguments behind `call`, the same in every launch.
+
     Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
     """
-    function, compiled = _load(kernel, constexprs, dtype, aligned, device)
+    function, compiled = _load(kernel, constexprs, bits, aligned, device)
     data = takes_data(kernel)
     arguments = 5 if data else 2
-    words = (ctypes.c_uint64 * (arguments + _SCRATCH))()
+    words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
+    words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
     first = ctypes.addressof(words)
     pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
     pack, table = struct.Struct(f"={arguments}Q").pack_into, group.data_ptr()
@@ -121,22 +124,23 @@ def bound(
                 (result,) = launch()
             _check(device, "cuLaunchKernel", (result,))
 
+    run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
     return run
 
 
-def _load(kernel: Any, constexprs: dict[str, Any], dtype: str | None, aligned: bool, device: Device) -> Any:
+def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
     """The driver's function and Triton's compiled kernel, once a process: loading may wait for the whole device."""
-    key = (kernel, tuple(sorted(constexprs.items())), dtype, aligned, device.name)
+    key = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.name)
     with _loading:
         if key not in _loaded:
-            _loaded[key] = _fresh(kernel, constexprs, dtype, aligned, device)
+            _loaded[key] = _fresh(kernel, constexprs, bits, aligned, device)
         return _loaded[key]
 
 
-def _fresh(kernel: Any, constexprs: dict[str, Any], dtype: str | None, aligned: bool, device: Device) -> Any:
+def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
     name = kernel.fn.__name__
     try:
-        compiled = compile_kernel(kernel, constexprs, dtype, aligned, device.capability)
+        compiled = compile_kernel(kernel, constexprs, bits, aligned, device.capability)
     except Exception as error:  # whatever a compiler may raise
         raise ResourceError(
             f"Triton cannot compile {name} for sm_{device.capability}: {type(error).__name__}: {error}"

@@ -8,18 +8,19 @@ from typing import Any
 # limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
 COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 
-_TRITON = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
 _TENSORS = ("x_ptr", "y_ptr")
+_TABLES = ("group", "splits", "table")
 
 
 def compile_kernel(
-    kernel: Any, constexprs: dict[str, Any], dtype: str | None, aligned: bool, capability: int, fresh: bool = False
+    kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, fresh: bool = False
 ) -> Any:
     """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
 
-    `dtype` is that of `x_ptr` and `y_ptr`, which `aligned` says are multiples of 16; `group` is int64 and always
-    aligned, every other argument a 64-bit number. `constexprs` may hold compile options. `capability` is 90 for sm_90;
-    no GPU is needed. `fresh` passes Triton's cache by, which knows a kernel by its source and not by its path.
+    `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
+    `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number.
+    `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. `fresh` passes Triton's
+    cache by, which knows a kernel by its source and not by its path.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -32,11 +33,10 @@ def compile_kernel(
             signature[name] = "constexpr"
             constants[(i,)] = constexprs[name]
         elif name in _TENSORS:
-            assert dtype is not None
-            signature[name] = "*" + _TRITON[dtype]
+            signature[name] = f"*i{bits}"
         else:
-            signature[name] = "*i64" if name == "group" else "i64"
-        if name == "group" or (name in _TENSORS and aligned):
+            signature[name] = "*i64" if name in _TABLES else "i64"
+        if name in _TABLES or (name in _TENSORS and aligned):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
@@ -46,5 +46,14 @@ def compile_kernel(
 
 
 def takes_data(kernel: Any) -> bool:
-    """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call)."""
+    """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
+
+    `extras` may follow.
+    """
     return bool(kernel.params[0].name == _TENSORS[0])
+
+
+def extras(kernel: Any) -> list[str]:
+    """Names of the 64-bit arguments behind `call`, the same in every launch of a plan: the root of a broadcast."""
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    return names[names.index("call") + 1 :]

@@ -10,12 +10,12 @@ import torch
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import adapter, interpreter, primitives
 from tricomm.kernels.bound import bound, torch_device
-from tricomm.kernels.compiled import takes_data
 
 Call = Callable[[torch.Tensor, torch.Tensor, int, int], None]  # run(x, y, count, call)
 
 interpreter.substitute(primitives.pause, adapter.yield_to_others)
 
+_INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
@@ -40,31 +40,44 @@ def prepare(
 
 
 def bind(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool, group: torch.Tensor,
-    timeout: float = 600.0,
+    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float = 600.0,
 ) -> Call:  # fmt: skip
     """One of our own kernels over `group`, with nothing left to decide but `run(x, y, count, call)`.
 
-    `dtype` is that of x and y (None where the kernel takes none), `aligned` whether their addresses are multiples of
-    16. On a GPU it is compiled and loaded here; raises `ResourceError` where that fails. What is returned serves one
-    thread at a time.
+    `bits` is the width of the integers that the kernel moves (None where it takes no tensors), `aligned` whether the
+    addresses of x and y are multiples of 16, `more` the kernel's `compiled.extras`. On a GPU it is compiled and loaded
+    here; raises `ResourceError` where that fails. What is returned serves one thread at a time.
     """
     if group.device.type == "cuda":
-        return bound(kernel, blocks, constexprs, dtype, aligned, group, torch_device(group.device))
+        return bound(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
-        interpreter.interpret(
-            programs(kernel, blocks, arguments(kernel, x, y, group, count, call), constexprs), timeout
-        )
+        args = arguments(x, y, bits, group, count, call, more)
+        interpreter.interpret(programs(kernel, blocks, args, constexprs), timeout)
 
     return run
 
 
 def arguments(
-    kernel: Any, x: torch.Tensor, y: torch.Tensor, group: torch.Tensor, count: int, call: int
+    x: torch.Tensor,
+    y: torch.Tensor,
+    bits: int | None,
+    group: torch.Tensor,
+    count: int,
+    call: int,
+    more: Sequence[int | torch.Tensor],
 ) -> tuple[Any, ...]:
-    """What `kernel` takes of these, in its order."""
-    return (x, y, group, count, call) if takes_data(kernel) else (group, call)
+    """What a kernel takes of these, in its order, for the interpreter."""
+    if bits is None:
+        return (group, call, *more)
+    return (as_integers(x, bits), as_integers(y, bits), group, count, call, *more)
+
+
+def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """`x` as the integers that a kernel moves; the interpreter knows a pointer's type by its tensor."""
+    flat = torch.view_as_real(x) if x.is_complex() else x
+    return flat.view(_INTEGERS[bits])
 
 
 def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> list[interpreter.Program]:

@@ -15,6 +15,7 @@ SIMPLE_ROOM = tl.constexpr(layout.SIMPLE_ROOM)
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
+PHASES = tl.constexpr(layout.PHASES)
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK
             for first in range(block.to(tl.int64) * 2 * BLOCK, run, grid * 2 * BLOCK):
                 put_ll(room + first, tl.zeros([BLOCK], tl.int64), 0, (run - first) // 2, BLOCK, PTX)
         lane = tl.arange(0, LANES)
-        for row in range(2 * WORLD_SIZE):
+        for row in range(PHASES * WORLD_SIZE):
             rows = group + HEADERS // 8 + ((row // WORLD_SIZE * 2 + idle) * WORLD_SIZE + row % WORLD_SIZE) * MAX_BLOCKS
             for first in range(block, MAX_BLOCKS, grid * LANES):
                 at = first + grid * lane

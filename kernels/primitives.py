@@ -182,10 +182,17 @@ def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr,
     under `ll`, where the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
     """
     lane = tl.arange(0, LANES)
-    me = tl.load(group + RANK)
-    mask = (lane < WORLD_SIZE) & (lane != me)
+    mask = (lane < WORLD_SIZE) & (lane != tl.load(group + RANK))
+    send_headers_to(group, mask, epoch, call, PHASE, RELEASE, WORLD_SIZE, LANES, PTX)
+
+
+@triton.jit
+def send_headers_to(group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
+                    LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """`send_headers` to those peers only whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
+    lane = tl.arange(0, LANES)
     base = tl.load(group + PEERS + lane, mask=mask, other=0)
-    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)
     pointer = (base + HEADERS + 8 * (row * MAX_BLOCKS + tl.program_id(0))).to(tl.pointer_type(tl.int64))
     signal(pointer, tl.zeros([LANES], tl.int64) + ((epoch << 32) | (call & LOW)), mask, RELEASE, PTX)
 
@@ -198,13 +205,18 @@ def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constex
     The right sequence with another fingerprint means that the peer made another call: the status word then names the
     peer and what it sent, and this rank leaves before it has used any data.
     """
-    lane = tl.arange(0, LANES)
-    source = lane % SOURCES
+    source = tl.arange(0, LANES) % SOURCES
     me = tl.load(group + RANK)
     mask = (source < WORLD_SIZE) & (source != me)
-    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
-    pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
-    seen, status = wait_sequence(group, pointer, epoch, mask, PTX)
+    return wait_headers_of(group, mask, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)
+
+
+@triton.jit
+def wait_headers_of(group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
+                    PTX: tl.constexpr):  # fmt: skip
+    """`wait_headers` of those peers only whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
+    source = tl.arange(0, LANES) % SOURCES
+    seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
     wrong = mask & ((seen & LOW) != (call & LOW))
     culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
     if (culprit != 0) & (status == 0):
@@ -213,6 +225,16 @@ def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constex
         tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
         status = 2
     return status
+
+
+@triton.jit
+def wait_words(group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
+               PTX: tl.constexpr):  # fmt: skip
+    """This block's header words of this epoch from the peers of `mask`, whatever they say: (words, status)."""
+    source = tl.arange(0, LANES) % SOURCES
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
+    pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
+    return wait_sequence(group, pointer, epoch, mask, PTX)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""bf16 as a GPU converts it, in numpy: what Triton's interpreter computes otherwise."""
+"""bf16, minimum and maximum as a GPU computes them, in numpy: Triton's interpreter does otherwise."""
 
 from __future__ import annotations
 
@@ -19,3 +19,19 @@ def round_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
 def widen_bf16(bits: NDArray[Any]) -> NDArray[Any]:
     """bf16 bit patterns to fp32, exactly."""
     return (np.ascontiguousarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def minimum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """The smaller one; a NaN where there is one, and -0 is less than +0."""
+    found: NDArray[Any] = np.minimum(a, b)
+    if found.dtype.kind != "f":
+        return found
+    return np.where((found == 0) & (np.signbit(a) | np.signbit(b)), -np.abs(found), found)
+
+
+def maximum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
+    """The larger one, as `minimum`."""
+    found: NDArray[Any] = np.maximum(a, b)
+    if found.dtype.kind != "f":
+        return found
+    return np.where((found == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(found), found)

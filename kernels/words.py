@@ -1,4 +1,4 @@
-"""Elements and 64-bit words: load them from a user's tensor, reduce them, store them back.
+"""Elements and 64-bit words: load them from a user's tensor, store them back.
 
 All kernels move payload as int64 tiles, whatever the element type: 8 // itemsize elements a word, element i of the
 tensor in word i // PACK. The format in a mailbox therefore never depends on how a user's tensor is aligned; only the
@@ -33,7 +33,13 @@ def end_of(words, numel, PACK: tl.constexpr):
 
 
 @triton.jit
-def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def member(table, rank, like):
+    """Pointer of `like`'s type to `rank`'s symmetric memory: its address in `table` (int64*), a multiple of 16."""
+    return tl.load(table + rank).to(like.dtype)
+
+
+@triton.jit
+def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
@@ -57,7 +63,7 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
     """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
     BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
@@ -94,72 +100,3 @@ def store_tile(room, first, words, count, BLOCK: tl.constexpr):
         tl.store(at, words)
     else:
         tl.store(at, words, mask=tile_mask(first, count, BLOCK))
-
-
-@triton.jit
-def reduce_words(parts, DTYPE: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Reduce the tuple `parts` of WORLD_SIZE int64 tiles, element by element, in ascending rank order.
-
-    16-bit floats accumulate in fp32 and are rounded once, to nearest even; integers wrap; an integer average is
-    truncated toward zero; min and max hand a NaN on.
-    """
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    PACK: tl.constexpr = 64 // BITS
-    result = tl.zeros(parts[0].shape, tl.int64)
-    for j in tl.static_range(PACK):
-        total = _element(parts[0], j, DTYPE)
-        for r in tl.static_range(1, WORLD_SIZE):
-            total = _combine(total, _element(parts[r], j, DTYPE), OP)
-        if OP == "avg":
-            total = _divide(total, WORLD_SIZE)
-        result |= _word(total, j, DTYPE)
-    return result
-
-
-@triton.jit
-def _element(words, j: tl.constexpr, DTYPE: tl.constexpr):
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    if BITS == 64:
-        value = words.to(DTYPE, bitcast=True)
-    elif BITS == 32:
-        value = (words >> (32 * j)).to(tl.int32).to(DTYPE, bitcast=True)
-    else:
-        value = (words >> (16 * j)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    return value
-
-
-@triton.jit
-def _word(value, j: tl.constexpr, DTYPE: tl.constexpr):
-    BITS: tl.constexpr = DTYPE.primitive_bitwidth
-    if BITS == 64:
-        word = value.to(tl.int64, bitcast=True)
-    elif BITS == 32:
-        word = (value.to(DTYPE).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) << (32 * j)
-    else:
-        word = (value.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF) << (16 * j)
-    return word
-
-
-@triton.jit
-def _combine(a, b, OP: tl.constexpr):
-    if OP == "min":
-        c = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "max":
-        c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "prod":
-        c = a * b
-    else:
-        c = a + b
-    return c
-
-
-@triton.jit
-def _divide(total, WORLD_SIZE: tl.constexpr):
-    if total.dtype.is_int():
-        mean = total // WORLD_SIZE
-    elif total.dtype == tl.float32:
-        # `/` on fp32 is an approximate division on a GPU; this one is rounded as IEEE asks.
-        mean = tl.div_rn(total, tl.zeros(total.shape, tl.float32) + WORLD_SIZE)
-    else:
-        mean = total / WORLD_SIZE
-    return mean

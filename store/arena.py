@@ -31,8 +31,12 @@ class Arena(Protocol):
         """Let the memory go; idempotent."""
 
 
-def open_arena(control: ControlPage, nbytes: int, device: torch.device, timeout: float) -> Arena:
+def open_arena(
+    control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None
+) -> Arena:
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
+
+    On GPUs `reach` may say by rank whose memory this rank maps, alike at both ends; what is not has address 0.
 
     Raises the same error on all ranks, with everything undone: `ResourceError` where memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
@@ -44,5 +48,5 @@ def open_arena(control: ControlPage, nbytes: int, device: torch.device, timeout:
     if device.type == "cuda":
         from tricomm.store.cuda_ipc import open_cuda_ipc
 
-        return open_cuda_ipc(control, nbytes, device, timeout)
+        return open_cuda_ipc(control, nbytes, device, timeout, reach=reach)
     raise InvalidArgument(f"device={device}: a CPU or a CUDA device is needed")

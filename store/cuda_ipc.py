@@ -51,9 +51,12 @@ class Control(Protocol):
 
 
 def open_cuda_ipc(
-    control: Control, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None
-) -> CudaIpcArena:
+    control: Control, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
+    reach: Sequence[bool] | None = None,
+) -> CudaIpcArena:  # fmt: skip
     """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
+
+    `reach` may say by rank whose block this rank maps, alike at both ends; by default everybody's.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
     where memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
@@ -63,7 +66,7 @@ def open_cuda_ipc(
     jointly = Stages(control, "cuda_ipc", deadline)
 
     with ExitStack() as undo:
-        arena = CudaIpcArena(control, nbytes, device)
+        arena = CudaIpcArena(control, nbytes, device, reach)
         undo.callback(arena._release)
         jointly("reach the GPU", lambda: arena._attach(driver))
         mine = jointly("allocate memory", arena._allocate)
@@ -78,11 +81,15 @@ def open_cuda_ipc(
 
 
 class CudaIpcArena:
-    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here."""
+    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 where it is
+    out of reach."""
 
     kind = "cuda_ipc"
 
-    def __init__(self, control: Control, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, control: Control, nbytes: int, device: torch.device, reach: Sequence[bool] | None = None
+    ) -> None:
+        self._reach = tuple(reach) if reach is not None else (True,) * control.world_size
         self.rank, self.nbytes, self.device = control.rank, nbytes, device
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
@@ -103,6 +110,8 @@ class CudaIpcArena:
         if self._closed:
             raise GroupAborted("this cuda_ipc arena is closed; its memory is gone")
         check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        if not self.bases[rank]:
+            raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
         return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
 
     def close(self) -> None:
@@ -165,7 +174,8 @@ class CudaIpcArena:
         bases = []
         with self._driver_current():
             for peer in peers:
-                bases.append(self._own if peer.rank == self.rank else self._map_peer(peer))
+                near = self._reach[peer.rank]
+                bases.append(self._own if peer.rank == self.rank else self._map_peer(peer) if near else 0)
         self.bases = tuple(bases)
 
     def _map_peer(self, peer: Record) -> int:
@@ -189,6 +199,8 @@ class CudaIpcArena:
     def _write_probe(self) -> None:
         with self._driver_current():
             for target, base in enumerate(self.bases):
+                if not base:
+                    continue
                 self._cuda.write(base + self._probe_offset(self.rank), _probe_word(self.rank, target))
             self._cuda.synchronize()
 
@@ -197,7 +209,8 @@ class CudaIpcArena:
         with self._driver_current():
             found = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
         words = [found[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
-        missing = [r for r, word in enumerate(words) if word != _probe_word(r, self.rank)]
+        near = [r for r, base in enumerate(self.bases) if base]
+        missing = [r for r in near if words[r] != _probe_word(r, self.rank)]
         if missing:
             raise ResourceError(
                 f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but what they wrote did not arrive; "

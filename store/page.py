@@ -33,7 +33,7 @@ WORDS = 512
 _MAGIC = b"TRICTRL\x01"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
-_DESCRIPTOR = struct.Struct("<Q24s24s24s24s24sqqq16sq")  # the sequence number last: the rest is the same in all calls
+_DESCRIPTOR = struct.Struct("<Q16s16s16s32s16sqqq16sq")  # the sequence number last: the rest is the same in all calls
 _ANNOUNCED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descriptor
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC
@@ -81,7 +81,7 @@ class Descriptor:
     def record(self) -> Record:
         """What a page holds of it, but for the sequence number: the same for every call of a plan."""
         sequence, *rest = astuple(self)
-        fields = [field.encode()[:24] if isinstance(field, str) else field for field in rest]
+        fields = [field.encode() if isinstance(field, str) else field for field in rest]
         text = _DESCRIPTOR.pack(*fields, sequence)[:-8]
         return Record(text, zlib.crc32(struct.pack("<I", _DESCRIPTOR.size) + text))
 

@@ -9,16 +9,20 @@ import torch
 import torch.distributed as dist
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import registry
+from tricomm.kernels.dtypes import DTYPES as _NAMED
+from tricomm.kernels.dtypes import OPS
 
-DTYPES = {getattr(torch, name): name for name in registry.DTYPES}
-_OPS = frozenset(registry.OPS)
+DTYPES = {getattr(torch, name): dtype for name, dtype in _NAMED.items()}
+_OPS = frozenset(OPS)
 _REDUCE_OPS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "avg",
     dist.ReduceOp.MIN: "min",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
 }
 
 
@@ -31,8 +35,8 @@ def operation(op: Any) -> str:
     else:
         kind = getattr(op, "op", op)
         name = _REDUCE_OPS.get(kind) if isinstance(kind, dist.ReduceOp.RedOpType) else None
-    if name not in registry.OPS:
-        raise InvalidArgument(f"op={op!r} is not supported; there is {', '.join(registry.OPS)}")
+    if name not in _OPS:
+        raise InvalidArgument(f"op={op!r} is not supported; there is {', '.join(OPS)}")
     return name
 
 
@@ -50,6 +54,7 @@ def is_plain(x: Any, device: torch.device) -> bool:
             and x.is_contiguous()
             and not x.requires_grad
             and not x.is_neg()
+            and not x.is_conj()
             and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
         )
     except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
@@ -77,7 +82,7 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
     if x.device != device:
         raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
     if x.dtype not in DTYPES:
-        raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(registry.DTYPES)}")
+        raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(_NAMED)}")
     if x.untyped_storage().nbytes() < (x.storage_offset() + _extent(x)) * x.itemsize:
         raise InvalidArgument(f"{what}: the tensor's storage was freed or shrunk under it (resize_)")
     if x.requires_grad and torch.is_grad_enabled():
@@ -114,13 +119,16 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
         raise InvalidArgument(f"{what}: out is not contiguous; pass a contiguous tensor and copy from it")
 
 
-def check_apart(x: torch.Tensor, out: torch.Tensor, what: str, row: int = 0) -> None:
-    """Refuse an output that overlaps the input, except in place: where the input is `out`'s own row number `row`."""
-    first, last = x.data_ptr(), x.data_ptr() + x.nbytes
-    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    in_place = first == start + row * x.nbytes and x.is_contiguous()
+def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | None) -> None:
+    """Refuse an output that overlaps the input, except in place: where `part`, the one with fewer rows, is row number
+    `row` of `whole`. None: never."""
+    first, last = part.data_ptr(), part.data_ptr() + part.nbytes
+    start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+    contiguous = part.is_contiguous() and whole.is_contiguous()
+    in_place = row is not None and first == start + row * part.nbytes and contiguous
     if start < last and first < end and not in_place:
-        raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory, or row {row} of out itself")
+        where = "" if row is None else f", or row {row} of the larger one itself"
+        raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory{where}")
 
 
 def fingerprint(*facts: Any) -> int:

@@ -1,26 +1,23 @@
-"""A communicator: ranks that share an arena, and the collectives over it.
-
-    user tensor -> all_reduce -> check -> plan (selection, once a shape) -> one kernel -> peers' mailboxes -> tensor
-
-Calls are checked before anything is sent, so a refused call consumes no sequence number and the group stays usable.
-"""
+"""A communicator: how ranks meet, and what a user can do over the memory that they share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, Self
 
 import torch
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import calls, env, plan, selection
+from tricomm import calls, env, linking, selection
+from tricomm.collectives import Collectives
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
-from tricomm.kernels import interpreter, layout
+from tricomm.kernels import collectives, interpreter, layout
+from tricomm.kernels.dtypes import reduction
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
 from tricomm.selection import Choice
@@ -28,12 +25,9 @@ from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import meet, open_store
 from tricomm.symmetric import Symmetric, check_shape
-from tricomm.work import Work
-
-_MOST_PLANS = 1024
 
 
-class Communicator(Group):
+class Communicator(Collectives):
     """Ranks of one node that share memory and run collectives over it.
 
     `store` is any `torch.distributed` Store, used to meet and never again; `rank` and `world_size` name this process
@@ -65,17 +59,20 @@ class Communicator(Group):
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
         if world_size > layout.MAX_WORLD_SIZE:
             raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
+        linking.check(options, world_size)
         plan_of_memory = layout.plan(world_size, options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
         agreed = options.agreed(plan_of_memory, where.type)
         with ExitStack() as undo:
             control = meet(store, rank, world_size, meeting_timeout or limit, agreed)
             undo.callback(control.close)
-            arena = open_arena(control, plan_of_memory.nbytes, where, limit)
+            topology = linking.agree(control, options, where, limit)
+            arena = open_arena(control, plan_of_memory.nbytes, where, limit, linking.reach(topology, rank))
             undo.callback(arena.close)
-            super().__init__(control, arena, plan_of_memory, where, limit, options)
+            super().__init__(control, arena, plan_of_memory, where, limit, options, topology=topology)
             undo.pop_all()
-        self._store = store  # a store that this rank hosts lives as long as somebody may still be meeting there
+        self._store: Store | None = store  # one that this rank hosts lives as long as somebody may be meeting there
+        self._splits = 0
 
     @classmethod
     def over(
@@ -91,85 +88,38 @@ class Communicator(Group):
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
         Group.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
+        comm._store, comm._splits = None, 0
         return comm
 
     def __enter__(self) -> Communicator:
         return self
 
-    # Collectives
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of `ranks` of this one, in that order; called by all ranks with the same list.
 
-    def all_reduce(
-        self,
-        x: torch.Tensor | Symmetric,
-        op: Any = "sum",
-        out: torch.Tensor | None = None,
-        *,
-        algorithm: str | None = None,
-        protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Reduce `x` over all ranks, element by element, in rank order; every rank gets the same bits.
-
-        In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max or prod, or a `ReduceOp`. 16-bit
-        floats are accumulated in fp32 and rounded once. Returns the output, or a `Work` with `async_op=True`.
-        Raises `InvalidArgument` before anything is sent; a fault of the group raises its own error.
+        Members get it, with this one's device, timeout and options, and close it themselves; the others get None. The
+        ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all ranks for a
+        list that cannot be or that differs between ranks (the group stays usable), else as `Communicator`.
         """
-        if out is None and calls.is_plain(x, self.device):
-            self._usable()
-            self._run("all_reduce", calls.operation(op), x, x, algorithm, protocol)  # type: ignore[arg-type]
-            return self._finish(x, True) if async_op else x
-        tensor = x.local if isinstance(x, Symmetric) else x
-        name = calls.operation(op)
-        self._check_input(tensor, "all_reduce")
-        if out is None:
-            calls.check_writable(tensor, "all_reduce")
-            target, result = tensor, x
-        else:
-            self._check_input(out, "all_reduce out")
-            calls.check_output(out, tuple(tensor.shape), tensor, "all_reduce")
-            calls.check_apart(tensor, out, "all_reduce")
-            target, result = out, out
-        source = tensor.contiguous()
-        into = target if target.is_contiguous() else source
-        self._run("all_reduce", name, source, into, algorithm, protocol)
-        if into is not target:
-            target.copy_(into)
-        return self._finish(result, async_op)
-
-    def all_gather(
-        self,
-        x: torch.Tensor | Symmetric,
-        out: torch.Tensor | None = None,
-        *,
-        algorithm: str | None = None,
-        protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
-        """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
-
-        `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). In place where `x` is this rank's row of `out`. Returns the output, or a
-        `Work` with `async_op=True`.
-        """
-        tensor = x.local if isinstance(x, Symmetric) else x
-        self._check_input(tensor, "all_gather")
-        shape = (self.world_size * (tensor.shape[0] if tensor.dim() else 1), *tensor.shape[1:])
-        if out is None:
-            out = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        else:
-            self._check_input(out, "all_gather out")
-            calls.check_output(out, shape, tensor, "all_gather")
-            calls.check_apart(tensor, out, "all_gather", self.rank)
-        self._run("all_gather", "none", tensor.contiguous(), out, algorithm, protocol)
-        return self._finish(out, async_op)
-
-    def barrier(self, *, async_op: bool = False) -> Any:
-        """Return when every rank has entered its barrier; with `async_op=True` a `Work`. Returns None."""
         self._usable()
-        self._launch(self._plan("barrier", "none", None, 0, True, None, None), self._group, self._group, 0)
-        if not async_op:
-            self.synchronize()
-        return self._finish(None, async_op)
+        if self._store is None:
+            raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
+        members, error = _members(ranks, self.world_size)
+        with self._my_turn(), self._or_give_up("split"):
+            self._control.agree(error, "split", self._timeout, heed_faults=True)
+            answers = self._control.exchange(repr(members).encode(), "split", self._timeout, heed_faults=True)
+            for rank, theirs in enumerate(answers):
+                if theirs != answers[0]:
+                    raise InvalidArgument(
+                        f"split: rank 0 asked for {answers[0].decode()}, rank {rank} {theirs.decode()}"
+                    )
+            self._splits += 1
+        if self.rank not in members:
+            return None
+        topology = self.options.topology.of(members) if self.options.topology is not None else None
+        store = PrefixStore(f"tricomm-split-{self.group}-{self._splits}", self._store)
+        options = replace(self.options, topology=topology)
+        return Communicator(store, members.index(self.rank), len(members), self.device, self._timeout, options)
 
     # A user's own kernels
 
@@ -182,6 +132,8 @@ class Communicator(Group):
         self._usable()
         if self._runtime.no_symmetric is not None:
             raise InvalidArgument(f"symmetric: {self._runtime.no_symmetric}")
+        if not self._site.reachable:
+            raise InvalidArgument("symmetric: not every rank reaches every other one's memory on these GPUs' links")
         sizes, error = check_shape(shape, dtype)
         with self._my_turn(), self._or_give_up("symmetric"):
             self._control.agree(error, "symmetric", self._timeout, heed_faults=True)
@@ -219,71 +171,24 @@ class Communicator(Group):
         op: Any = "sum",
         algorithm: str | None = None,
         protocol: str | None = None,
+        mode: str = "eager",
     ) -> Choice:
-        """Which kernel a call with `nbytes` bytes of input per rank would run, and why. Pure: asks no other rank."""
+        """Which kernel a call with `nbytes` bytes of input would run, and why. Pure: asks no other rank.
+
+        The input is a rank's, of a root's where there is one; `mode` is eager, or graph for a captured call.
+        """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
+        if mode not in ("eager", "graph"):
+            raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
         if dtype is not None and dtype not in calls.DTYPES:
             raise InvalidArgument(
-                f"explain: dtype {dtype} is not supported; there is {', '.join(calls.DTYPES.values())}"
+                f"explain: dtype {dtype} is not supported; there is {', '.join(map(str, calls.DTYPES))}"
             )
-        calls.operation(op)
-        return selection.choose(self._site, collective, nbytes, algorithm, protocol)
-
-    def _check_input(self, x: Any, what: str) -> None:
-        self._usable()
-        calls.check_tensor(x, self.device, what)
-
-    def _plan(
-        self, collective: str, op: str, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None,
-    ) -> plan.Plan:  # fmt: skip
-        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, capturing)
-        try:
-            return self._plans[key]
-        except (KeyError, TypeError):
-            return self._new_plan(*key)
-
-    def _new_plan(
-        self, collective: str, op: str, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None, capturing: bool,
-    ) -> plan.Plan:  # fmt: skip
-        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
-            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
-        key = (collective, op, dtype, count, aligned, algorithm, protocol)
-        nbytes = count * dtype.itemsize if dtype is not None else 0
-        choice = selection.choose(self._site, collective, nbytes, algorithm, protocol)
-        if capturing and (*key, False) not in self._plans:
-            raise InvalidArgument(
-                f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
-            )
-        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
-        mode = "graph" if capturing else "eager"
-        found = plan.make(self._site, choice, op, dtype, count, aligned, mode, bind)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.pop(next(iter(self._plans)))
-        self._plans[*key, capturing] = found
-        return found
-
-    def _run(
-        self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, algorithm: str | None, protocol: str | None
-    ) -> None:
-        count = x.numel()
-        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        aligned = aligned and (collective != "all_gather" or x.nbytes % 16 == 0)
-        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol)
-        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
-            self._launch(chosen, x, y, count)
-
-    def _finish(self, result: Any, async_op: bool) -> Any:
-        if not async_op:
-            return result
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return Work(self, result, event)
+        name = calls.operation(op)
+        if dtype is not None and collectives.find(collective).reduces:
+            reduction(calls.DTYPES[dtype], name)
+        return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
 
 
 def init(
@@ -305,6 +210,15 @@ def init(
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
     return Communicator(store, rank, world_size, device, timeout, options, meeting_timeout=left)
+
+
+def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
+    """The ranks of a split, and what is wrong with them, if anything."""
+    found = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in found)
+    if not found or not whole or len(set(found)) < len(found):
+        return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
+    return found, None
 
 
 def pick_device(device: torch.device | str | int | None) -> torch.device:

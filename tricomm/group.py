@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tricomm import errors, plan
+from tricomm import errors, linking, plan
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
@@ -29,6 +29,7 @@ from tricomm.selection import Site
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.process import forks
+from tricomm.topology import Topology
 
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
@@ -49,6 +50,7 @@ class Group:
         timeout: float,
         options: Options,
         runtime: Runtime = PROCESSES,
+        topology: Topology | None = None,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
@@ -59,6 +61,8 @@ class Group:
         self.options = options
         self._control, self._arena, self._layout, self._runtime = control, arena, arena_layout, runtime
         self._timeout = timeout
+        self.topology = topology or options.topology
+        linking.check(options, self.world_size)
         self._pid, self._forks = os.getpid(), forks()
         self._closed = False
         self._turn = threading.Lock()
@@ -74,7 +78,10 @@ class Group:
         self._group = self._write_table()
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
-        self._site = Site(device_class, self.world_size, arena_layout, most, options.blocks, options.tile)
+        self._site = Site(
+            device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
+            topology=self.topology.kind if self.topology is not None else "", reachable=all(arena.bases),
+        )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
         _live.add(self)
@@ -89,6 +96,12 @@ class Group:
         values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = self._layout.simple, self._layout.simple_room
         values[layout.EPOCH] = self.options.first_epoch
         values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
+        places = linking.places(self.topology, self.world_size)
+        if places is not None:
+            here = places[self.rank]
+            values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
+            values[layout.OTHER : layout.OTHER + 4] = places[here.relay].quad_by_position
+            values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(self.rank)
         table.copy_(torch.tensor(values, dtype=torch.int64))
         if self.device.type == "cuda":  # the first kernel may run on another stream than this copy
             torch.cuda.synchronize(self.device)
@@ -188,7 +201,7 @@ class Group:
 
     # The way of a call
 
-    def _launch(self, chosen: plan.Plan, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+    def _launch(self, chosen: plan.Plan, x: torch.Tensor, y: torch.Tensor) -> None:
         """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns.
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
@@ -202,7 +215,7 @@ class Group:
                 self._monitor.died(lost)
                 self._raise()
             try:
-                chosen.run(x, y, count, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
+                chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
             except BaseException as error:
                 self._stopped(error)
                 raise
@@ -290,6 +303,13 @@ class Group:
                     "on one stream or with an event",
                 )
             )
+        elif status & 0xFF == layout.SPLITS:
+            peer, got = (status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF
+            text = (
+                f"rank {peer} sends rank {self.rank} {got} elements, and out_splits[{peer}] of the latter is not that; "
+                f"it must be in_splits[{self.rank}] of the former"
+            )
+            self._monitor.give_up(Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text))
         elif status & 0xFF == layout.MISMATCH:
             self._monitor.give_up(self._mismatch((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
 

@@ -6,9 +6,11 @@ import math
 import zlib
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+from tricomm.topology import Topology
 
 _YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
 
@@ -23,6 +25,7 @@ class Options:
     max_blocks     upper limit of a kernel's grid; None: what is surely resident at once
     blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests)
     first_epoch    epoch of the first call (tests start near the limits)
+    topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
 
     Raises `InvalidArgument` for a value out of range.
     """
@@ -34,8 +37,13 @@ class Options:
     blocks: int | None = None
     tile: int | None = None
     first_epoch: int = 1
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.topology, str | Path):
+            object.__setattr__(self, "topology", Topology.load(self.topology))
+        if not isinstance(self.topology, Topology | None):
+            raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
         for name in ("timeout", "stall_timeout"):
             seconds(getattr(self, name), f"Options.{name}")
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)

@@ -2,74 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tricomm import calls
+from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
-from tricomm.kernels.compiled import COMPILE_OPTIONS
+from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
+from tricomm.kernels.dtypes import Dtype, reduction
 from tricomm.kernels.launch import Call
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.selection import Choice, Site
 from tricomm.store.control import Descriptor, Record
 
-# Of a kernel, a number of blocks, constexprs, the tensors' dtype, and whether they are aligned: `Runtime.bind`.
-Bind = Callable[[Any, int, dict[str, Any], str | None, bool], Call]
+CPU = torch.device("cpu")
+# Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
+# aligned, and its further arguments: `Runtime.bind`.
+Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], Call]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a call is, on every rank alike: `count` elements a row; op and dtype are None where there are none."""
+
+    collective: str
+    op: str | None
+    dtype: Dtype | None
+    count: int
+    root: int = -1
+    splits: tuple[tuple[int, ...], ...] = ()  # in and out, in rows; each rank has its own
+    table: torch.Tensor | None = None  # of a symmetric handle
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide."""
+    """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide.
+
+    `numel` is the kernel's count, of raw elements.
+    """
 
     choice: Choice
     fingerprint: int
+    numel: int
     record: Record  # what the peers read of each of its calls
     run: Call
 
 
 def make(
-    site: Site, choice: Choice, op: str, dtype: torch.dtype | None, count: int, aligned: bool, mode: str, bind: Bind
+    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, device: torch.device = CPU
 ) -> Plan:
-    """Bind `choice` to `count` elements of `dtype` (None for a barrier), by `Runtime.bind`.
+    """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
     in the fingerprint or in anything that a peer sees.
     """
-    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
+    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy)
+    constexprs = _constexprs(site, choice, kernel)
+    dtype = asked.dtype
+    if kernel.reduces and dtype is not None:
+        try:
+            constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, asked.op or "")
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{asked.collective}: {error}") from None
+    if dtype is not None:
+        constexprs["ALIGNED"] = aligned
+    name = dtype.name if dtype is not None else "none"
+    op = asked.op if kernel.reduces and asked.op is not None else "none"
+    fingerprint = calls.fingerprint(
+        choice.collective, op, name, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
+        choice.block, mode, choice.zero_copy,
+    )  # fmt: skip
+    descriptor = Descriptor(
+        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=name,
+        algorithm=choice.algorithm, protocol=choice.protocol, count=asked.count, root=asked.root, grid=choice.blocks,
+        mode=mode,
+    )  # fmt: skip
+    further: dict[str, Any] = {"root": asked.root, "table": asked.table}
+    if asked.splits:
+        further["splits"] = table(asked, device)
+    more = [further[name] for name in extras(kernel.function)]
+    bits = dtype.bits if dtype is not None else None
+    run = bind(kernel.function, choice.blocks, constexprs, bits, aligned, more)
+    return Plan(choice, fingerprint, asked.count * (dtype.lanes if dtype is not None else 1), descriptor.record(), run)
+
+
+def table(asked: Asked, device: torch.device) -> torch.Tensor:
+    """int64 [4, world size]: where each row begins and how long it is, in raw elements, of the input and the output."""
+    unit = asked.count * (asked.dtype.lanes if asked.dtype is not None else 1)
+    rows = []
+    for lengths in asked.splits:
+        sizes = [n * unit for n in lengths]
+        rows += [[0, *itertools.accumulate(sizes[:-1])], sizes]
+    return torch.tensor(rows, dtype=torch.int64, device=device).contiguous()
+
+
+def _constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
     gpu = site.device != "cpu"
-    constexprs: dict[str, Any] = {
+    found: dict[str, Any] = {
         "WORLD_SIZE": site.world_size,
         "BLOCK": choice.block,
         "LANES": 32 * choice.warps if gpu else MAX_WORLD_SIZE,
         "PTX": gpu,
+        **kernel.fixed,
     }
-    if gpu:  # LANES is the number of threads: the two go together
-        constexprs |= COMPILE_OPTIONS | {"num_warps": choice.warps}
-    if kernel.reduces:
-        constexprs["OP"] = op
-    if dtype is not None:
-        constexprs["ALIGNED"] = aligned
-    name = calls.DTYPES[dtype] if dtype is not None else "none"
-    op = op if kernel.reduces else "none"
-    facts = (
-        choice.collective,
-        op,
-        name,
-        count,
-        -1,
-        choice.algorithm,
-        choice.protocol,
-        choice.blocks,
-        choice.block,
-        mode,
-    )
-    fingerprint = calls.fingerprint(*facts)
-    descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=name,
-        algorithm=choice.algorithm, protocol=choice.protocol, count=count, root=-1, grid=choice.blocks, mode=mode,
-    )  # fmt: skip
-    run = bind(kernel.function, choice.blocks, constexprs, name if dtype is not None else None, aligned)
-    return Plan(choice, fingerprint, descriptor.record(), run)
+    # LANES is the number of threads: the two go together.
+    return found | COMPILE_OPTIONS | {"num_warps": choice.warps} if gpu else found

@@ -28,8 +28,8 @@ class Runtime(Protocol):
         """As `launch.prepare`."""
 
     def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
-        group: torch.Tensor, timeout: float,
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> launch.Call:  # fmt: skip
         """As `launch.bind`."""
 
@@ -54,10 +54,10 @@ class Processes:
         return launch.prepare(kernel, grid, args, constexprs, device, timeout)
 
     def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
-        group: torch.Tensor, timeout: float,
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> launch.Call:  # fmt: skip
-        return launch.bind(kernel, blocks, constexprs, dtype, aligned, group, timeout)
+        return launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         return Monitor(control, timeout, stall_timeout)

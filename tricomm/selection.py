@@ -13,10 +13,9 @@ from importlib.resources import files
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import registry
+from tricomm.kernels import collectives, registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout
 
-COLLECTIVES = ("all_reduce", "all_gather", "barrier")
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
@@ -27,7 +26,8 @@ class Choice:
     """What a call runs: kernel, launch shape, and the reason in words.
 
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile, `table` and `row`
-    what decided (`row` is None where the caller forced the kernel).
+    what decided (`row` is None where the caller forced the kernel), `runner_up` the kernel of the next row that fits,
+    `zero_copy` whether peers read the input where it lies.
     """
 
     collective: str
@@ -39,6 +39,8 @@ class Choice:
     reason: str
     table: str
     row: int | None
+    runner_up: str = ""
+    zero_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Site:
     max_blocks: int
     blocks: int | None = None
     tile: int | None = None
+    topology: str = ""  # `Topology.kind` of the ranks' devices; empty where nothing is known
+    reachable: bool = True  # every rank's memory is mapped on every other
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -67,62 +71,92 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 
 def choose(
-    site: Site, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None
-) -> Choice:
-    """Pick the kernel for `nbytes` bytes of input per rank; `algorithm` and `protocol` force one.
+    site: Site, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
+    mode: str = "eager", zero_copy: str | None = None,
+) -> Choice:  # fmt: skip
+    """Pick the kernel for `nbytes` bytes of input per rank (of a root's where there is one), in `mode` eager or graph.
 
-    Raises `InvalidArgument` for a collective, algorithm or protocol that does not exist, with those that do.
+    `algorithm` and `protocol` force one. Raises `InvalidArgument` for a collective, algorithm or protocol that does
+    not exist, with those that do, and for what these devices' links do not carry. `zero_copy` names the one algorithm
+    that takes a symmetric handle as it is passed; then there is nothing to choose.
     """
-    if collective not in COLLECTIVES:
-        raise InvalidArgument(f"collective {collective!r} is unknown; there is {', '.join(COLLECTIVES)}")
+    kind = collectives.find(collective)
     for name, value in (("algorithm", algorithm), ("protocol", protocol)):
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
-    table, row, number = _row(site, collective, nbytes)
+    if zero_copy is not None:
+        return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
+    fits = _allowed(site, collective, algorithm, protocol)
+    table, rows = _rows(site, collective, nbytes, mode)
+    found = [(number, row, k) for number, row in rows for k in fits if (k.algorithm, k.protocol) == _key(row)]
+    number, row, kernel = found[0] if found else (-1, _NO_ROW, fits[0])
+    second = next((k for _, _, k in found[1:] if k != kernel), None)
+    words = -(-nbytes // 8)
+    blocks, tile = _shape(site, kernel, -(-words // kind.rows_in(site.world_size)))
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
-    kernel = registry.find(collective, *_complete(collective, row, algorithm, protocol))
-    blocks, tile = _shape(site, kernel, nbytes)
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
     else:
         limit = "any size" if row["max_bytes"] is None else f"up to {row['max_bytes']} bytes"
         reason = f"table {table!r} row {number}: {collective}, up to {row['world_size']} ranks, {limit}"
     return Choice(
-        collective,
-        kernel.algorithm,
-        kernel.protocol,
-        blocks,
-        GPU_WARPS,
-        tile,
-        reason,
-        table,
-        None if forced else number,
+        collective, kernel.algorithm, kernel.protocol, blocks, GPU_WARPS, tile, reason, table,
+        None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
+    )  # fmt: skip
+
+
+def _in_symmetric(
+    site: Site, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
+) -> Choice:
+    kernel = registry.find(collective, fitting, "simple", zero_copy=True)
+    if algorithm not in (None, kernel.algorithm) or protocol not in (None, kernel.protocol):
+        raise InvalidArgument(
+            f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
+            f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
+        )
+    blocks, tile = _shape(site, kernel, -(-nbytes // 8))
+    reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
+    return Choice(
+        collective, kernel.algorithm, kernel.protocol, blocks, GPU_WARPS, tile, reason, "none", None, zero_copy=True
     )
 
 
-def _complete(collective: str, row: dict[str, Any], algorithm: str | None, protocol: str | None) -> tuple[str, str]:
-    """Fill in what the caller left open: the table's pick where it fits, else the first kernel that does."""
-    known = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == collective]
-    fits = [k for k in known if algorithm in (None, k[0]) and protocol in (None, k[1])]
-    if not fits:
-        asked = "/".join(part or "any" for part in (algorithm, protocol))
+def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str | None) -> list[registry.Kernel]:
+    """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
+    known = registry.of(collective, site.world_size)
+    if not site.reachable:
+        known = [k for k in known if k.needs_cube]
+        if not known:
+            raise InvalidArgument(
+                f"{collective}: not every rank reaches every other one's memory here, and no kernel goes around that; "
+                "use NCCL (torch.distributed)"
+            )
+    fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
+    if fits:
+        return fits
+    asked = "/".join(part or "any" for part in (algorithm, protocol))
+    shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
+    if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
         raise InvalidArgument(
-            f"{collective}: there is no {asked} kernel; there is {', '.join(f'{a}/{p}' for a, p in known)}"
+            f"{collective}: {asked} needs {registry.CUBE_RANKS} ranks on a hybrid cube mesh; here are "
+            f"{site.world_size} ranks, topology {site.topology or 'unknown'}"
         )
-    preferred = (row["algorithm"], row["protocol"])
-    return preferred if preferred in fits else fits[0]
+    where = "" if site.reachable else " that goes around what these ranks cannot reach"
+    raise InvalidArgument(
+        f"{collective}: there is no {asked} kernel{where}; there is "
+        + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
+    )
 
 
-def _shape(site: Site, kernel: registry.Kernel, nbytes: int) -> tuple[int, int]:
-    """Grid and tile. Every input is the same on all ranks, and so is the grid."""
-    words = -(-nbytes // 8)
+def _shape(site: Site, kernel: registry.Kernel, words: int) -> tuple[int, int]:
+    """Grid and tile for a row of `words`. Every input is the same on all ranks, and so is the grid."""
     widest = site.layout.largest_tile(kernel.algorithm, kernel.protocol)
     if site.device == "cpu":
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
         blocks = 1
     else:
         tile = GPU_TILE
-        share = -(-words // site.world_size) if kernel.algorithm == "two_shot" else words
+        share = words if kernel.shards is None else -(-words // (kernel.shards or site.world_size))
         blocks = min(32, max(1, -(-share // tile)))
     tile = min(site.tile or tile, widest)
     return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), tile
@@ -131,15 +165,23 @@ def _shape(site: Site, kernel: registry.Kernel, nbytes: int) -> tuple[int, int]:
 _NO_ROW = {"algorithm": "one_shot", "protocol": "simple", "max_bytes": None, "world_size": "any"}
 
 
-def _row(site: Site, collective: str, nbytes: int) -> tuple[str, dict[str, Any], int]:
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["algorithm"], row["protocol"]
+
+
+def _rows(site: Site, collective: str, nbytes: int, mode: str) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
+    """The first table for these devices, and its rows that fit, with their numbers: the first one decides."""
     for table in _tables():
-        if table["device"] == site.device or (table["device"] == "cuda" and site.device != "cpu"):
+        device = table["device"] == site.device or (table["device"] == "cuda" and site.device != "cpu")
+        if device and table.get("topology", site.topology) == site.topology:
+            found = []
             for number, row in enumerate(table["rows"]):
                 fits = row["max_bytes"] is None or nbytes <= row["max_bytes"]
-                if row["collective"] == collective and site.world_size <= row["world_size"] and fits:
-                    return table["name"], row, number
-            return table["name"], _NO_ROW, -1
-    return "none", _NO_ROW, -1
+                fits = fits and row["collective"] == collective and site.world_size <= row["world_size"]
+                if fits and row.get("mode", mode) == mode:
+                    found.append((number, row))
+            return table["name"], found
+    return "none", []
 
 
 @cache

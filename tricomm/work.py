@@ -10,13 +10,13 @@ import torch
 from tricomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
-    from tricomm.communicator import Communicator
+    from tricomm.group import Group
 
 
 class Work:
     """What a collective returns with `async_op=True`. Dropping it is safe; the call goes on without it."""
 
-    def __init__(self, comm: Communicator, output: Any, event: torch.cuda.Event | None) -> None:
+    def __init__(self, comm: Group, output: Any, event: torch.cuda.Event | None) -> None:
         self._comm = comm
         self._output = output
         self._event = event

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from tricomm.kernels import layout, registry
-from tricomm.kernels.launch import prepare
+from tricomm.kernels.compiled import extras
+from tricomm.kernels.dtypes import DTYPES, reduction
+from tricomm.kernels.launch import as_integers, prepare
 
 PAGE = 4096
 
@@ -71,32 +73,64 @@ class Rank:
         """Every word of headers, LL and simple mailboxes becomes `value`."""
         self.arena[layout.HEADERS // 8 :] = value
 
-    def run(self, kernel, x, y, op="sum", blocks=1, tile=64, fingerprint=None, number=None) -> None:
+    def run(self, kernel, x, y, op="sum", blocks=1, tile=64, fingerprint=None, number=None, root=0) -> None:
         self.calls += 1
+        dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
+        count = x.numel() * dtype.lanes // kernel.kind.rows_in(self.world_size)
         aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
-        aligned = aligned and (kernel.reduces or x.nbytes % 16 == 0)
+        aligned = aligned and (kernel.collective == "all_reduce" or count * dtype.bits % 128 == 0)
         constexprs = {"WORLD_SIZE": self.world_size, "BLOCK": tile, "LANES": 16, "ALIGNED": aligned, "PTX": False}
+        constexprs |= kernel.fixed
         if kernel.reduces:
-            constexprs["OP"] = op
+            constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, op)
         call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
-        prepare(kernel.function, (blocks,), (x, y, self.arena, x.numel(), call), constexprs, torch.device("cpu"))()
+        data = (as_integers(x, dtype.bits), as_integers(y, dtype.bits))
+        further = {"root": root, "splits": self._even(count)}
+        args = (*data, self.arena, count, call, *(further[name] for name in extras(kernel.function)))
+        prepare(kernel.function, (blocks,), args, constexprs, torch.device("cpu"))()
+
+    def _even(self, count: int) -> torch.Tensor:
+        """As `plan.table` makes it."""
+        rows = [[r * count for r in range(self.world_size)], [count] * self.world_size]
+        return torch.tensor(rows * 2, dtype=torch.int64)
 
 
-DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier"]
+# Those of a cube mesh need eight ranks: their tests are simulated ones.
+DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier" and not k.needs_cube]
 
 
-def inputs(count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
-    """Every rank's input: small integers, different in every call and rank, exact in every dtype and order."""
+def gets(kernel, rank: int, root: int) -> bool:
+    """True where the rank has a result."""
+    return kernel.kind.root != "dst" or rank == root
+
+
+def inputs(kernel, count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
+    """Every rank's input, `count` elements a row: small integers, different in every call and rank, exact in every
+    dtype and order."""
     return [
-        torch.randint(-4, 5, (count,), generator=torch.Generator().manual_seed(seed * 1009 + rank)).to(dtype)
+        torch.randint(
+            -4,
+            5,
+            (count * kernel.kind.rows_in(world_size),),
+            generator=torch.Generator().manual_seed(seed * 1009 + rank),
+        ).to(dtype)
         for rank in range(world_size)
     ]
 
 
-def expected(kernel, parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor:
-    """What every rank must hold afterwards."""
-    if not kernel.reduces:
+def expected(kernel, parts: list[torch.Tensor], op: str = "sum", rank: int = 0, root: int = 0) -> torch.Tensor:
+    """What `rank` must hold afterwards."""
+    name, rows = kernel.collective, [part.chunk(len(parts)) for part in parts]
+    if name in ("all_gather", "gather"):
         return torch.cat(parts)
+    if name == "broadcast":
+        return parts[root]
+    if name == "scatter":
+        return rows[root][rank]
+    if name in ("all_to_all", "all_to_all_v"):
+        return torch.cat([row[rank] for row in rows])
+    if name == "reduce_scatter":
+        parts = [row[rank] for row in rows]
     total = parts[0].to(torch.float64)
     for part in parts[1:]:
         other = part.to(torch.float64)
@@ -106,6 +140,13 @@ def expected(kernel, parts: list[torch.Tensor], op: str = "sum") -> torch.Tensor
     if op == "avg":
         total = total / len(parts) if parts[0].is_floating_point() else torch.trunc(total / len(parts))
     return total.to(parts[0].dtype)
+
+
+def output(kernel, count: int, dtype: torch.dtype, world_size: int, x: torch.Tensor, is_root: bool) -> torch.Tensor:
+    """Where the result goes, poisoned; a broadcast's root keeps its own."""
+    if kernel.collective == "broadcast" and is_root:
+        return x
+    return poisoned(count * kernel.kind.rows_out(world_size), dtype)
 
 
 def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:

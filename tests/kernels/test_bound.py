@@ -13,9 +13,10 @@ from tricomm.errors import ResourceError
 from tricomm.kernels import bound as launching
 from tricomm.kernels import registry
 from tricomm.kernels.bound import bound
-from tricomm.kernels.compiled import COMPILE_OPTIONS
+from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
 
-CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum"}
+CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
+              "ELEMENT": "float32"}  # fmt: skip
 KERNELS = pytest.mark.parametrize("kernel", registry.KERNELS, ids=lambda k: k.name)
 GROUP = torch.zeros(512, dtype=torch.int64)
 _numbers = itertools.count()
@@ -25,10 +26,17 @@ def gpu(**more) -> FakeGpu:
     return FakeGpu(f"fake {next(_numbers)}", **more)
 
 
+def further(kernel):
+    return [{"root": 3, "splits": GROUP}[name] for name in extras(kernel.function)]
+
+
 def bind(kernel, device, blocks=8, aligned=True, **more):
     wanted = {p.name for p in kernel.function.params} | set(COMPILE_OPTIONS)
-    constexprs = {name: value for name, value in {**CONSTEXPRS, "ALIGNED": aligned, **more}.items() if name in wanted}
-    return bound(kernel.function, blocks, constexprs, "float32", aligned, GROUP, device)
+    if kernel.needs_cube:
+        more["WORLD_SIZE"] = 8
+    constexprs = {name: value for name, value in {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}.items()
+                  if name in wanted}  # fmt: skip
+    return bound(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
 
 
 @KERNELS
@@ -41,6 +49,7 @@ def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel)
         last = device.launches[-1]
         mine = [x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), count, call]
         mine = mine if kernel.collective != "barrier" else [GROUP.data_ptr(), call]
+        mine += [GROUP.data_ptr() if isinstance(m, torch.Tensor) else m for m in further(kernel)]
         assert last.words == [*mine, 0, 0], "behind ours Triton's two pointers to scratch memory"
         assert {len(p) for p in last.parameters} == {8}
         signature = device.functions[min(device.functions)][1]

@@ -9,7 +9,7 @@ from triton.runtime.jit import create_function_from_signature
 from tests.kernels.arenas import DATA_KERNELS
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.barrier import barrier
-from tricomm.kernels.compiled import COMPILE_OPTIONS
+from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
 from tricomm.kernels.launch import prepare
 
 CPU = torch.device("cpu")
@@ -21,8 +21,11 @@ def specialisation(kernel, numel: int, call: int, offset: int = 0):
     function = kernel.function
     bind = create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
     x, y, group = torch.zeros(16)[offset:], torch.zeros(16), torch.zeros(128, dtype=torch.int64)
-    constexprs = {**CONSTEXPRS, "ALIGNED": offset == 0, **({"OP": "sum"} if kernel.reduces else {})}
-    _, key, options = bind(x, y, group, numel, call, **COMPILE_OPTIONS, **constexprs)
+    constexprs = {**CONSTEXPRS, "ALIGNED": offset == 0, **kernel.fixed}
+    if kernel.reduces:
+        constexprs |= {"OP": "sum", "ELEMENT": "float32"}
+    further = [{"root": numel % 7, "splits": group}[name] for name in extras(function)]
+    _, key, options = bind(x, y, group, numel, call, *further, **COMPILE_OPTIONS, **constexprs)
     return key, options
 
 

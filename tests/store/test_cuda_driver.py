@@ -57,7 +57,7 @@ ON_A_DEVICE = {
 
 
 @pytest.mark.skipif(not no_libcuda(), reason="has NVIDIA's driver")
-@pytest.mark.parametrize("name", CALLS.keys() | ON_A_DEVICE.keys())
+@pytest.mark.parametrize("name", sorted(CALLS.keys() | ON_A_DEVICE.keys()))
 def test_real_bindings_take_the_arguments_and_miss_only_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.bindings.driver")
     driver = load_driver()

@@ -299,7 +299,14 @@ def test_sizes_that_differ():
         del outcomes
 
 
-@pytest.mark.parametrize("record", [b"", b"x" * 32, posix_shm._RECORD.pack(posix_shm._MAGIC, 1, os.getpid(), -1, 4096)])
+HOSTILE = {
+    "empty": b"",
+    "noise": b"x" * 32,
+    "no descriptor": posix_shm._RECORD.pack(posix_shm._MAGIC, 1, os.getpid(), -1, 4096),
+}
+
+
+@pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_records(record):
     with pages(2) as group:
         with pytest.raises(RendezvousError, match="rank 1's memory record"):

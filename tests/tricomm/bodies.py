@@ -46,8 +46,9 @@ def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
     wrong = []
     with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
         for seed, (count, dtype, op, how) in enumerate(cases):
-            parts = inputs(count, dtype, world_size, seed)
-            want = expected(registry.find("all_reduce", algorithm, protocol), parts, op)
+            kernel = registry.find("all_reduce", algorithm, protocol)
+            parts = inputs(kernel, count, dtype, world_size, seed)
+            want = expected(kernel, parts, op)
             how_to = {"op": op, "algorithm": algorithm, "protocol": protocol}
             if how == "out":
                 out = poisoned(count, dtype)
@@ -71,7 +72,7 @@ def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
 
 
 def gathers(rank, world_size, tell, url, protocol):
-    wrong = []
+    wrong, gather = [], registry.find("all_gather", "one_shot", protocol)
     with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
         for seed, (shape, dtype) in enumerate(
             [
@@ -82,7 +83,9 @@ def gathers(rank, world_size, tell, url, protocol):
                 ((7,), torch.int32),
             ]
         ):
-            parts = [p.reshape(shape) for p in inputs(max(1, torch.Size(shape).numel()), dtype, world_size, seed)]
+            parts = [
+                p.reshape(shape) for p in inputs(gather, max(1, torch.Size(shape).numel()), dtype, world_size, seed)
+            ]
             want = torch.cat([p.reshape(1) if not shape else p for p in parts])
             got = comm.all_gather(parts[rank].clone(), protocol=protocol)
             out = torch.full_like(want, 55)
@@ -105,7 +108,7 @@ def bad_then_good(rank, world_size, tell, url):
     with communicator(rank, world_size, url) as comm:
         for seed, call in enumerate(
             [
-                lambda: comm.all_reduce(torch.ones(3, dtype=torch.bool)),
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
                 lambda: comm.all_reduce(torch.ones(3), op="median"),
                 lambda: comm.all_reduce(torch.ones(3), out=torch.ones(4)),
                 lambda: comm.all_reduce(torch.ones(1).expand(4)),
@@ -341,3 +344,29 @@ def memory(rank, world_size, tell, url):
             refused = str(error)
         w.close()
         return seen, out.tolist(), len(set(table)), reduced, refused
+
+
+def splits(rank, world_size, tell, url):
+    """Sub-groups in any order, one beside the other, inside another one; and lists that cannot be."""
+    found, refused = [], []
+    with communicator(rank, world_size, url) as comm:
+        for bad in ([], [0, 0], [3], [True, 0], "01", 1, [rank]):
+            try:
+                comm.split(bad)
+            except tricomm.InvalidArgument as error:
+                refused.append("split: " in str(error))
+        halves = [comm.split([2, 0]), comm.split([1])]
+        whole = comm.split([2, 1, 0])
+        for sub in (*halves, whole):
+            if sub is not None:
+                x = torch.tensor([10.0**rank, sub.rank])
+                found.append((sub.rank, sub.world_size, sub.all_gather(x).tolist()))
+        inner = whole.split([0, 2])
+        if inner is not None:
+            found.append(inner.all_reduce(torch.tensor([float(rank)])).tolist())
+        comm.barrier()
+        for sub in (inner, whole, *halves):
+            if sub is not None:
+                sub.close()
+        found.append(comm.all_reduce(torch.ones(1)).tolist())
+    return refused, found

@@ -17,7 +17,7 @@ def test_operations_by_name_and_by_reduce_op(op, name):
     assert calls.operation(op) == name
 
 
-@pytest.mark.parametrize("op", ["median", None, 3, dist.ReduceOp.BXOR])
+@pytest.mark.parametrize("op", ["median", None, 3, dist.ReduceOp.PREMUL_SUM])
 def test_an_unknown_operation_is_refused_with_the_list(op):
     with pytest.raises(InvalidArgument, match="sum, avg, min, max, prod"):
         calls.operation(op)
@@ -29,11 +29,11 @@ def test_an_unknown_operation_is_refused_with_the_list(op):
         ([1.0], "a torch.Tensor is needed, found list"),
         (torch.eye(3).to_sparse(), "to_dense"),
         (torch.ones(3, requires_grad=True), "detach"),
-        (torch.ones(3, dtype=torch.bool), "dtype torch.bool is not supported; there is float64"),
+        (torch.ones(3, dtype=torch.uint16), "dtype torch.uint16 is not supported; there is float64"),
         (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
         (torch.empty(3, device="meta"), "meta tensor has no data"),
     ],
-    ids=["list", "sparse", "grad", "bool", "conj", "meta"],
+    ids=["list", "sparse", "grad", "uint16", "conj", "meta"],
 )
 def test_tensors_that_no_kernel_takes(x, words):
     with pytest.raises(InvalidArgument, match=words):
@@ -77,8 +77,10 @@ def test_outputs_are_checked_for_shape_dtype_and_overlap():
         calls.check_output(torch.ones(20)[::2], (10,), x, "all_reduce")
     room = torch.ones(12)
     with pytest.raises(InvalidArgument, match="overlaps"):
-        calls.check_apart(room[:10], room[2:], "all_reduce")
-    calls.check_apart(room, room, "all_reduce")
+        calls.check_apart(room[:10], room[2:], "all_reduce", 0)
+    calls.check_apart(room, room, "all_reduce", 0)
+    with pytest.raises(InvalidArgument, match="pass separate memory$"):
+        calls.check_apart(room, room, "all_to_all", None)
     calls.check_apart(room[4:8], room, "all_gather", row=1)
     for row in (0, 2):
         with pytest.raises(InvalidArgument, match="overlaps"):

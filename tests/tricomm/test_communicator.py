@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+import tricomm
 from tests import ranks
 from tests.tricomm import bodies
 from tricomm.kernels import registry
@@ -32,7 +33,8 @@ CASES = [
     (2049, torch.int64, "sum", "out"),
 ]
 HOW = ("place", "out", "strided")
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]
+REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
+TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -60,9 +62,9 @@ def test_all_reduce_of_anything(algorithm, protocol, seed, url):
     """Random counts (around every boundary of tile, shard and chunk), dtypes, ops and ways to call."""
     draw = random.Random(f"{seed} {algorithm} {protocol}")
     edges = [1, 2, 63, 64, 65, 127, 128, 129, 1023, 2048, 4095, 4097, 8193]
-    dtypes = [getattr(torch, name) for name in registry.DTYPES]
+    types, ops = [getattr(torch, name) for name in TYPES], ("sum", "avg", "min", "max", "prod")
     cases = [
-        (draw.choice(edges) + draw.randrange(3), draw.choice(dtypes), draw.choice(registry.OPS), draw.choice(HOW))
+        (draw.choice(edges) + draw.randrange(3), draw.choice(types), draw.choice(ops), draw.choice(HOW))
         for _ in range(25)
     ]
     assert ranks.run(2, bodies.every_call, url, algorithm, protocol, cases) == [[]] * 2
@@ -130,3 +132,17 @@ def test_symmetric_memory_and_a_users_kernel(url):
         assert out == [float((rank + 1) % 3)] * 15
         assert addresses == 3 and reduced == 45.0
         assert refused is not None and "rank 1 for" in refused or "rank 0 for" in refused
+
+
+def test_split(url):
+    refused, found = zip(*ranks.run(3, bodies.splits, url), strict=True)
+    assert all(sum(each) == len(each) == 7 for each in refused)
+    pair, three = [100.0, 0.0, 1.0, 1.0], [100.0, 0.0, 10.0, 1.0, 1.0, 2.0]
+    assert found[0] == [(1, 2, pair), (2, 3, three), [2.0], [3.0]]
+    assert found[1] == [(0, 1, [10.0, 0.0]), (1, 3, three), [3.0]]
+    assert found[2] == [(0, 2, pair), (0, 3, three), [2.0], [3.0]]
+
+
+def test_ranks_of_one_process_have_nothing_to_meet_over():
+    with pytest.raises(tricomm.InvalidArgument, match="no store to meet over"):
+        tricomm.simulate(lambda comm: comm.split([0]), 2)

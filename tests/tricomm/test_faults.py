@@ -11,7 +11,7 @@ from tests import ranks
 from tests.tricomm import fault_bodies as bodies
 from tricomm.kernels import registry
 
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]
+REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
 
 
 @pytest.fixture

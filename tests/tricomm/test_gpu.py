@@ -14,7 +14,7 @@ from tricomm.kernels import registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == "all_reduce"]
+REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
 CASES = [
     (1, torch.float32, "sum", 0),
     (1001, torch.bfloat16, "avg", 1),
@@ -42,7 +42,7 @@ def over_ipc(rank, world_size, tell, url, algorithm, protocol):
     with join(rank, world_size, url, arena_bytes=4 << 20) as comm:
         assert comm.kind == "cuda_ipc"
         for seed, (count, dtype, op, offset) in enumerate(CASES):
-            parts = inputs(count, dtype, world_size, seed)
+            parts = inputs(kernel, count, dtype, world_size, seed)
             x = torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:]
             x.copy_(parts[rank])
             out = poisoned(count, dtype).cuda()
@@ -96,7 +96,7 @@ def test_streams_of_one_process(world_size, algorithm, protocol):
     comms = tricomm.local(world_size, "cuda:0", options=tricomm.Options(timeout=60.0, arena_bytes=8 << 20))
     try:
         for seed, (count, dtype, op, offset) in enumerate(CASES):
-            parts = inputs(count, dtype, world_size, seed)
+            parts = inputs(kernel, count, dtype, world_size, seed)
             outs = [poisoned(count, dtype).cuda() for _ in comms]
             xs = [torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:] for _ in comms]
             for x, part in zip(xs, parts, strict=True):

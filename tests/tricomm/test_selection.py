@@ -5,8 +5,10 @@ from importlib.resources import files
 
 import pytest
 
+from tricomm import selection
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, registry
+from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.selection import Site, choose
 
 WORLDS = [1, 2, 3, 4, 5, 8]
@@ -21,7 +23,7 @@ def site(device="sm_90", world_size=4, arena=64 << 20, **more):
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_size_has_a_kernel_whose_tile_fits_its_room(device, world_size):
-    for collective in ("all_reduce", "all_gather", "barrier"):
+    for collective in COLLECTIVES:
         for nbytes in SIZES:
             choice = choose(site(device, world_size), collective, nbytes)
             kernel = registry.find(collective, choice.algorithm, choice.protocol)
@@ -72,6 +74,42 @@ def test_the_shipped_table_is_sound():
     for table in data["tables"]:
         for row in table["rows"]:
             registry.find(row["collective"], row["algorithm"], row["protocol"])
-        for collective in ("all_reduce", "all_gather"):
+        for collective in set(COLLECTIVES) - {"barrier"}:
             last = [r for r in table["rows"] if r["collective"] == collective][-1]
-            assert last["max_bytes"] is None and last["world_size"] == layout.MAX_WORLD_SIZE
+            everywhere = table.get("topology") != "hybrid_cube_mesh"
+            assert last["max_bytes"] is None
+            assert last["world_size"] == layout.MAX_WORLD_SIZE or not everywhere
+
+
+def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
+    for kind in ("", "nvswitch", "fully_connected", "pairs", "pcie", "partial", "hybrid_cube_mesh"):
+        for nbytes in SIZES:
+            for collective in ("all_reduce", "all_gather"):
+                choice = choose(site("sm_70", 8, topology=kind), collective, nbytes)
+                assert choice.algorithm.startswith("hybrid_cube_mesh") == (kind == "hybrid_cube_mesh"), (kind, choice)
+
+
+def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left():
+    here = site("sm_70", 8, topology="hybrid_cube_mesh", reachable=False)
+    assert choose(here, "all_gather", 1024).algorithm == "hybrid_cube_mesh"
+    for collective, algorithm in (("broadcast", None), ("all_reduce", "one_shot"), ("barrier", None)):
+        with pytest.raises(InvalidArgument, match="reach|cube mesh"):
+            choose(here, collective, 1024, algorithm)
+
+
+def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
+    with pytest.raises(InvalidArgument, match="needs 8 ranks on a hybrid cube mesh; here are 4 ranks"):
+        choose(site(), "all_reduce", 1024, "hybrid_cube_mesh")
+
+
+def test_the_runner_up_is_named():
+    assert choose(site(), "all_reduce", 1024).runner_up == "two_shot/ll"
+    assert choose(site(), "all_reduce", 1 << 30).runner_up == ""
+
+
+def test_a_row_may_be_for_graphs_only(monkeypatch):
+    row = {"collective": "all_reduce", "world_size": 16, "max_bytes": None, "algorithm": "one_shot"}
+    rows = [{**row, "protocol": "simple", "mode": "graph"}, {**row, "protocol": "ll"}]
+    monkeypatch.setattr(selection, "_tables", lambda: [{"name": "mine", "device": "cpu", "rows": rows}])
+    found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
+    assert found == ["simple", "ll"]

@@ -1,16 +1,22 @@
-"""What the collectives must give: every rank's inputs, reduced in rank order, and the same bits on all ranks."""
+"""What the collectives must give: all ranks' inputs, reduced in the promised order, and the same bits on all ranks."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from tricomm import linking
 from tricomm.communicator import Communicator
 from tricomm.explorer.findings import Finding
+from tricomm.kernels import registry
 
-_WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_FLOATS = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
+_SMALL = {**dict.fromkeys(_FLOATS, torch.float32), **dict.fromkeys((torch.int16, torch.int8, torch.uint8), torch.int32)}
+_FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 
 @dataclass
@@ -19,6 +25,8 @@ class Call:
 
     collective: str
     op: str
+    root: int
+    quads: Sequence[Sequence[int]] = ()  # where it is over a hybrid cube mesh
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -35,13 +43,23 @@ class Oracle:
         oracle = self
 
         class Shown(Communicator):
-            def _run(self, collective: str, op: str, x: Any, y: Any, algorithm: Any, protocol: Any) -> None:
-                if not x.numel():
-                    return super()._run(collective, op, x, y, algorithm, protocol)
-                call = oracle._calls.setdefault(self._sequence + 1, Call(collective, op))
+            def _run(
+                self, collective: str, op: str, x: Any, y: Any, count: int, algorithm: Any, protocol: Any,
+                root: int = -1, symmetric: Any = None,
+            ) -> None:  # fmt: skip
+                if not count:
+                    return super()._run(collective, op, x, y, count, algorithm, protocol, root, symmetric)
+                call = oracle._calls.setdefault(self._sequence + 1, Call(collective, op, root))
                 call.inputs[self.rank] = x.detach().reshape(-1).clone()
-                super()._run(collective, op, x, y, algorithm, protocol)
-                call.outputs[self.rank] = y.detach().reshape(-1).clone()
+                super()._run(collective, op, x, y, count, algorithm, protocol, root, symmetric)
+                if root < 0 or collective in _FEWER or root == self.rank:
+                    call.outputs[self.rank] = y.detach().reshape(-1).clone()
+
+            def _launch(self, chosen: Any, x: Any, y: Any) -> None:
+                call, choice = oracle._calls.get(self._sequence + 1), chosen.choice
+                if call is not None and registry.find(choice.collective, choice.algorithm, choice.protocol).needs_cube:
+                    call.quads = quads(self)
+                super()._launch(chosen, x, y)
 
         return Shown
 
@@ -53,12 +71,14 @@ class Oracle:
                 continue
             name = f"{call.collective}, sequence {sequence}"
             one, first = next(iter(call.outputs.items()))
+            alike = call.collective in ("all_reduce", "all_gather", "broadcast")
             apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)
-            if apart is not None:
+            if apart is not None and alike:
                 text = f"{name}: ranks {one} and {apart[0]} hold different bits; {difference(first, apart[1])}"
                 found.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
-            exact = expected(call.collective, call.op, [call.inputs[r] for r in range(self._world_size)])
+            parts = [call.inputs[r] for r in range(self._world_size)]
             for rank, y in sorted(call.outputs.items()):
+                exact = expected(call.collective, call.op, parts, rank, call.root, call.quads)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
                     found.append(Finding("wrong_result", (rank,), (), text, "look at who wrote that element last"))
@@ -66,22 +86,51 @@ class Oracle:
         return found
 
 
-def expected(collective: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The result as the kernels promise it: rank order, 16-bit floats in fp32, rounded once."""
-    if collective == "all_gather":
+def quads(comm: Communicator) -> list[tuple[int, ...]]:
+    """The ranks of each quad of a hybrid cube mesh, in ascending order."""
+    return list(dict.fromkeys(place.order for place in linking.places(comm.topology, comm.world_size) or ()))
+
+
+def expected(
+    collective: str, op: str, parts: list[torch.Tensor], rank: int = 0, root: int = -1,
+    quads: Sequence[Sequence[int]] = (),
+) -> torch.Tensor:  # fmt: skip
+    """What `rank` gets of all ranks' flat inputs, as the kernels promise it; with `quads`, those of a cube mesh."""
+    if collective in ("all_gather", "gather"):
         return torch.cat(parts)
-    dtype = parts[0].dtype
-    total = parts[0].to(_WIDER.get(dtype, dtype))
-    for part in parts[1:]:
-        other = part.to(total.dtype)
-        if op in ("min", "max"):
-            total = torch.minimum(total, other) if op == "min" else torch.maximum(total, other)
-        else:
-            total = total * other if op == "prod" else total + other
+    if collective == "broadcast":
+        return parts[root]
+    if collective == "scatter":
+        return parts[root].chunk(len(parts))[rank]
+    if collective in ("all_to_all", "all_to_all_v"):  # the latter with even rows
+        return torch.cat([part.chunk(len(parts))[rank] for part in parts])
+    if collective == "reduce_scatter":
+        parts = [part.chunk(len(parts))[rank] for part in parts]
+    return reduced(op, parts, quads)
+
+
+def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    """In rank order (each quad in rank order, then the two), types narrower than 32 bits in 32, rounded once."""
+    dtype, count = parts[0].dtype, len(parts)
+    if dtype == torch.bool:
+        op = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}.get(op, op)
+    two = functools.partial(_two, op)
+    parts = [part.to(_SMALL.get(dtype, dtype)) for part in parts]
+    if quads:
+        parts = [functools.reduce(two, [parts[rank] for rank in quad]) for quad in quads]
+    total = functools.reduce(two, parts)
     if op == "avg":
-        count = len(parts)
-        total = total / count if dtype.is_floating_point else torch.div(total, count, rounding_mode="trunc")
-    return total.to(dtype)
+        whole = not (dtype.is_floating_point or dtype.is_complex)
+        total = torch.div(total, count, rounding_mode="trunc") if whole else total / count
+    return (total.clamp(-448, 448) if dtype == torch.float8_e4m3fn else total).to(dtype)
+
+
+def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if op in ("band", "bor", "bxor"):
+        return a & b if op == "band" else a | b if op == "bor" else a ^ b
+    if op in ("min", "max"):
+        return torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
+    return a * b if op == "prod" else a + b
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -53,8 +53,32 @@ def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
 def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
     if kernel.collective == "barrier":
         return comm.barrier()
-    size *= comm.world_size if kernel.algorithm == "two_shot" else 1
-    x = torch.arange(size, dtype=torch.int64) * 7 + comm.rank * 1000 + number * 100_000
-    out = torch.full((size * (1 if kernel.reduces else comm.world_size),), -1, dtype=torch.int64)
-    call = getattr(comm, kernel.collective)
-    return call(x, out=out, algorithm=kernel.algorithm, protocol=kernel.protocol)
+    kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
+    count = size * shards
+    x = _numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
+    how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+    if kind.root:
+        how[kind.root] = number % comm.world_size
+    if kernel.collective == "all_to_all_v":
+        return _uneven(comm, x, count, number, how)
+    if kernel.collective not in ("broadcast", "reduce") and (kind.root != "dst" or how["dst"] == comm.rank):
+        how["out"] = torch.full((count * kind.rows_out(comm.world_size),), -1, dtype=torch.int64)
+    return getattr(comm, kernel.collective)(x, **how)
+
+
+def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: dict[str, Any]) -> Any:
+    """Rows of 0 to `count` elements, by sender, receiver and call."""
+    ranks, me = range(comm.world_size), comm.rank
+    length = [[(count * (a + 2 * b + number)) % (count + 1) for b in ranks] for a in ranks]
+    into, out = length[me], [length[r][me] for r in ranks]
+    y = torch.full((sum(out),), -1, dtype=torch.int64)
+    comm.all_to_all_v(x[: sum(into)], into, out, y, **how)
+    firsts = [sum(row[:me]) for row in length]
+    want = torch.cat([_numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
+    if not torch.equal(y, want):  # the oracle sees no uneven calls
+        raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
+    return y
+
+
+def _numbers(number: int, rank: int, count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64) * 7 + rank * 1000 + number * 100_000

@@ -211,11 +211,11 @@ class RankRuntime:
         return lambda: self._world.run(self._rank, blocks, private)
 
     def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
-        group: torch.Tensor, timeout: float,
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> launch.Call:  # fmt: skip
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
-            args = launch.arguments(kernel, x, y, group, count, call)
+            args = launch.arguments(x, y, bits, group, count, call, more)
             self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()
 
         return run

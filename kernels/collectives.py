@@ -1,0 +1,52 @@
+"""What each collective takes and gives, whatever kernel runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tricomm.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`takes` and `gives` say how many rows of equal size a rank's input and output have: one, or one for each rank.
+
+    `root` is "src" or "dst" where one rank is special: only it takes all rows, or only it gives any.
+    """
+
+    name: str
+    takes: str = "one"
+    gives: str = "one"
+    reduces: bool = False
+    root: str = ""
+
+    def rows_in(self, world_size: int) -> int:
+        """Rows of the input, of a root where there is one."""
+        return world_size if self.takes == "all" else 1
+
+    def rows_out(self, world_size: int) -> int:
+        """Rows of the output, of a root where there is one."""
+        return world_size if self.gives == "all" else 1
+
+
+_ALL = (
+    Collective("all_reduce", reduces=True),
+    Collective("all_gather", gives="all"),
+    Collective("reduce_scatter", takes="all", reduces=True),
+    Collective("broadcast", root="src"),
+    Collective("reduce", reduces=True, root="dst"),
+    Collective("gather", gives="all", root="dst"),
+    Collective("scatter", takes="all", root="src"),
+    Collective("all_to_all", takes="all", gives="all"),
+    Collective("all_to_all_v", takes="all", gives="all"),
+    Collective("barrier"),
+)
+COLLECTIVES = {collective.name: collective for collective in _ALL}
+
+
+def find(name: str) -> Collective:
+    """Raises `InvalidArgument` with the list of those that exist."""
+    found = COLLECTIVES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(COLLECTIVES)}")
+    return found

@@ -1,0 +1,229 @@
+"""Reduce tiles of 64-bit words, element by element, in ascending order of the tuple: rank order, or a quad's.
+
+    raw words ──accumulate──▶ accumulators ──combine──▶ accumulators ──finish──▶ raw words
+                (in rank order)             (two partial sums)      (divide, round once)
+
+Types narrower than 32 bits accumulate in 32: floats in fp32, integers in int32. A tile of words then makes PARTS
+tiles of accumulator words, element i of a word in part i // 2. Wider types and bitwise operations make one.
+
+What is defined, bit for bit, on a GPU as under the interpreter (NaN apart, of which only that it is one):
+  integers      wrap at their own width, an average at its accumulator's; it is truncated toward zero
+  floats        rounded once, to nearest even; denormals are kept; an infinity is one, inf - inf a NaN
+  min, max      hand a NaN on; of zeros of both signs min is -0 and max +0
+  fp8           beyond the largest number e5m2 is infinite; e4m3, which has no infinity, stays at 448
+  prod, sum     of many ranks round after each step in the accumulator, in rank order
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOW = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def reduce_words(parts, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Reduce the tuple `parts` of WORLD_SIZE int64 tiles of raw words to one."""
+    return finish(accumulate(parts, ELEMENT, OP, BITS, WORLD_SIZE), ELEMENT, OP, BITS, WORLD_SIZE)
+
+
+@triton.jit
+def accumulate(parts, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, SOURCES: tl.constexpr):
+    """Tiles of accumulator words (a tuple of `PARTS`, see the file's head) of SOURCES tiles of raw words."""
+    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
+    found = ()
+    if BITWISE:
+        total = parts[0]
+        for r in tl.static_range(1, SOURCES):
+            total = _bitwise(total, parts[r], OP)
+        found = found + (total,)
+    elif BITS == 64:
+        total = _wide(parts[0], ELEMENT)
+        for r in tl.static_range(1, SOURCES):
+            total = _arithmetic(total, _wide(parts[r], ELEMENT), OP)
+        found = found + (total.to(tl.int64, bitcast=True),)
+    else:
+        for part in tl.static_range(32 // BITS):
+            low = _element(parts[0], 2 * part, ELEMENT, BITS)
+            high = _element(parts[0], 2 * part + 1, ELEMENT, BITS)
+            for r in tl.static_range(1, SOURCES):
+                low = _arithmetic(low, _element(parts[r], 2 * part, ELEMENT, BITS), OP)
+                high = _arithmetic(high, _element(parts[r], 2 * part + 1, ELEMENT, BITS), OP)
+            found = found + (_pair(low, high),)
+    return found
+
+
+@triton.jit
+def combine(some, others, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr):
+    """One tuple of accumulator tiles of two. Commutative, bit for bit: both sides of an exchange get the same."""
+    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
+    FLOATS: tl.constexpr = (ELEMENT == "float64") | (ELEMENT == "float32") | (ELEMENT == "float16") | (
+        ELEMENT == "bfloat16") | (ELEMENT == "float8_e4m3fn") | (ELEMENT == "float8_e5m2")  # fmt: skip
+    HALF: tl.constexpr = "float32" if FLOATS else "int32"
+    found = ()
+    if BITWISE:
+        found = found + (_bitwise(some[0], others[0], OP),)
+    elif BITS == 64:
+        total = _arithmetic(_wide(some[0], ELEMENT), _wide(others[0], ELEMENT), OP)
+        found = found + (total.to(tl.int64, bitcast=True),)
+    else:
+        for part in tl.static_range(32 // BITS):
+            low = _arithmetic(_half(some[part], 0, HALF), _half(others[part], 0, HALF), OP)
+            high = _arithmetic(_half(some[part], 1, HALF), _half(others[part], 1, HALF), OP)
+            found = found + (_pair(low, high),)
+    return found
+
+
+@triton.jit
+def finish(totals, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """Raw words (int64 tile) of accumulator tiles: divides an average by WORLD_SIZE, and rounds."""
+    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
+    FLOATS: tl.constexpr = (ELEMENT == "float64") | (ELEMENT == "float32") | (ELEMENT == "float16") | (
+        ELEMENT == "bfloat16") | (ELEMENT == "float8_e4m3fn") | (ELEMENT == "float8_e5m2")  # fmt: skip
+    HALF: tl.constexpr = "float32" if FLOATS else "int32"
+    result = totals[0]
+    if BITWISE:
+        result = totals[0]
+    elif BITS == 64:
+        if OP == "avg":
+            result = _divide(_wide(totals[0], ELEMENT), WORLD_SIZE).to(tl.int64, bitcast=True)
+    else:
+        result = tl.zeros(totals[0].shape, tl.int64)
+        for j in tl.static_range(64 // BITS):
+            value = _half(totals[j // 2], j % 2, HALF)
+            if OP == "avg":
+                value = _divide(value, WORLD_SIZE)
+            result |= _raw(value, ELEMENT, BITS) << (BITS * j)
+    return result
+
+
+@triton.jit
+def _wide(words, ELEMENT: tl.constexpr):
+    value = words
+    if ELEMENT == "float64":
+        value = words.to(tl.float64, bitcast=True)
+    return value
+
+
+@triton.jit
+def _half(words, j: tl.constexpr, ELEMENT: tl.constexpr):
+    """Accumulator j of an accumulator word."""
+    value = (words >> (32 * j)).to(tl.int32)
+    if ELEMENT == "float32":
+        value = value.to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _pair(low, high):
+    """The accumulator word of two 32-bit accumulators."""
+    bottom = low.to(tl.int32, bitcast=True).to(tl.int64) & _LOW
+    return bottom | (high.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+
+
+@triton.jit
+def _element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
+    """Element j of a word in its accumulator's type, exactly."""
+    if ELEMENT == "float32":
+        value = (words >> (32 * j)).to(tl.int32).to(tl.float32, bitcast=True)
+    elif ELEMENT == "float16":
+        value = (words >> (16 * j)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif ELEMENT == "bfloat16":
+        value = (words >> (16 * j)).to(tl.int16).to(tl.bfloat16, bitcast=True).to(tl.float32)
+    elif ELEMENT == "float8_e5m2":
+        value = ((words >> (8 * j)) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    elif ELEMENT == "float8_e4m3fn":
+        value = _from_e4m3((words >> (8 * j)).to(tl.int32) & 0xFF)
+    elif ELEMENT == "uint8":
+        value = (words >> (8 * j)).to(tl.int32) & 0xFF
+    elif BITS == 32:
+        value = (words >> (32 * j)).to(tl.int32)
+    elif BITS == 16:
+        value = (words >> (16 * j)).to(tl.int16).to(tl.int32)
+    else:
+        value = (words >> (8 * j)).to(tl.int8).to(tl.int32)
+    return value
+
+
+@triton.jit
+def _raw(value, ELEMENT: tl.constexpr, BITS: tl.constexpr):
+    """An accumulator rounded to its element's type, in the low BITS of an int64."""
+    if ELEMENT == "float16":
+        bits = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+    elif ELEMENT == "bfloat16":
+        bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+    elif ELEMENT == "float8_e5m2":
+        bits = _to_fp8(value, 21, 134, 113, -112, 0x7C).to(tl.int64)
+    elif ELEMENT == "float8_e4m3fn":
+        bits = _to_fp8(value, 20, 141, 121, -120, 0x7E).to(tl.int64)
+    elif ELEMENT == "float32":
+        bits = value.to(tl.int32, bitcast=True).to(tl.int64) & _LOW
+    else:
+        bits = value.to(tl.int64) & ((1 << BITS) - 1)
+    return bits
+
+
+@triton.jit
+def _from_e4m3(code):
+    """fp32 of an e4m3 code (int32, 0 to 255): its bits at fp32's place, then the bias put right by a power of two."""
+    magnitude = code & 0x7F
+    value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
+    value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return (value.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_fp8(value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr,
+            MOST: tl.constexpr):  # fmt: skip
+    """fp8 code (int32) of an fp32, to nearest even. By hand: sm_80 has no e4m3, and the interpreter truncates.
+
+    SHIFT mantissa bits go. STEP and NORMAL are fp32 exponents: of the number that added to a small one rounds it to a
+    multiple of the least fp8, and of the least normal fp8. BIAS is between the two exponents, MOST the largest code.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    step = tl.full(magnitude.shape, STEP << 23, tl.int32)
+    small = (magnitude.to(tl.float32, bitcast=True) + step.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    odd = (magnitude >> SHIFT) & 1
+    large = (magnitude + (BIAS * (1 << 23) + (1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
+    code = tl.minimum(tl.where(magnitude < (NORMAL << 23), small - step, large), MOST)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _bitwise(a, b, OP: tl.constexpr):
+    if OP == "band":
+        c = a & b
+    elif OP == "bor":
+        c = a | b
+    else:
+        c = a ^ b
+    return c
+
+
+@triton.jit
+def _arithmetic(a, b, OP: tl.constexpr):
+    if OP == "min":
+        c = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "max":
+        c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    elif OP == "prod":
+        c = a * b
+    else:
+        tl.static_assert((OP == "sum") | (OP == "avg"), "unknown operation")
+        c = a + b
+    return c
+
+
+@triton.jit
+def _divide(total, WORLD_SIZE: tl.constexpr):
+    if total.dtype.is_int():
+        mean = total // WORLD_SIZE
+    elif total.dtype == tl.float32:
+        # `/` on fp32 is an approximate division on a GPU; this one is rounded as IEEE asks.
+        mean = tl.div_rn(total, tl.zeros(total.shape, tl.float32) + WORLD_SIZE)
+    else:
+        mean = total / WORLD_SIZE
+    return mean

@@ -1,0 +1,107 @@
+"""A symmetric handle passed as the tensor: read where it lies, and nobody's memory is let go too early."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tricomm
+from tests.explorer.mutation import Edit, loaded
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import oracle
+
+OPTIONS = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
+
+
+def exact(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(found.contiguous().reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+
+
+def values(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape) % 3 + (rank + turn) % 2
+    return (numbers % 2 if dtype == torch.bool else numbers).to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"])
+def test_in_place_out_of_place_and_gathered(name, world_size):
+    dtype = getattr(torch, name)
+
+    def body(comm):
+        wrong = []
+        for turn, shape in enumerate([(1,), (37,), (5, 31), (160,)]):
+            w = comm.symmetric(shape, dtype)
+            parts = [values(r, turn, shape, dtype) for r in range(world_size)]
+            total = oracle.reduced("sum", parts)
+            w.local.copy_(parts[comm.rank])
+            out = torch.zeros(shape, dtype=dtype)
+            gathered = comm.all_gather(w)
+            wrong += [] if exact(comm.all_reduce(w, out=out), total) else [(shape, "out")]
+            wrong += [] if exact(gathered, torch.cat(parts)) else [(shape, "gather")]
+            wrong += [] if comm.all_reduce(w) is w and exact(w.local, total) else [(shape, "in place")]
+        return wrong
+
+    assert tricomm.simulate(body, world_size, options=OPTIONS) == [[]] * world_size
+
+
+CALLS = {
+    "all_reduce_one_shot_zero_copy": lambda comm, w: comm.all_reduce(w, out=torch.empty(40, dtype=torch.int64)),
+    "all_reduce_two_shot_zero_copy": lambda comm, w: comm.all_reduce(w).local.clone(),
+    "all_gather_one_shot_zero_copy": lambda comm, w: comm.all_gather(w),
+}
+
+
+def check(kernel, **more):
+    """The host writes what the kernel reads, before every call."""
+
+    def body(comm):
+        w = comm.symmetric((40,), torch.int64)
+        found = []
+        for turn in range(2):
+            w.local.copy_(torch.arange(40) + turn * 100 + comm.rank * 1000)
+            found.append(CALLS[kernel](comm, w))
+        return found
+
+    return tricomm.check(body, 2, **{"schedules": 6, "options": OPTIONS, **more})
+
+
+@pytest.mark.parametrize("kernel", CALLS)
+def test_no_schedule_shows_a_race(kernel):
+    assert check(kernel).ok
+    assert check(kernel, schedules=3, strategy="pct", seed=3).ok
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("kernel", CALLS)
+def test_each_barrier_is_needed(kernel, phase):
+    """Without the first, memory is read before it is written; without the second, written while it is still read."""
+    line = f"status = barrier(group, start, call, {phase}, WORLD_SIZE, LANES, PTX)"
+    with loaded((Edit(f"kernels/{kernel}.py", line, "status = 0"),)):
+        report = check(kernel, schedules=40)
+    assert {f.kind for f in report.findings} & {"race", "wrong_result", "rank_mismatch"}, str(report)
+
+
+def test_a_plain_tensor_against_a_handle_is_another_call():
+    def body(comm):
+        w = comm.symmetric((8,), torch.float32)
+        comm.all_reduce(w if comm.rank else w.local)
+
+    with pytest.raises(tricomm.CollectiveMismatch, match="made different calls"):
+        tricomm.simulate(body, 2)
+
+
+def test_what_a_handle_cannot_do_is_refused_with_what_can():
+    def body(comm):
+        w = comm.symmetric((8,), torch.float32)
+        w.local.fill_(comm.rank)
+        with pytest.raises(InvalidArgument, match="two_shot/simple does, or pass handle.local"):
+            comm.all_reduce(w, algorithm="one_shot")
+        with pytest.raises(InvalidArgument, match="one_shot/simple does"):
+            comm.all_gather(w, protocol="ll")
+        with pytest.raises(InvalidArgument, match="not defined for float32"):
+            comm.all_reduce(w, "bor")
+        return comm.broadcast(w, 1).local.tolist(), comm.all_reduce(w.local, protocol="ll").tolist()
+
+    assert tricomm.simulate(body, 2, options=replace(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2

@@ -1,0 +1,72 @@
+"""How the devices of a group are linked, agreed by all of its ranks before any memory is shared."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from tricomm import cube_mesh, discovery
+from tricomm.errors import InvalidArgument
+from tricomm.options import Options
+from tricomm.store.control import ControlPage
+from tricomm.topology import Topology
+from tricomm.topology_shapes import dgx1v
+
+log = logging.getLogger("tricomm")
+Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
+
+
+@cache
+def _found(uuids: tuple[bytes, ...]) -> discovery.Discovery:
+    """Asked once a process: it takes several hundred calls of NVML, and links do not change."""
+    return discovery.of_devices(uuids)
+
+
+def agree(
+    control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
+    uuid: bytes | None = None,
+) -> Topology | None:  # fmt: skip
+    """The topology of the group's devices, by rank; None where nothing is known, or ranks find different things.
+
+    Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, but in tests.
+    """
+    check(options, control.world_size)
+    if options.topology is not None or device.type != "cuda":
+        return options.topology
+    mine = uuid if uuid is not None else discovery.TorchCuda().device_uuid(device.index)
+    uuids = tuple(control.exchange(mine, "device UUIDs", timeout))
+    found = find(uuids)
+    said = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
+    answers = control.exchange(hashlib.sha256(said.encode()).digest(), "topology", timeout)
+    if len(set(answers)) > 1:
+        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
+        return None
+    return found.topology
+
+
+def check(options: Options, world_size: int) -> None:
+    """Refuse a topology of another number of devices; raises `InvalidArgument`."""
+    if options.topology is not None and len(options.topology) != world_size:
+        raise InvalidArgument(
+            f"Options.topology is of {len(options.topology)} devices, the group has {world_size} ranks; one device a "
+            "rank is needed, as Topology.of(devices) gives"
+        )
+
+
+def places(topology: Topology | None, world_size: int) -> tuple[cube_mesh.Place, ...] | None:
+    """Who is where in a hybrid cube mesh; on other links, or unknown ones, as on a DGX-1V. None unless eight ranks."""
+    if world_size != cube_mesh.RANKS:
+        return None
+    found = cube_mesh.tables(topology) if topology is not None else None
+    return found or cube_mesh.tables(dgx1v())
+
+
+def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
+    """Whose memory `rank` maps on a hybrid cube mesh where not every rank can reach every other one's; else None."""
+    if topology is None or topology.all_peers or cube_mesh.tables(topology) is None:
+        return None
+    return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))
