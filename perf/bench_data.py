@@ -1,48 +1,86 @@
 """Data for the check: integers, different for every rank and call, whose result every type holds exactly.
 
 So the comparison is exact, and a result that is right by luck (a stale output, another rank's part, a neighbour's
-element) is not found right.
+element) is not found right. Where there is a root, it is call number modulo world size.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tricomm.explorer import oracle
+from tricomm.kernels.collectives import COLLECTIVES
+
 _POISON = 0x5A
+_SMALL = {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-def values(collective: str, op: str, world_size: int, rank: int, call: int, count: int) -> torch.Tensor:
-    """int64 [count]: what `rank` puts into call number `call`. Exact in bfloat16 for up to 8 ranks."""
-    index = torch.arange(count, dtype=torch.int64)
+def root(world_size: int, call: int) -> int:
+    """The root of call number `call`."""
+    return call % world_size
+
+
+def values(
+    collective: str, op: str, world_size: int, rank: int, call: int, count: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """int64 [elements of the input]: what `rank` puts into call number `call`, for `count` elements a row.
+
+    Sums, averages and products of up to 8 ranks are exact in `dtype`, fp8 among them.
+    """
+    index = torch.arange(count * COLLECTIVES[collective].rows_in(world_size), dtype=torch.int64)
     mixed = (index * 2654435761 + rank * 40503001 + call * 7919003) & 0x7FFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 15)) * 1274126177) & 0x7FFFFFFFFFFF
     mixed = mixed ^ (mixed >> 17)
-    if collective == "all_gather" or op in ("min", "max"):
-        return mixed % 201 - 100
+    if dtype == torch.bool:
+        return mixed % 2
+    found = _spread(mixed, op if COLLECTIVES[collective].reduces else "none", world_size, dtype in _SMALL)
+    return found.abs() if dtype == torch.uint8 else found
+
+
+def _spread(mixed: torch.Tensor, op: str, world_size: int, few: bool) -> torch.Tensor:
     if op == "avg":
-        return (mixed % 7 - 3) * world_size  # the mean is a whole number
+        return (mixed % (3 if few else 7) - (1 if few else 3)) * world_size  # the mean is a whole number
     if op == "prod":
         return torch.tensor([-2, -1, 1, 2])[mixed % 4]
-    return mixed % 31 - 15
+    if op == "sum":
+        return mixed % (3 if few else 31) - (1 if few else 15)
+    return mixed % (15 if few else 201) - (7 if few else 100)
 
 
-def expected(collective: str, op: str, world_size: int, call: int, count: int) -> torch.Tensor:
-    """int64: the exact result of call number `call` on every rank."""
-    parts = torch.stack([values(collective, op, world_size, r, call, count) for r in range(world_size)])
-    if collective == "all_gather":
-        return parts.reshape(-1)
-    if op == "min":
-        return parts.amin(0)
-    if op == "max":
-        return parts.amax(0)
-    if op == "prod":
-        return parts.prod(0)
-    return parts.sum(0) // (world_size if op == "avg" else 1)
+def expected(
+    collective: str, op: str, world_size: int, call: int, count: int, rank: int = 0, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """The exact result of call number `call` on `rank`, int64 (bool for bool)."""
+    wide = torch.bool if dtype == torch.bool else torch.int64
+    facts = (call, count, dtype)
+    parts = [values(collective, op, world_size, r, *facts).to(wide) for r in range(world_size)]
+    return oracle.expected(collective, op, parts, rank, root(world_size, call))
+
+
+def options(collective: str, op: str, world_size: int, call: int, count: int) -> dict[str, Any]:
+    """What else the method of that name is called with: the operation, the root, `count` rows for each rank."""
+    kind = COLLECTIVES[collective]
+    found: dict[str, Any] = {"op": op} if kind.reduces else {}
+    if collective == "all_to_all_v":
+        found = {"in_splits": [count] * world_size, "out_splits": [count] * world_size}
+    return found | ({kind.root: root(world_size, call)} if kind.root else {})
+
+
+def gets(collective: str, world_size: int, rank: int, call: int) -> bool:
+    """True where the rank has a result."""
+    return COLLECTIVES[collective].root != "dst" or rank == root(world_size, call)
+
+
+def in_place(collective: str) -> bool:
+    """True for what has no output of its own."""
+    return collective in ("broadcast", "reduce")
 
 
 def poison(out: torch.Tensor) -> None:
     """Fill `out` with what no result is: NaN, or a large number where the type has none."""
-    if out.dtype.is_floating_point:
+    if out.dtype.is_floating_point or out.dtype.is_complex:
         out.fill_(float("nan"))
     else:
         out.view(torch.uint8).fill_(_POISON)
@@ -50,4 +88,9 @@ def poison(out: torch.Tensor) -> None:
 
 def wrong(found: torch.Tensor, exact: torch.Tensor) -> int:
     """Elements of `found` that are not exactly `exact`; a NaN is wrong."""
-    return int((found.cpu() != exact.to(found.dtype)).sum())
+    here, there = found.cpu(), exact.to(found.dtype)
+    if found.dtype in _SMALL:
+        here, there = here.float(), there.float()
+    if found.dtype == torch.bool:  # poison is true, too
+        here, there = here.view(torch.uint8), there.view(torch.uint8)
+    return int((here != there).sum())

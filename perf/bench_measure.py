@@ -1,7 +1,7 @@
 """The measuring loop of one rank, as nccl-tests does it: warm up, meet, time the calls back to back, check apart.
 
 Checks run in calls of their own, on fresh data, with outputs poisoned first. In place, an all-gather's input is its
-rank's own row of the output.
+rank's own row of the output; broadcast and reduce are always in place, an all-to-all never is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from tricomm import Communicator
 from tricomm.errors import ResourceError
+from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.perf import bench_data
 from tricomm.perf.bench_plan import Case, Settings, count, total_bytes
 
@@ -36,8 +37,9 @@ def measure(comm: Communicator, settings: Settings) -> Iterator[dict[str, Any]]:
 def _describe(comm: Communicator, settings: Settings, case: Case, size: int) -> dict[str, Any]:
     item = getattr(torch, settings.dtype).itemsize
     elements = count(case.collective, size, item, comm.world_size)
+    rows = COLLECTIVES[case.collective].rows_in(comm.world_size)
     choice = comm.explain(
-        case.collective, nbytes=elements * item, dtype=getattr(torch, settings.dtype), op=settings.op,
+        case.collective, nbytes=rows * elements * item, dtype=getattr(torch, settings.dtype), op=settings.op,
         algorithm=case.algorithm, protocol=case.protocol,
     )  # fmt: skip
     return {
@@ -51,39 +53,50 @@ def _describe(comm: Communicator, settings: Settings, case: Case, size: int) -> 
         "size_bytes": total_bytes(case.collective, elements, item, comm.world_size),
         "count": elements,
         "dtype": settings.dtype,
-        "op": settings.op if case.collective == "all_reduce" else "none",
+        "op": settings.op if COLLECTIVES[case.collective].reduces else "none",
     }
 
 
-def _tensors(comm: Communicator, dtype: torch.dtype, elements: int, rows: int, place: str) -> tuple[Any, Any]:
-    y = torch.empty(elements * rows, dtype=dtype, device=comm.device)
-    row = comm.rank if rows > 1 else 0
-    return (y[row * elements :][:elements] if place == "in_place" else torch.empty_like(y[:elements])), y
+def _tensors(comm: Communicator, dtype: torch.dtype, case: Case, elements: int, place: str) -> tuple[Any, Any]:
+    """Input and output; in place, the one with fewer rows is this rank's row of the other."""
+    kind = COLLECTIVES[case.collective]
+    rows_in, rows_out = kind.rows_in(comm.world_size), kind.rows_out(comm.world_size)
+    if bench_data.in_place(case.collective) or (place == "in_place" and rows_in == rows_out == 1):
+        x = torch.empty(elements, dtype=dtype, device=comm.device)
+        return x, x
+    whole = torch.empty(elements * max(rows_in, rows_out), dtype=dtype, device=comm.device)
+    if rows_in == rows_out or place == "out_of_place":
+        other = torch.empty(elements * min(rows_in, rows_out), dtype=dtype, device=comm.device)
+    else:
+        other = whole[comm.rank * elements :][:elements]
+    return (whole, other) if rows_in > rows_out else (other, whole)
 
 
 def _place(
     comm: Communicator, settings: Settings, case: Case, elements: int, place: str, number: int
 ) -> dict[str, Any]:
-    gathers = case.collective == "all_gather"
-    rows = comm.world_size if gathers else 1
-    x, y = _tensors(comm, getattr(torch, settings.dtype), elements, rows, place)
+    dtype, world_size = getattr(torch, settings.dtype), comm.world_size
+    x, y = _tensors(comm, dtype, case, elements, place)
+    method = getattr(comm, case.collective)
+    how = {"algorithm": case.algorithm, "protocol": case.protocol}
 
-    def call() -> None:
-        if gathers:
-            comm.all_gather(x, out=y, algorithm=case.algorithm, protocol=case.protocol)
-        else:
-            comm.all_reduce(x, settings.op, out=y, algorithm=case.algorithm, protocol=case.protocol)
+    def call(this_call: int) -> None:
+        gets = bench_data.gets(case.collective, world_size, comm.rank, this_call)
+        out = {"out": y} if gets and not bench_data.in_place(case.collective) else {}
+        method(x, **out, **how, **bench_data.options(case.collective, settings.op, world_size, this_call, elements))
 
     def check(this_call: int) -> int:
-        facts = (case.collective, settings.op, comm.world_size)
+        facts = (case.collective, settings.op, world_size)
         bench_data.poison(y)
-        x.copy_(bench_data.values(*facts, comm.rank, this_call, elements))
-        call()
+        x.copy_(bench_data.values(*facts, comm.rank, this_call, elements, dtype))
+        call(this_call)
         comm.synchronize()
-        return bench_data.wrong(y, bench_data.expected(*facts, this_call, elements))
+        if not bench_data.gets(case.collective, world_size, comm.rank, this_call):
+            return 0
+        return bench_data.wrong(y, bench_data.expected(*facts, this_call, elements, comm.rank, dtype))
 
     x.zero_()
-    microseconds = _time(comm, call, settings)
+    microseconds = _time(comm, lambda: call(0), settings)
     # Twice: the two calls use different mailboxes.
     return {"time_us": microseconds, "wrong": check(number) + check(number + 1) if settings.check else None}
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import collectives as facts
 from tricomm.kernels import registry
 
 MAX_RANKS = 8
-COLLECTIVES = ("all_reduce", "all_gather")
+COLLECTIVES = tuple(name for name in facts.COLLECTIVES if name != "barrier")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -89,8 +90,11 @@ def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
     return text
 
 
-def cases(collectives: tuple[str, ...], algorithms: str | None, protocols: str | None) -> tuple[Case, ...]:
-    """Every shipped kernel of `collectives` among the comma lists (or `all`); None leaves that part to selection.
+def cases(
+    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int
+) -> tuple[Case, ...]:
+    """Every shipped kernel of `collectives` for `world_size` ranks among the comma lists (or `all`); None leaves that
+    part to selection.
 
     Raises `InvalidArgument` where a collective has no such kernel, with the list of those that it has.
     """
@@ -98,7 +102,7 @@ def cases(collectives: tuple[str, ...], algorithms: str | None, protocols: str |
     spoken = None if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
     found: list[Case] = []
     for collective in collectives:
-        shipped = [(k.algorithm, k.protocol) for k in registry.KERNELS if k.collective == collective]
+        shipped = [(k.algorithm, k.protocol) for k in registry.of(collective, world_size)]
         fits = [(a, p) for a, p in shipped if wanted is None or a in wanted if spoken is None or p in spoken]
         if not fits:
             raise InvalidArgument(
@@ -111,18 +115,22 @@ def cases(collectives: tuple[str, ...], algorithms: str | None, protocols: str |
 
 
 def count(collective: str, size: int, itemsize: int, world_size: int) -> int:
-    """Elements of a rank's input for a row of `size` bytes.
+    """Elements of a row for a row of the table of `size` bytes.
 
-    As in nccl-tests an all-gather's size is the total, each rank's part a multiple of 16 bytes; at least one of them.
+    As in nccl-tests the size is the larger one of input and output: of all rows where there is one for each rank,
+    each a multiple of 16 bytes; at least one of them.
     """
-    if collective == "all_gather":
-        return max(1, size // world_size // 16) * 16 // itemsize
+    kind = facts.COLLECTIVES[collective]
+    rows = max(kind.rows_in(world_size), kind.rows_out(world_size))
+    if rows > 1:
+        return max(1, size // rows // 16) * 16 // itemsize
     return max(1, size // itemsize)
 
 
 def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
-    """The size that a row prints, and S of its bandwidths: the whole array for an all-gather."""
-    return elements * itemsize * (world_size if collective == "all_gather" else 1)
+    """The size that a row prints, and S of its bandwidths."""
+    kind = facts.COLLECTIVES[collective]
+    return elements * itemsize * max(kind.rows_in(world_size), kind.rows_out(world_size))
 
 
 def algorithm_bandwidth(size: int, microseconds: float) -> float:
@@ -132,4 +140,6 @@ def algorithm_bandwidth(size: int, microseconds: float) -> float:
 
 def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
+    if collective in ("broadcast", "reduce"):
+        return 1.0
     return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size

@@ -7,6 +7,7 @@ from typing import Any
 
 from tricomm.errors import ResourceError
 from tricomm.kernels.compiled import COMPILE_OPTIONS, compile_kernel
+from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.perf import machine_code as code
 
 
@@ -24,13 +25,15 @@ class Variant:
     warps: int = 8
 
 
-def compile_variant(function: Any, variant: Variant) -> Any:
-    """Triton's compiled kernel of `variant`: `.asm` has ttgir, ptx and cubin."""
+def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> Any:
+    """Triton's compiled kernel of `variant`, with its constexprs `fixed`: `.asm` has ttgir, ptx and cubin."""
+    dtype = DTYPES[variant.dtype]
+    element, op = reduction(dtype, variant.op)
     values = {
-        "OP": variant.op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
+        **fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
         "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
     }  # fmt: skip
-    return compile_kernel(function, values, variant.dtype, variant.aligned, _capability(variant), fresh=True)
+    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant), fresh=True)
 
 
 def _capability(variant: Variant) -> int:

@@ -11,12 +11,13 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
+from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf import machine_code as code
 from tricomm.perf.access_kinds import classify, function_of, place
 from tricomm.perf.kernel_compile import Variant, compile_variant, with_plain_lines
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
-WIDTHS = ("bfloat16", "float32", "float64")  # one type for each element width
+WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
 
 
@@ -60,9 +61,9 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     for arch in archs:
         if arch not in ARCHITECTURES:
             raise InvalidArgument(f"architecture {arch!r} is unknown; there is {', '.join(ARCHITECTURES)}")
-    kernels = [k for k in registry.KERNELS if name in (None, k.name)]
+    kernels = [k for k in registry.ALL if name in (None, k.name)]
     if not kernels:
-        raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in registry.KERNELS)}")
+        raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in registry.ALL)}")
     return [v for arch in archs for k in kernels for v in _of(k, arch, everything)]
 
 
@@ -70,13 +71,15 @@ def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Varian
     if kernel.collective == "barrier":
         yield from (Variant(kernel.name, arch, world_size=w) for w in (WORLDS if everything else (8,)))
     elif not everything:
-        yield from (Variant(kernel.name, arch, dtype) for dtype in WIDTHS)
+        # Under a copy all widths are the same code, but for the tail.
+        yield from (Variant(kernel.name, arch, dtype) for dtype in (WIDTHS if kernel.reduces else WIDTHS[1:3]))
     else:
-        for dtype in registry.DTYPES:
-            for op in registry.OPS if kernel.reduces else ("sum",):
-                for world_size in WORLDS:
+        worlds = (registry.CUBE_RANKS,) if kernel.needs_cube else WORLDS
+        for dtype in DTYPES.values() if kernel.reduces else [DTYPES[name] for name in WIDTHS]:
+            for op in dtype.ops if kernel.reduces else ("sum",):
+                for world_size in worlds:
                     for aligned in (True, False):
-                        yield Variant(kernel.name, arch, dtype, op, world_size, aligned)
+                        yield Variant(kernel.name, arch, dtype.name, op, world_size, aligned)
 
 
 def examine(variant: Variant, function: Any = None) -> Report:
@@ -85,10 +88,12 @@ def examine(variant: Variant, function: Any = None) -> Report:
     A variant that Triton cannot compile is a report with `failure`. Raises `ResourceError` where Triton's own
     disassembler is missing or fails.
     """
+    fixed: dict[str, Any] = {}
     if function is None:
-        function = next(k.function for k in registry.KERNELS if k.name == variant.kernel)
+        kernel = next(k for k in registry.ALL if k.name == variant.kernel)
+        function, fixed = kernel.function, kernel.fixed
     try:
-        compiled = compile_variant(function, variant)
+        compiled = compile_variant(function, variant, fixed)
     except Exception as error:  # whatever a compiler may raise
         return _failed(variant, _said(error))
     ptx, cubin = code.plain_lines(compiled.asm["ptx"]), compiled.asm["cubin"]

@@ -8,7 +8,7 @@ from typing import Any
 from tricomm.perf.kernel_report import Report, check
 
 _COLUMNS = (
-    ("kernel", -26), ("arch", -6), ("dtype", -8), ("op", -4), ("W", 2), ("aligned", -7), ("regs", 4), ("spill", 5),
+    ("kernel", -44), ("arch", -6), ("dtype", -13), ("op", -4), ("W", 2), ("aligned", -7), ("regs", 4), ("spill", 5),
     ("stack", 5), ("shared", 6), ("128-bit", 7), ("narrow", 6), ("tail", 4), ("scalar", 6), ("control", 7),
     ("acq.sys", 7), ("rel.sys", 7), ("rlx.sys", 7),
 )  # fmt: skip

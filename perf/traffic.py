@@ -23,7 +23,8 @@ WORLDS = (2, 3, 4)
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes one rank moved in one call of `nbytes` input: to and from peers' mailboxes, and in their headers."""
+    """Bytes one rank moved in one call of `nbytes` input (of the root's where there is one): to and from peers'
+    mailboxes, in their headers, and of all that over the link to each rank."""
 
     collective: str
     algorithm: str
@@ -34,6 +35,7 @@ class Moved:
     written: int
     read: int
     headers: int
+    links: tuple[int, ...] = ()
     simulated: bool = True
 
     @property
@@ -55,9 +57,13 @@ class Moved:
 
     @property
     def optimum(self) -> Fraction:
-        """The least that a rank must move without in-network reduction: 2 (W-1)/W n, or (W-1) n for an all-gather."""
+        """The least that the busiest rank must send without in-network reduction, whatever the links."""
         others = Fraction(self.world_size - 1)
-        return others * self.nbytes if self.collective == "all_gather" else 2 * others / self.world_size * self.nbytes
+        factor = {
+            "all_reduce": 2 * others / self.world_size, "all_gather": others,
+            "broadcast": Fraction(1), "reduce": Fraction(1), "gather": Fraction(1),
+        }.get(self.collective, others / self.world_size)  # fmt: skip
+        return factor * self.nbytes
 
 
 class Counter:
@@ -66,13 +72,15 @@ class Counter:
     def __init__(self, peers: list[tuple[int, int]], headers_end: int) -> None:
         self._peers, self._headers_end = peers, headers_end
         self.written = self.read = self.headers = 0
+        self.links = [0] * len(peers)
 
     def __call__(self, kind: str, addresses: np.ndarray[Any, Any], itemsize: int) -> None:
-        for base, nbytes in self._peers:
+        for number, (base, nbytes) in enumerate(self._peers):
             inside = addresses[(addresses >= base) & (addresses < base + nbytes)].astype(np.int64) - base
             flags = int(((inside >= layout.HEADERS) & (inside < self._headers_end)).sum()) * itemsize
             data = inside.size * itemsize - flags
             self.headers += flags
+            self.links[number] += flags + data
             if kind == "load":
                 self.read += data
             else:
@@ -80,12 +88,14 @@ class Counter:
 
 
 def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Moved]:
-    """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield what each rank moved.
+    """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield what each rank moved; on eight
+    ranks those of a cube mesh only.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
     """
     for rank, record in talk("tricomm.perf.traffic_ranks", world_size, {"nbytes": nbytes}, timeout):
         record.pop("what")
+        record["links"] = tuple(record["links"])
         yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **record)
 
 
@@ -93,24 +103,24 @@ def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Move
 @click.option("--nbytes", type=int, help="Input bytes per rank, a multiple of 16 W [default: 3072 W].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(nbytes: int | None, as_json: bool) -> None:
-    """Print what every kernel moves, for 2, 3 and 4 ranks, against the formula and the optimum."""
-    found = [moved for w in WORLDS for moved in count(w, nbytes or 3072 * w)]
+    """Print what every kernel moves on its busiest rank, for 2, 3 and 4 ranks (8 for those of a cube mesh), against
+    the formula and the optimum."""
+    found = [moved for w in (*WORLDS, registry.CUBE_RANKS) for moved in count(w, nbytes or 3072 * w)]
     if as_json:
         records = [{**asdict(m), "ratio": m.ratio, "optimum": float(m.optimum)} for m in found]
         click.echo(json.dumps(records, indent=1))
         return
     click.echo("# bytes to and from peers per rank and call, counted under Triton's interpreter (simulated: true)")
     click.echo(
-        f"{'kernel':<28}{'W':>3}{'input':>9}{'written':>9}{'read':>9}{'formula':>9}{'ratio':>7}{'optimum':>9}"
-        f"{'x opt.':>7}{'headers':>9}"
+        f"{'kernel':<44}{'W':>3}{'input':>9}{'written':>9}{'read':>9}{'formula':>9}{'ratio':>7}{'optimum':>9}"
+        f"{'x opt.':>7}{'headers':>9}{'hops':>6}"
     )
-    for m in (m for m in found if m.rank == 0):
-        same = all((o.written, o.read) == (m.written, m.read) for o in found if _key(o) == _key(m))
+    for key in dict.fromkeys(_key(m) for m in found):
+        m = max((m for m in found if _key(m) == key), key=lambda m: m.written + m.read)
         moved = m.written + m.read
         click.echo(
-            f"{m.kernel.name:<28}{m.world_size:>3}{m.nbytes:>9}{m.written:>9}{m.read:>9}{float(m.formula):>9.0f}"
-            f"{m.ratio:>7.2f}{float(m.optimum):>9.0f}{moved / float(m.optimum):>7.2f}{m.headers:>9}"
-            f"{'' if same else '  ranks differ'}"
+            f"{m.kernel.name:<44}{m.world_size:>3}{m.nbytes:>9}{m.written:>9}{m.read:>9}{float(m.formula):>9.0f}"
+            f"{m.ratio:>7.2f}{float(m.optimum):>9.0f}{moved / float(m.optimum):>7.2f}{m.headers:>9}{m.kernel.hops:>6}"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 
 import tricomm
 from tricomm.kernels import interpreter, registry
+from tricomm.perf import bench_data
 from tricomm.perf.ranks import speak
 from tricomm.perf.traffic import Counter
 
@@ -18,23 +19,24 @@ _OPTIONS = tricomm.Options(arena_bytes=1 << 20)
 
 
 def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
-    """Say a record per kernel."""
+    """Say a record per kernel; rank 0 is the root where there is one."""
     torch.set_num_threads(1)
     count = data["nbytes"] // 4
     with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:
-        peers = [extent for r, extent in enumerate(comm.peer_ranges) if r != rank]
+        ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(comm.peer_ranges)]
         for kernel in registry.KERNELS:
-            if kernel.collective == "barrier":
+            if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
                 continue
             x = torch.arange(count, dtype=torch.float32)
             names = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
-            y = torch.empty(count * (world_size if kernel.collective == "all_gather" else 1))
-            counter = Counter(peers, comm.arena_layout.ll)
+            row = count // kernel.kind.rows_in(world_size)
+            how = {**names, **bench_data.options(kernel.collective, "sum", world_size, 0, row)}
+            counter = Counter(ranges, comm.arena_layout.ll)
             with interpreter.observe(counter):
-                getattr(comm, kernel.collective)(x, out=y, **names)
+                getattr(comm, kernel.collective)(x, **how)
             say(
                 "moved", collective=kernel.collective, **names, written=counter.written, read=counter.read,
-                headers=counter.headers,
+                headers=counter.headers, links=counter.links,
             )  # fmt: skip
         comm.barrier()
 

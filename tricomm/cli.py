@@ -24,11 +24,11 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
-@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, all_gather, a list, or all.")
+@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, broadcast, a list, or all.")
 @click.option("--algorithm", help="one_shot, two_shot, a list, or all [default: what selection picks].")
 @click.option("--protocol", help="ll, simple, a list, or all [default: what selection picks].")
 @click.option("--dtype", default="float32", show_default=True, help="Element type.")
-@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max or prod.")
+@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
 @click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
 @click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
 @click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
@@ -46,13 +46,13 @@ def bench(nproc: int | None, json_file: Path | None, **options: Any) -> None:
     from tricomm.perf import bench as runner
     from tricomm.perf.bench_output import Output
 
-    settings = _settings(options)
     joined = env.text("RANK") is not None and env.text("WORLD_SIZE") is not None
     world_size = _usage(lambda: env.integer("WORLD_SIZE")) if joined else nproc or 2
     if joined and nproc not in (None, world_size):
         raise click.UsageError(f"--nproc {nproc}: WORLD_SIZE={world_size} is set, so the ranks are already started")
     if not 1 <= (world_size or 0) <= 8:
         raise click.UsageError(f"WORLD_SIZE={world_size}: 1 to 8 ranks are possible")
+    settings = _settings(options, world_size or 2)
     quiet = joined and _usage(lambda: env.integer("RANK")) != 0
     with Output(settings, quiet, joined) as output:
         try:
@@ -72,15 +72,18 @@ def bench(nproc: int | None, json_file: Path | None, **options: Any) -> None:
         sys.exit(WRONG)
 
 
-def _settings(options: dict[str, Any]) -> Any:
-    from tricomm.kernels.registry import DTYPES, OPS
+def _settings(options: dict[str, Any], world_size: int) -> Any:
+    from tricomm.kernels.collectives import COLLECTIVES
+    from tricomm.kernels.dtypes import DTYPES, OPS, reduction
     from tricomm.perf import bench_plan as plan
 
     def make() -> plan.Settings:
-        dtype = plan.one_name(options["dtype"], DTYPES, "dtype")
+        dtype = plan.one_name(options["dtype"], tuple(DTYPES), "dtype")
         op = plan.one_name(options["op"], OPS, "op")
         collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
-        cases = plan.cases(collectives, options["algorithm"], options["protocol"])
+        if any(COLLECTIVES[name].reduces for name in collectives):
+            reduction(DTYPES[dtype], op)
+        cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size)
         sizes = plan.parse_sizes(options["sizes"])
         rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
         return plan.Settings(cases, sizes, dtype, op, **rest)

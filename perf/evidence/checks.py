@@ -12,64 +12,50 @@ import torch
 
 from tricomm import Communicator, Options
 from tricomm.kernels import registry
+from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.registry import Kernel
 from tricomm.perf import bench_data
+from tricomm.perf.evidence import calling
 
-# Elements. One, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
+# Elements a row. One, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
 COUNTS = (1, 3, 517, 4095, 4096, 4097, 100_003, 1_000_001)
-FEW = (1, 37)
+OTHERS = (517, 4097)  # of all operations but a type's first one: each is a variant to compile
+FEW, FEW_OTHERS = (1, 37), (37,)
 OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20)
 FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64)
+# Of a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
+_FEW_KERNELS = (("all_reduce", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple"),
+                ("gather", "one_shot", "ll"), ("barrier", "one_shot", "simple"))  # fmt: skip
+_EXACT_RANKS = 8  # a product of more is beyond the narrow types
+_PADDING = 16
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call: elements of the input, operation, and by how many elements input and output are misaligned."""
+    """One call: elements a row, operation, and by how many elements input and output are misaligned."""
 
     count: int
     op: str
     offset: int
 
-
-def calls(kernel: Kernel, world_size: int, dry_run: bool) -> list[Call]:
-    """What to call `kernel` with; every operation meets every size, and every second call is misaligned."""
-    ops = registry.OPS if kernel.reduces else ("sum",)
-    found: list[Call] = []
-    for op in ops[:2] if dry_run else ops:
-        for count in FEW if dry_run else COUNTS:
-            found.append(Call(count, op, len(found) % 2 * (1 + len(found) % 3)))
-    return found
+    def aligned(self, kernel: Kernel, itemsize: int) -> bool:
+        """True where the kernel is compiled for 16-byte accesses; of most, every row has to be aligned."""
+        even = kernel.collective in ("all_reduce", "all_to_all_v") or self.count * itemsize % 16 == 0
+        return even and self.offset * itemsize % 16 == 0
 
 
-def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterable[Call]) -> list[str]:
-    """Make the calls, one after another with other data each time; what came out wrong, in words."""
+def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
+    """Every registered kernel that so many ranks can run; in a dry run a few that stand for all."""
+    if dry_run:
+        return [registry.find(*key) for key in _FEW_KERNELS]
+    return [k for k in registry.KERNELS if not k.needs_cube or world_size == registry.CUBE_RANKS]
+
+
+def dtypes(kernel: Kernel, dry_run: bool) -> tuple[str, ...]:
+    """Names of the types that the kernel takes; in a dry run a narrow one, and one of two lanes."""
     if kernel.collective == "barrier":
-        for _ in range(3):
-            comm.barrier()
-        return []
-    found = []
-    for number, call in enumerate(wanted):
-        count, rows = call.count, 1 if kernel.reduces else comm.world_size
-        data = bench_data.values(kernel.collective, call.op, comm.world_size, comm.rank, number, count)
-        x = torch.empty(count + call.offset, dtype=dtype, device=comm.device)[call.offset :]
-        x.copy_(data)
-        whole = torch.empty(count * rows + 2 * call.offset + 16, dtype=dtype, device=comm.device)
-        bench_data.poison(whole)
-        before = whole.clone()
-        out = whole[call.offset : call.offset + count * rows]
-        run = getattr(comm, kernel.collective)
-        how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
-        run(x, **({"op": call.op} if kernel.reduces else {}), out=out, **how)
-        comm.synchronize()
-        exact = bench_data.expected(kernel.collective, call.op, comm.world_size, number, count)
-        bad = bench_data.wrong(out, exact)
-        if bad:
-            found.append(f"rank {comm.rank}, {call}: {bad} elements are wrong")
-        rest = torch.cat([whole[: call.offset], whole[call.offset + count * rows :]])
-        kept = torch.cat([before[: call.offset], before[call.offset + count * rows :]])
-        if not torch.equal(rest.view(torch.uint8), kept.view(torch.uint8)):
-            found.append(f"rank {comm.rank}, {call}: memory beside the output was written")
-    return found
+        return ("float32",)
+    return ("bfloat16", "complex64") if dry_run else tuple(DTYPES)
 
 
 def options(dry_run: bool) -> Options:
@@ -77,6 +63,81 @@ def options(dry_run: bool) -> Options:
     return FEW_OPTIONS if dry_run else OPTIONS
 
 
-def dtypes(dry_run: bool) -> tuple[str, ...]:
-    """Names of the types that the kernels take; in a dry run one of each width."""
-    return ("bfloat16", "float32", "int64") if dry_run else tuple(registry.DTYPES)
+def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Call]:
+    """What to call `kernel` with: every size for the type's first operation, every second one misaligned, and a few
+    for its others. Nothing where so many ranks cannot run it."""
+    if kernel.needs_cube and world_size != registry.CUBE_RANKS:
+        return []
+    if kernel.collective == "barrier":
+        return [Call(0, "none", 0)] * 3
+    ops = [op for op in DTYPES[dtype].ops if op != "prod" or world_size <= _EXACT_RANKS]
+    first, *others = ops if kernel.reduces else ["none"]
+    counts, fewer = (FEW, FEW_OTHERS) if dry_run else (COUNTS, OTHERS)
+    found = [Call(count, first, n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
+    return found + [Call(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
+
+
+def sweep(comm: Communicator, kernel: Kernel, dry_run: bool) -> tuple[int, list[str]]:
+    """Every type and operation: how many calls were made, and what came out wrong."""
+    made, found = 0, []
+    for name in dtypes(kernel, dry_run):
+        wanted = calls(kernel, comm.world_size, name, dry_run)
+        found += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
+        made += len(wanted)
+    return made, found
+
+
+def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterable[Call]) -> list[str]:
+    """Make the calls, one after another with other data and another root each time; what was wrong, in words."""
+    found = []
+    for number, call in enumerate(wanted):
+        if kernel.collective == "barrier":
+            comm.barrier()
+        else:
+            found += [f"rank {comm.rank}, {call}: {text}" for text in _trouble(comm, kernel, dtype, call, number)]
+    return found
+
+
+def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call, number: int) -> list[str]:
+    name, world_size = kernel.collective, comm.world_size
+    with comm.device:  # a row for each of eight ranks would take a CPU seconds
+        data = bench_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
+        exact = bench_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
+    source = target = _Memory(comm, dtype, data.numel(), call.offset)
+    if not bench_data.in_place(name):
+        target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call.offset)
+    source.inside.copy_(data)
+    source.note()
+    target.note()
+    calling.call(comm, name, number, source.inside, target.inside, kernel, call.op)
+    comm.synchronize()
+    found = []
+    if bench_data.gets(name, world_size, comm.rank, number):
+        bad = bench_data.wrong(target.inside, exact.cpu())
+        found += [f"{bad} elements are wrong"] if bad else []
+        target.forget()
+    found += ["memory beside the output was written"] if target.changed() else []
+    found += ["the input was written"] if target is not source and source.changed() else []
+    return found
+
+
+class _Memory:
+    """A tensor `inside` others' memory, all of it poisoned at first."""
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, offset: int) -> None:
+        whole = torch.empty(count + 2 * offset + _PADDING, dtype=dtype, device=comm.device)
+        bench_data.poison(whole)
+        self._bytes = whole.view(torch.uint8)
+        self._part = slice(offset * whole.itemsize, (offset + count) * whole.itemsize)
+        self.inside = whole[offset : offset + count]
+
+    def note(self) -> None:
+        """From here on, nothing is to change."""
+        self._noted = self._bytes.clone()
+
+    def forget(self) -> None:
+        """What is inside may have changed."""
+        self._noted[self._part] = self._bytes[self._part]
+
+    def changed(self) -> bool:
+        return not torch.equal(self._bytes, self._noted)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
-from tricomm import Communicator
 from tricomm.kernels import registry
 from tricomm.kernels.registry import Kernel
-from tricomm.perf import bench_data
+from tricomm.perf.evidence import calling, checks, torch_calls
+from tricomm.perf.evidence.ground import Call, Contender, Make, filling
 from tricomm.perf.evidence.stage import Skip
 
 OURS = "tricomm"  # the choice that tricomm makes by itself, which the others are compared with
@@ -28,58 +26,13 @@ MULTI_RANK_NCCL = (2, 30)  # the first that takes several ranks on one device (N
 KRAKEN = "github.com/meta-pytorch/kraken"
 
 
-@dataclass
-class Ground:
-    """What all contenders of a rank stand on. torch's default group is theirs, `host` is for what is said beside them;
-    both are Gloo's, of the same ranks."""
-
-    comm: Communicator
-    host: Any
-    one_gpu: bool
-    peers: Path | None = None
-    nccl: Any = None
-
-    def sync(self) -> None:
-        """Wait for everything on this rank's device."""
-        if not self.comm.simulated:
-            torch.cuda.synchronize()
-
-
-@dataclass(frozen=True)
-class Call:
-    """One collective with `count` elements of input; `rows` times as many come out, none of a barrier."""
-
-    ground: Ground
-    collective: str
-    dtype: torch.dtype
-    count: int
-
-    @property
-    def rows(self) -> int:
-        reduces = any(k.reduces for k in registry.KERNELS if k.collective == self.collective)
-        return 1 if reduces else self.ground.comm.world_size
-
-    def empty(self, rows: int) -> torch.Tensor:
-        return torch.empty(rows * self.count, dtype=self.dtype, device=self.ground.comm.device)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """`load` puts a rank's data where the contender reads them; `run` makes the call and says where the result is."""
-
-    load: Callable[[torch.Tensor], Any]
-    run: Callable[[], torch.Tensor | None]
-
-
-Make = Callable[[Call], Contender]
-
-
-def offered(collective: str, dry_run: bool) -> dict[str, Make]:
+def offered(collective: str, world_size: int, dry_run: bool) -> dict[str, Make]:
     """By name: tricomm's choice, each of its kernels, and the others. Gloo stands in for NCCL where there is no GPU."""
     found: dict[str, Make] = {OURS: partial(ours, kernel=None)}
-    kernels = [k for k in registry.KERNELS if k.collective == collective]
+    kernels = registry.of(collective, world_size)
     if len(kernels) > 1:
-        found |= {f"{OURS}_{k.algorithm}_{k.protocol}": partial(ours, kernel=k) for k in kernels}
+        few = [k for k in kernels if k in checks.kernels(world_size, dry_run)]
+        found |= {f"{OURS}_{k.algorithm}_{k.protocol}": partial(ours, kernel=k) for k in few}
     found |= {"gloo": gloo, "nccl": nccl} if dry_run else {"nccl": nccl}
     if collective == "all_reduce":
         found |= {f"symm_mem_{op}": partial(symm_mem, op=op) for op in ("one_shot", "two_shot", "multimem")}
@@ -89,15 +42,12 @@ def offered(collective: str, dry_run: bool) -> dict[str, Make]:
 
 def ours(call: Call, kernel: Kernel | None) -> Contender:
     comm = call.ground.comm
-    if call.collective == "barrier":
-        return Contender(_nothing, lambda: _nothing(comm.barrier(async_op=True)))
-    how = {} if kernel is None else {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
-    x, y, run = call.empty(1), call.empty(call.rows), getattr(comm, call.collective)
-    return Contender(_filling(x, y), lambda: run(x, out=y, **how))
+    x, y = calling.tensors(comm, call.collective, call.count, call.dtype)
+    return Contender(filling(x, y), lambda: calling.call(comm, call.collective, call.number(0), x, y, kernel))
 
 
 def gloo(call: Call) -> Contender:
-    return _of_torch(call, None)
+    return torch_calls.contender(call, None)
 
 
 def nccl(call: Call) -> Contender:
@@ -106,7 +56,7 @@ def nccl(call: Call) -> Contender:
         raise Skip(missing)
     if call.ground.nccl is None:
         call.ground.nccl = dist.new_group(backend="nccl")
-    return _of_torch(call, call.ground.nccl)
+    return torch_calls.contender(call, call.ground.nccl)
 
 
 def no_nccl(one_gpu: bool) -> str | None:
@@ -120,29 +70,13 @@ def no_nccl(one_gpu: bool) -> str | None:
     return None
 
 
-def _of_torch(call: Call, group: Any) -> Contender:
-    """torch.distributed's own call; its all_reduce knows no other place than the input's."""
-    if call.collective == "barrier":
-        index = call.ground.comm.device.index
-        devices = None if index is None else [index]
-        return Contender(_nothing, lambda: _nothing(dist.barrier(group, device_ids=devices)))
-    y = call.empty(call.rows)
-    if call.collective == "all_reduce":
-        return Contender(y.copy_, lambda: (dist.all_reduce(y, group=group), y)[1])
-    if call.collective == "all_gather":
-        x = call.empty(1)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
-        return Contender(_filling(x, y), lambda: (gather(y, x, group=group), y)[1])
-    raise Skip(f"this comparison does not know how torch.distributed calls {call.collective}")
-
-
 def symm_mem(call: Call, op: str) -> Contender:
     """torch.ops.symm_mem. The input lies in symmetric memory already: it is spared the copy of a plain tensor."""
     ops, name = torch.ops.symm_mem, _everybody().group_name
     x, handle = _shared(call)
     if op == "one_shot":
         y = call.empty(1)
-        return Contender(_filling(x, y), lambda: ops.one_shot_all_reduce_out(x, "sum", name, y))
+        return Contender(filling(x, y), lambda: ops.one_shot_all_reduce_out(x, "sum", name, y))
     if op == "two_shot":
         return Contender(x.copy_, lambda: ops.two_shot_all_reduce_(x, "sum", name))
     if not handle.multicast_ptr:
@@ -177,15 +111,3 @@ def _shared(call: Call) -> tuple[torch.Tensor, Any]:
 
 def _everybody() -> Any:
     return dist.group.WORLD
-
-
-def _filling(x: torch.Tensor, y: torch.Tensor) -> Callable[[torch.Tensor], None]:
-    def load(data: torch.Tensor) -> None:
-        x.copy_(data)
-        bench_data.poison(y)
-
-    return load
-
-
-def _nothing(result: Any = None) -> None:
-    """For a call whose result nobody looks at."""

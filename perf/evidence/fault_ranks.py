@@ -34,7 +34,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
             while time.monotonic() < end:
                 if rank == 1 and time.monotonic() > wrong_at:
                     mark.write_text(str(time.monotonic()))
-                    _go_wrong(data["fault"], comm)
+                    _go_wrong(data["fault"], comm, data["stall"] * 2.5)
                 comm.all_reduce(x)
                 comm.synchronize()
             found = {"error": "nothing", "text": "no error within 40 s"}
@@ -47,11 +47,11 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
             partial.rename(partial.with_suffix(".json"))
 
 
-def _go_wrong(fault: str, comm: tricomm.Communicator) -> None:
+def _go_wrong(fault: str, comm: tricomm.Communicator, stopped_s: float) -> None:
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
-        again = f"import os, time, signal; time.sleep(15); os.kill({os.getpid()}, signal.SIGCONT)"
+        again = f"import os, time, signal; time.sleep({stopped_s}); os.kill({os.getpid()}, signal.SIGCONT)"
         subprocess.Popen([sys.executable, "-c", again])
         os.kill(os.getpid(), signal.SIGSTOP)
     else:

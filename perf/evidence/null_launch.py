@@ -6,6 +6,7 @@ host part on the same one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,12 +55,12 @@ class NullRuntime(Processes):
     """Ranks whose kernels are compiled for a GPU and never run."""
 
     def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], dtype: str | None, aligned: bool,
-        group: torch.Tensor, timeout: float,
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> launch.Call:  # fmt: skip
         options = compiled.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
-        return bound.bound(kernel, blocks, gpu, dtype, aligned, group, NullDevice())
+        return bound.bound(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
 
 
 def communicator() -> Communicator:

@@ -18,7 +18,8 @@ import tricomm
 from tricomm import Options
 from tricomm.perf import bench_plan
 from tricomm.perf.evidence import machine
-from tricomm.perf.evidence.contenders import OURS, Call, Ground, offered
+from tricomm.perf.evidence.contenders import OURS, offered
+from tricomm.perf.evidence.ground import Call, Ground
 from tricomm.perf.evidence.race import Race
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.ranks import speak
@@ -34,13 +35,13 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     say("trying", name=OURS)  # a sign of life before the device is looked at, which may take its time
     dtype = getattr(torch, data["dtype"])
     with ground(rank, world_size, url, data) as here:
-        known = offered(data["collective"], data["dry_run"])
+        known = offered(data["collective"], world_size, data["dry_run"])
         for nbytes in data["sizes"]:
             count = bench_plan.count(data["collective"], nbytes, dtype.itemsize, world_size) if nbytes else 0
             call = Call(here, data["collective"], dtype, count)
             race = Race(call, data["calls"], data["graphs"], say)
             race.admit((name, known[name]) for name in data["names"])
-            choice = here.comm.explain(data["collective"], count * dtype.itemsize)
+            choice = here.comm.explain(data["collective"], call.rows_in * count * dtype.itemsize)
             times = race.times(data["rounds"], data["seconds"])
             say("times", size=nbytes, count=count, choice=f"{choice.algorithm}/{choice.protocol}", times=times,
                 missing=race.missing)  # fmt: skip

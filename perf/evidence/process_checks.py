@@ -15,52 +15,46 @@ from tricomm import Communicator
 from tricomm.kernels import layout, registry
 from tricomm.kernels.registry import Kernel
 from tricomm.perf import bench_data
-from tricomm.perf.evidence import checks, machine
+from tricomm.perf.evidence import calling, checks, machine
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.ranks import speak
 
 # The next epoch or the one after it: a signed counter of 32 bits ends, an unsigned one does, a mailbox is cleared.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 3, layout.CLEAR_EVERY - 1, 2 * layout.CLEAR_EVERY - 2)
-_DTYPE = torch.float32
+_NAME, _DTYPE = "float32", torch.float32
+_ROOT = 1  # of a graph's calls, for those who have one
+Found = tuple[str, int, list[str]]  # kind of arena, calls, what was wrong
 
 
 def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
-    """Do the task and say what was wrong, how memory was shared, and how many calls were made."""
+    """Do the tasks and say of each what was wrong, how memory was shared, and how many calls were made."""
     torch.set_num_threads(1)
-    task = {"sweep": sweep, "graphs": graphs, "epochs": epochs, "two groups": two_groups}[data["task"]]
     device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, data.get("one_gpu", True))
     if device != "cpu":
         torch.cuda.set_device(device)
 
-    def join(name: str = "", **more: Any) -> Communicator:
+    def join(name: str, **more: Any) -> Communicator:
         options = replace(checks.options(data["dry_run"]), **more)
-        return tricomm.init(url + name, rank, world_size, device, options=options)
+        return tricomm.init(f"{url}-{name}", rank, world_size, device, options=options)
 
     kernel = next((k for k in registry.KERNELS if k.name == data["kernel"]), registry.KERNELS[0])
-    kind, calls, wrong = task(join, kernel, data["dry_run"])
-    say("checked", wrong=wrong, kind=kind, calls=calls)
-
-
-Found = tuple[str, int, list[str]]  # kind of arena, calls, what was wrong
+    for task in data["tasks"]:
+        kind, calls, wrong = _TASKS[task](join, kernel, data["dry_run"])
+        say("checked", task=task, wrong=wrong, kind=kind, calls=calls)
 
 
 def sweep(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
     """Every type and operation."""
-    wrong, calls = [], 0
-    with join() as comm:
-        for name in checks.dtypes(dry_run)[: 1 if kernel.collective == "barrier" else None]:
-            wanted = checks.calls(kernel, comm.world_size, dry_run)
-            wrong += [f"{name}: {text}" for text in checks.wrong(comm, kernel, getattr(torch, name), wanted)]
-            calls += len(wanted)
-        return comm.kind, calls, wrong
+    with join("sweep") as comm:
+        return comm.kind, *checks.sweep(comm, kernel, dry_run)
 
 
 def epochs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
     """Calls across the ends of the counters."""
     wrong, calls = [], 0
-    for number, first in enumerate(_EDGES[:2] if dry_run else _EDGES):
-        with join(f"-{number}", first_epoch=first) as comm:
-            wanted = checks.calls(kernel, comm.world_size, True) * 2
+    for first in _EDGES[:2] if dry_run else _EDGES:
+        with join(f"epoch-{first}", first_epoch=first) as comm:
+            wanted = checks.calls(kernel, comm.world_size, _NAME, True) * 2
             wrong += [f"from epoch {first}: {text}" for text in checks.wrong(comm, kernel, _DTYPE, wanted)]
             calls += len(wanted)
             kind = comm.kind
@@ -70,29 +64,32 @@ def epochs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> 
 def two_groups(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
     """Two communicators of the same ranks, call by call in turns, with other kernels."""
     wrong, calls = [], 0
-    with join("-one") as one, join("-two") as two:
-        for turn, kernel in enumerate(registry.KERNELS * (1 if dry_run else 5)):
+    with join("one") as one, join("two") as two:
+        for turn, kernel in enumerate(checks.kernels(one.world_size, dry_run) * (1 if dry_run else 5)):
             for comm in (one, two) if turn % 2 else (two, one):
-                wanted = checks.calls(kernel, comm.world_size, True)[:2]
+                wanted = checks.calls(kernel, comm.world_size, _NAME, True)[:2]
                 wrong += checks.wrong(comm, kernel, _DTYPE, wanted)
                 calls += len(wanted)
         return one.kind, calls, wrong
 
 
 def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
-    """1,000 replays of a CUDA graph of two calls, mixed with eager calls; without a GPU the calls themselves."""
-    with join() as comm:
-        replays, count, wrong = 2 if dry_run else 1000, 37 if dry_run else 1000, 0
-        rows = 1 if kernel.reduces else comm.world_size
-        x = torch.zeros(count, dtype=_DTYPE, device=comm.device)
-        y = torch.zeros(count * rows, dtype=_DTYPE, device=comm.device)
-        how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+    """Replays of a CUDA graph of two calls, mixed with eager calls; without a GPU the calls themselves.
+
+    A thousand of two ranks, fewer of more: processes take turns on a device, so a call of four takes four times as
+    long at the least.
+    """
+    with join("graphs") as comm:
+        name, world_size, wrong = kernel.collective, comm.world_size, 0
+        replays, count = (2, 37) if dry_run else (4000 // world_size**2, 1000)
+        x, y = calling.tensors(comm, name, count, _DTYPE)
+        data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
+        checked = name != "barrier" and bench_data.gets(name, world_size, comm.rank, _ROOT)
 
         def call() -> None:
-            if kernel.collective == "barrier":
-                comm.barrier(async_op=True)
-            else:
-                getattr(comm, kernel.collective)(x, out=y, **how)
+            if x is y:
+                x.copy_(data)
+            calling.call(comm, name, _ROOT, x, y, kernel)
 
         stream = torch.cuda.Stream() if not dry_run else None
         with torch.cuda.stream(stream):
@@ -100,14 +97,14 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> 
             comm.synchronize()
             replay = _captured(call, stream)
             for turn in range(replays):
-                x.copy_(bench_data.values(kernel.collective, "sum", comm.world_size, comm.rank, turn, count))
+                number = _ROOT + turn * world_size  # of the same root
+                data.copy_(bench_data.values(name, "sum", world_size, comm.rank, number, count))
                 replay()
                 if turn % 7 == 3:
                     call()
-                if kernel.collective != "barrier" and (turn % 50 == 0 or turn == replays - 1):
+                if checked and (turn % 50 == 0 or turn == replays - 1):
                     comm.synchronize()
-                    exact = bench_data.expected(kernel.collective, "sum", comm.world_size, turn, count)
-                    wrong += bench_data.wrong(y, exact)
+                    wrong += bench_data.wrong(y, bench_data.expected(name, "sum", world_size, number, count, comm.rank))
             comm.synchronize()
         return comm.kind, 2 * replays, [f"{wrong} elements are wrong"] if wrong else []
 
@@ -126,6 +123,10 @@ def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
         call()
     return graph.replay
 
+
+_TASKS: dict[str, Callable[[Callable[..., Communicator], Kernel, bool], Found]] = {
+    "sweep": sweep, "graphs": graphs, "epochs": epochs, "two groups": two_groups,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(speak(main))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tricomm.perf import bench_data
-from tricomm.perf.evidence.contenders import Call, Contender, Make
+from tricomm.perf.evidence.ground import Call, Contender, Make
 from tricomm.perf.evidence.stage import Skip, Wrong
 
 _SAID = 400  # bytes
@@ -56,7 +56,7 @@ class Race:
             if self.graphs:
                 graph = self._agreed(f"{name}_graph", partial(self._graph, contender))
                 self.ready |= {f"{name}_graph": graph} if graph is not None else {}
-            contender.load(torch.zeros(self.call.count, dtype=self.call.dtype))
+            contender.load(torch.zeros(self.call.rows_in * self.call.count, dtype=self.call.dtype))
 
     def times(self, rounds: int, seconds: float) -> dict[str, list[float]]:
         """Microseconds a call on this rank, one number a round, of `rounds` rounds or what fits into `seconds`.
@@ -141,11 +141,17 @@ def trial(call: Call, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     comm, block = call.ground.comm, min(call.count, _PERIOD)
     if call.collective == "barrier":
         return torch.zeros(0, dtype=call.dtype), torch.zeros(0, dtype=call.dtype)
-    data = bench_data.values(call.collective, "sum", comm.world_size, comm.rank, number, block).to(call.dtype)
-    exact = bench_data.expected(call.collective, "sum", comm.world_size, number, block).to(call.dtype)
-    times = -(-call.count // block)
-    rows = exact.reshape(call.rows, block).repeat(1, times)[:, : call.count]
-    return data.repeat(times)[: call.count], rows.reshape(-1)
+    facts = (call.collective, "sum", comm.world_size)
+    data = bench_data.values(*facts, comm.rank, call.number(number), block, call.dtype)
+    exact = bench_data.expected(*facts, call.number(number), block, comm.rank, call.dtype)
+    return _periodic(data, call.rows_in, call), _periodic(exact, call.rows_out, call)
+
+
+def _periodic(block: torch.Tensor, rows: int, call: Call) -> torch.Tensor:
+    """Each row of `block` again and again, up to its length."""
+    found = block.to(call.dtype).reshape(rows, -1)
+    times = -(-call.count // found.shape[1])
+    return found.repeat(1, times)[:, : call.count].reshape(-1)
 
 
 def repeated(run: Run, calls: int) -> Run:

@@ -1,12 +1,24 @@
-"""Stages that go well, fail, crash and hang, for `test_evidence`. Each case leaves a line where it was run."""
+"""Stages that go well, fail, crash and hang, for `test_evidence`. Each case leaves a line where it was run.
+
+As a process it is a rank that goes through every collective: what a kernel moves, and how others are called.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
+import torch
+
+from tricomm.kernels import interpreter, registry
+from tricomm.perf.evidence import contenders, peer_ranks
+from tricomm.perf.evidence.ground import Call
+from tricomm.perf.evidence.race import Race
 from tricomm.perf.evidence.stage import Case, Skip, Stage, Wrong
+from tricomm.perf.evidence.stages import device_time
+from tricomm.perf.ranks import speak
 
 HERE = "tests.perf.evidence_stages"
 
@@ -70,5 +82,33 @@ MIXED = Stage("mixed", "Some of everything", mixed)
 PARTLY = Stage("partly", "Something is missing", partly)
 CRASHING = Stage("crashing", "One dies", crashing)
 HANGING = Stage("hanging", "One never ends", hanging)
-SLOW = Stage("slow", "Longer than its limit", slow, limit=6.0)
+SLOW = Stage("slow", "Longer than its limit", slow, limit=10.0)
 MISSING = Stage("nothing", "Cannot run here", good, missing=lambda settings: "no GPU of the kind")
+
+
+def main(say, rank, world_size, url, nbytes):
+    torch.set_num_threads(1)
+    data = {"dry_run": True, "one_gpu": False, "peers": None}
+    with peer_ranks.ground(rank, world_size, url, data) as here:
+        for kernel in registry.KERNELS:
+            if kernel.collective != "barrier" and not kernel.needs_cube:
+                say("moved", kernel=kernel.name, moved=counted(device_time.repeating(here.comm, kernel, nbytes)))
+        for collective in dict.fromkeys(kernel.collective for kernel in registry.KERNELS):
+            count = 0 if collective == "barrier" else 5
+            for root in range(world_size):
+                race = Race(Call(here, collective, torch.float32, count, root), 2, False, lambda *a, **k: None)
+                race.admit((name, make) for name, make in contenders.offered(collective, world_size, True).items()
+                           if name in ("tricomm", "gloo"))  # fmt: skip
+                say("race", collective=collective, ready=list(race.ready), missing=race.missing)
+
+
+def counted(run):
+    """Bytes of all accesses of the kernels that `run` launches, but for looks at headers: those depend on the wait."""
+    sizes = []
+    with interpreter.observe(lambda kind, addresses, itemsize: sizes.append((addresses.size, itemsize))):
+        run()
+    return sum(count * itemsize for count, itemsize in sizes if count > 64)
+
+
+if __name__ == "__main__":
+    sys.exit(speak(main))

@@ -5,19 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tricomm.kernels.registry import DTYPES, OPS
+from tricomm.kernels.collectives import COLLECTIVES
+from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf import bench_data
+
+EACH = [(name, op) for name, dtype in DTYPES.items() for op in dtype.ops]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize(("name", "op"), EACH)
 def test_inputs_and_results_are_exact(name: str, op: str, world_size: int) -> None:
     dtype = getattr(torch, name)
-    exact = bench_data.expected("all_reduce", op, world_size, 5, 4096)
-    parts = [bench_data.values("all_reduce", op, world_size, r, 5, 4096) for r in range(world_size)]
-    for whole in (exact, *parts):
-        assert torch.equal(whole.to(dtype).to(torch.int64), whole)
+    exact = bench_data.expected("all_reduce", op, world_size, 5, 4096, 0, dtype)
+    parts = [bench_data.values("all_reduce", op, world_size, r, 5, 4096, dtype) for r in range(world_size)]
+    wraps = name in ("int8", "uint8") and op == "prod"
+    for whole in parts if wraps else (exact, *parts):
+        back = whole.to(dtype).real if dtype.is_complex else whole.to(dtype)
+        assert torch.equal(back.to(whole.dtype), whole)
     if op == "avg":
         assert torch.equal(exact * world_size, torch.stack(parts).sum(0))
 
@@ -32,16 +36,28 @@ def test_ranks_calls_and_elements_differ() -> None:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_poison_is_no_result_and_is_counted(name: str) -> None:
-    out = torch.zeros(64, dtype=getattr(torch, name))
+    dtype = getattr(torch, name)
+    out = torch.zeros(64, dtype=dtype)
     bench_data.poison(out)
-    exact = bench_data.expected("all_reduce", "sum", 4, 1, 64)
+    exact = bench_data.expected("all_reduce", "sum", 4, 1, 64, 0, dtype)
     assert bench_data.wrong(out, exact) == 64
     out.copy_(exact)
     assert bench_data.wrong(out, exact) == 0
-    out[3] += 1
-    assert bench_data.wrong(out, exact) == 1
+    other = exact.clone()
+    other[3] = not other[3] if dtype == torch.bool else other[3] + 1
+    assert bench_data.wrong(out, other) == 1
 
 
-def test_a_gathered_result_is_in_rank_order() -> None:
+def test_rows_are_in_rank_order() -> None:
     exact = bench_data.expected("all_gather", "sum", 3, 1, 8)
     assert torch.equal(exact[8:16], bench_data.values("all_gather", "sum", 3, 1, 1, 8))
+    sent = bench_data.values("all_to_all", "sum", 3, 2, 1, 8)
+    assert torch.equal(bench_data.expected("all_to_all", "sum", 3, 1, 8, rank=1)[16:24], sent[8:16])
+
+
+@pytest.mark.parametrize("collective", [name for name, kind in COLLECTIVES.items() if kind.root])
+def test_the_root_goes_round(collective: str) -> None:
+    roots = [bench_data.options(collective, "sum", 3, call, 8)[COLLECTIVES[collective].root] for call in range(4)]
+    assert roots == [0, 1, 2, 0]
+    takers = [r for r in range(3) if bench_data.gets(collective, 3, r, 1)]
+    assert takers == ([1] if COLLECTIVES[collective].root == "dst" else [0, 1, 2])

@@ -33,28 +33,35 @@ def test_bad_sizes_are_refused(text: str) -> None:
         bench_plan.parse_sizes(text)
 
 
-def test_all_is_every_shipped_kernel_of_the_collectives() -> None:
-    found = bench_plan.cases(("all_reduce", "all_gather"), "all", "all")
-    shipped = {(k.collective, k.algorithm, k.protocol) for k in registry.KERNELS if k.collective != "barrier"}
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_all_is_every_shipped_kernel_of_the_collectives(world_size: int) -> None:
+    found = bench_plan.cases(bench_plan.COLLECTIVES, "all", "all", world_size)
+    kernels = [k for name in bench_plan.COLLECTIVES for k in registry.of(name, world_size)]
+    shipped = {(k.collective, k.algorithm, k.protocol) for k in kernels}
+    assert any(k.needs_cube for k in kernels) == (world_size == 8)
     assert {(c.collective, c.algorithm, c.protocol) for c in found} == shipped and len(found) == len(shipped)
 
 
 def test_what_is_not_asked_for_is_left_to_selection() -> None:
-    assert bench_plan.cases(("all_reduce",), None, None) == (Case("all_reduce", None, None),)
-    assert bench_plan.cases(("all_reduce",), "two_shot", None) == (Case("all_reduce", "two_shot", None),)
+    assert bench_plan.cases(("all_reduce",), None, None, 2) == (Case("all_reduce", None, None),)
+    assert bench_plan.cases(("all_reduce",), "two_shot", None, 2) == (Case("all_reduce", "two_shot", None),)
 
 
 def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
     with pytest.raises(InvalidArgument, match="one_shot/ll, one_shot/simple"):
-        bench_plan.cases(("all_gather",), "two_shot", None)
+        bench_plan.cases(("all_gather",), "two_shot", None, 2)
     with pytest.raises(InvalidArgument, match="there is one_shot, two_shot"):
-        bench_plan.cases(("all_reduce",), "three_shot", None)
+        bench_plan.cases(("all_reduce",), "three_shot", None, 2)
 
 
 def test_counts_and_sizes_are_those_of_nccl_tests() -> None:
     assert bench_plan.count("all_reduce", 1000, 4, 4) == 250
     assert bench_plan.count("all_gather", 1000, 4, 4) == 60  # 250 bytes a rank, down to a multiple of 16
     assert bench_plan.total_bytes("all_gather", 60, 4, 4) == 960
+    assert (
+        bench_plan.count("all_to_all", 1000, 4, 4) == 60 and bench_plan.total_bytes("reduce_scatter", 60, 4, 4) == 960
+    )
+    assert bench_plan.count("broadcast", 1000, 4, 4) == 250 and bench_plan.total_bytes("reduce", 250, 4, 4) == 1000
     assert bench_plan.count("all_gather", 1, 2, 8) == 8 and bench_plan.count("all_reduce", 1, 8, 2) == 1
 
 
@@ -62,6 +69,8 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
     assert bench_plan.algorithm_bandwidth(10**9, 1e6) == pytest.approx(1.0)  # 1e9 B in one second
     assert bench_plan.bus_factor("all_reduce", 8) == pytest.approx(1.75)
     assert bench_plan.bus_factor("all_gather", 8) == pytest.approx(0.875)
+    assert bench_plan.bus_factor("all_to_all", 8) == pytest.approx(0.875)
+    assert bench_plan.bus_factor("broadcast", 8) == bench_plan.bus_factor("reduce", 8) == 1.0
     assert bench_plan.bus_factor("all_reduce", 1) == 0.0
 
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-import tricomm
-from tricomm.errors import InvalidArgument
+from tricomm.explorer import oracle
 from tricomm.kernels import registry
-from tricomm.perf.evidence import contenders, many_ranks, peer_ranks, race, runner, schema
-from tricomm.perf.evidence.contenders import Call, Contender
+from tricomm.kernels.collectives import COLLECTIVES, Collective
+from tricomm.perf.evidence import contenders, peer_ranks, race, runner, schema
+from tricomm.perf.evidence.ground import Call, Contender, Ground
 from tricomm.perf.evidence.race import Race
 from tricomm.perf.evidence.stage import Settings, Skip, Wrong
-from tricomm.perf.evidence.stages import STAGES, many_gpus, peers
-from tricomm.perf.ranks import RankFailed
+from tricomm.perf.evidence.stages import STAGES, device_time, many_gpus, peers
+from tricomm.perf.ranks import RankFailed, talk
 
 # Stands for the checkout that `--peers` brings: kernels over torch's symmetric memory, which a CPU has none of.
 KRAKEN = """
@@ -76,8 +71,7 @@ def test_the_stages_are_where_they_belong():
 def test_a_peer_that_is_wrong_or_raises_is_named_and_costs_nobody_else(tmp_path):
     settings = Settings(tmp_path / "out", with_kraken(tmp_path / "peers", "raises", "wrong"), True)
     data = run(peers.STAGE, settings)["all_reduce/2 ranks/64 bytes"]
-    kernels = [k for k in registry.KERNELS if k.collective == "all_reduce"]
-    present = ["tricomm", *(f"tricomm_{k.algorithm}_{k.protocol}" for k in kernels), "gloo"]
+    present = ["tricomm", "tricomm_one_shot_ll", "gloo"]
     for name in [name + mode for name in present for mode in ("", "_graph")]:
         assert 0 < data[f"{name}_p10_us"] <= data[f"{name}_us"] <= data[f"{name}_p90_us"]
     assert data["gloo_ratio"] > 0 and data["gloo_graph_ratio"] > 0 and data["choice"] == "one_shot/ll"
@@ -102,14 +96,32 @@ def test_several_gpus_are_measured_in_a_dry_run(tmp_path):
     assert [(p["from"], p["to"]) for p in found["copies"]["pairs"]] == [(0, 1), (1, 0)]
     (pair,) = found["latency"]["pairs"]
     assert (pair["from"], pair["to"]) == (0, 1) and pair["ll_us"] > 0 and pair["flag_us"] > 0
-    for collective in dict.fromkeys(k.collective for k in registry.KERNELS):
+    for collective in ("gather", "barrier"):
         data = found[f"table/{collective}/2 ranks"]
         sizes = [0] if collective == "barrier" else [64, 256]
         assert [row["size_bytes"] for row in data["rows"]] == sizes
         for row in data["rows"]:
             assert row["tricomm_us"] > 0 and row["gloo_us"] > 0 and row["tricomm_wrong"] == row["gloo_wrong"] == 0
             assert "nccl" in row["missing"] and ("tricomm_busbw_gbps" in row) == (collective != "barrier")
-    assert found[f"sweep/{registry.KERNELS[0].name}/2 ranks"]["calls"] > 0
+
+
+def test_every_collective_is_raced_and_moves_what_is_said_at_the_least():
+    world_size, nbytes = 2, 16384
+    records = [record for _, record in talk("tests.perf.evidence_stages", world_size, nbytes, 100.0)]
+    moved = {}
+    for record in records:
+        if record["what"] == "moved":
+            moved[record["kernel"]] = moved.get(record["kernel"], 0) + record["moved"]
+    kernels = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
+    assert set(moved) == {k.name for k in kernels}
+    for kernel in kernels:
+        least = device_time.moved(kernel, world_size, nbytes)
+        assert least <= moved[kernel.name], kernel.name
+        assert kernel.protocol == "ll" or moved[kernel.name] <= 1.5 * least, kernel.name
+    races = [record for record in records if record["what"] == "race"]
+    assert {record["collective"] for record in races} == {k.collective for k in registry.KERNELS}
+    for race_ in races:
+        assert race_["ready"] == ["tricomm", "gloo"] and race_["missing"] == {}, race_
 
 
 # The rank's side, with one rank
@@ -150,7 +162,7 @@ def test_only_who_is_right_is_timed_and_all_take_turns(here):
 
     first, second = [], []
     race_.admit(
-        {"tricomm": contenders.offered("all_reduce", True)["tricomm"], "skips": skips, "right": contender(x),
+        {"tricomm": contenders.offered("all_reduce", 1, True)["tricomm"], "skips": skips, "right": contender(x),
          "early": wrong_in(1, first), "late": wrong_in(2, second)}.items()
     )  # fmt: skip
     bad = "wrong result: 8 of 8 elements on rank 0"
@@ -178,20 +190,23 @@ def test_a_device_that_is_lost_ends_the_rank(here, monkeypatch):
     def broken(ground):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(contenders.Ground, "sync", broken)
+    monkeypatch.setattr(Ground, "sync", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         race_.admit({"bad": contender(torch.zeros(8))}.items())
 
 
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("collective", [name for name in COLLECTIVES if name != "barrier"])
 def test_data_that_repeat_are_still_exact(monkeypatch, collective):
     monkeypatch.setattr(race, "_PERIOD", 7)
     comms = [SimpleNamespace(world_size=3, rank=rank) for rank in range(3)]
-    trials = [race.trial(Call(SimpleNamespace(comm=c), collective, torch.bfloat16, 24), 4) for c in comms]
-    parts = torch.stack([data for data, _ in trials])
-    assert parts.shape == (3, 24) and torch.equal(parts[0, :7], parts[0, 7:14]) and not torch.equal(*parts[:2])
-    want = parts.float().sum(0) if collective == "all_reduce" else parts.float().reshape(-1)
-    assert all(torch.equal(exact.float(), want) for _, exact in trials)
+    calls = [Call(SimpleNamespace(comm=c), collective, torch.bfloat16, 24, 2) for c in comms]
+    trials = [race.trial(call, 4) for call in calls]
+    parts = [data for data, _ in trials]
+    assert all(len(part) == 24 * COLLECTIVES[collective].rows_in(3) for part in parts)
+    assert torch.equal(parts[0][:7], parts[0][7:14]) and not torch.equal(*parts[:2])
+    for rank, (call, (_, exact)) in enumerate(zip(calls, trials, strict=True)):
+        assert call.gets == (COLLECTIVES[collective].root != "dst" or rank == 2)
+        assert torch.equal(exact, oracle.expected(collective, "sum", parts, rank, 2))
 
 
 def test_what_ranks_tell_each_other_is_cut_and_never_breaks(here):
@@ -253,7 +268,7 @@ def test_which_nccl_can_take_part(monkeypatch, there, version, one_gpu, words):
 
 def test_a_missing_kraken_says_where_it_was_looked_for(tmp_path):
     for folder, words in ((None, "no --peers folder was given"), (tmp_path, "kraken is no checkout of github.com")):
-        call = Call(contenders.Ground(None, None, True, folder), "all_reduce", torch.bfloat16, 8)
+        call = Call(Ground(None, None, True, folder), "all_reduce", torch.bfloat16, 8)
         with pytest.raises(Skip, match=words):
             contenders.kraken(call, "one_shot")
 
@@ -271,7 +286,7 @@ def test_symmetric_memory_is_called_as_torch_names_it(here, monkeypatch):
     monkeypatch.setattr(contenders, "symmetric_memory", memory)
     monkeypatch.setattr(torch.ops, "symm_mem", SimpleNamespace(**{name: op(name) for name in names}))
     race_ = Race(Call(here, "all_reduce", torch.bfloat16, 8), 1, False, lambda *a, **k: None)
-    offered = {n: m for n, m in contenders.offered("all_reduce", False).items() if n.startswith("symm")}
+    offered = {n: m for n, m in contenders.offered("all_reduce", 1, False).items() if n.startswith("symm")}
     race_.admit(offered.items())
     assert list(race_.ready) == ["symm_mem_one_shot", "symm_mem_two_shot"]
     assert race_.missing == {"symm_mem_multimem": "multimem needs a multicast address, which this box lacks"}
@@ -373,130 +388,14 @@ def test_the_slowest_rank_counts_and_ratios_are_of_rounds(monkeypatch):
 # Several GPUs
 
 
-def test_one_gpu_is_too_few(monkeypatch, tmp_path):
-    assert "no CUDA device" in many_gpus.missing(Settings(tmp_path))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for gpus, words in ((1, "one GPU is visible; this stage needs two or more"), (2, None)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert many_gpus.missing(Settings(tmp_path)) == words
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert many_gpus.missing(Settings(tmp_path, None, True)) is None
-    assert [many_gpus.worlds(n) for n in (2, 3, 4, 8)] == [(2,), (2, 3), (2, 4), (2, 4, 8)]
+def test_a_collective_that_torch_has_not_is_left_out_of_the_comparison_only(here, monkeypatch):
+    monkeypatch.setitem(COLLECTIVES, "all_to_some", Collective("all_to_some"))
+    with pytest.raises(Skip, match="does not know how torch.distributed calls all_to_some"):
+        contenders.gloo(Call(here, "all_to_some", torch.float32, 8))
 
 
-def test_every_collective_and_kernel_has_its_case_on_eight_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    keys = [case.key for case in many_gpus.STAGE.cases(Settings(tmp_path))]
-    collectives = dict.fromkeys(k.collective for k in registry.KERNELS)
-    assert {f"table/{c}/{n} ranks" for c in collectives for n in (2, 4, 8)} < set(keys)
-    assert {f"sweep/{k.name}/8 ranks" for k in registry.KERNELS} < set(keys) and len(keys) == len(set(keys))
-
-
-def test_who_reaches_whom():
-    data = many_gpus.matrix(3, lambda a, b: (a, b) != (2, 0))
-    assert data == {"matrix": [[1, 1, 1], [1, 1, 1], [0, 1, 1]], "open_pairs": 5, "pairs_number": 6}
-
-
-def test_copies_are_timed_and_looked_at(monkeypatch):
-    seconds = iter([9.0, 2e-6, 1e-6, 4e-6, 9.0, 1e-6, 1e-6, 1e-6])
-
-    def copied(x, y):
-        y.copy_(x)
-        return next(seconds)
-
-    monkeypatch.setattr(many_gpus, "copied", copied)
-    data = many_gpus.copies([torch.device("cpu")] * 2, 4000, 3)
-    assert [pair["copy_gbps"] for pair in data["pairs"]] == [2.0, 4.0]
-    assert (data["least_gbps"], data["most_gbps"]) == (2.0, 4.0)
-    monkeypatch.setattr(many_gpus, "copied", lambda x, y: 1.0)
-    with pytest.raises(Wrong, match=r"from cpu \(0\) to cpu \(1\) did not arrive"):
-        many_gpus.copies([torch.device("cpu")] * 2, 4000)
-
-
-def test_a_gpu_is_timed_by_events_on_the_device_that_is_copied_from(monkeypatch):
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            log.append("record")
-
-        def synchronize(self):
-            log.append("wait")
-
-        def elapsed_time(self, end):
-            return 2.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: log.append(device.index) or nullcontext())
-    x = SimpleNamespace(device=torch.device("cuda", 3))
-    y = SimpleNamespace(copy_=lambda x, non_blocking: log.append(("copy", non_blocking)))
-    assert many_gpus.copied(x, y) == 2e-3 and log == [3, "record", ("copy", True), "record", "wait"]
-    del log[:]
-    clock = many_ranks._clock(SimpleNamespace(simulated=False))
-    assert clock() == 2000.0 and log == ["record", "record", "wait"]
-
-
-def test_latencies_of_all_pairs_are_needed():
-    said = [
-        {"ranks": [a, b], "way": way, "samples": [a + b, 9.0, 0.5]}
-        for a, b in ((0, 1), (0, 2), (1, 2))
-        for way in ("ll", "flag")
-    ]
-    data = many_gpus.latencies(said, 3)
-    assert data["pairs"][2] == {"from": 1, "to": 2, "ll_us": 3.0, "flag_us": 3.0}
-    assert (data["ll_least_us"], data["ll_most_us"]) == (1.0, 3.0)
-    with pytest.raises(Wrong, match="2 pairs of 3 ranks"):
-        many_gpus.latencies(said[:4], 3)
-
-
-@pytest.mark.parametrize("way", many_ranks.WAYS)
-def test_the_last_word_has_gone_to_and_fro_and_nothing_races(way):
-    def body(comm):
-        room = comm.symmetric((2, many_ranks._ROOM), torch.int64)
-        times = many_ranks.probe(comm, room.table, 1 - comm.rank, way, 3, 2)
-        assert len(times) == 2 and min(times) >= 0
-        comm.barrier()
-        assert int(room.local[1 - comm.rank, 0]) >> 32 == 8
-
-    report = tricomm.check(body, world_size=2, schedules=3)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize(
-    "ll, accesses",
-    [
-        (True, {"ld.volatile.global.v2.b64", "st.relaxed.sys.global.v2.b64"}),
-        (False, {"ld.acquire.sys.global.b64", "st.release.sys.global.b64"}),
-    ],
-)
-def test_the_probe_compiles_for_a_gpu_to_the_accesses_that_it_is_named_for(ll, accesses):
-    values = {"LEADS": True, "LL": ll, "ROOM": many_ranks._ROOM, "LANES": many_ranks._LANES, "PTX": True}
-    types = {"group": "*i64", "table": "*i64", "bounds": "*i64", "rank": "i32", "other": "i32"}
-    source = ASTSource(many_ranks.ping_pong, types | dict.fromkeys(values, "constexpr"), values)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-    assert accesses <= set(re.findall(r"\b(?:ld|st)\.(?:volatile|relaxed|acquire|release)[.a-z0-9]*", made.asm["ptx"]))
-
-
-def test_the_table_has_the_formulas_of_nccl_tests():
-    times = {"tricomm": [2.0, 2.0, 8.0], "nccl": [4.0, 4.0, 4.0]}
-    rows = {1000: {**done(times), "count": 250}, 4000: {**done(times, {"x": "why"}), "count": 1000}}
-    data = many_gpus.table("all_reduce", 4, rows)
-    first, last = data["rows"]
-    assert (first["size_bytes"], first["count"], first["type"], first["choice"]) == (1000, 250, "float32", "a/b")
-    assert (first["tricomm_us"], first["tricomm_p90_us"], first["tricomm_wrong"]) == (2.0, 8.0, 0)
-    assert (first["tricomm_algbw_gbps"], first["tricomm_busbw_gbps"]) == (0.5, 0.75)
-    assert last["nccl_algbw_gbps"] == 1.0 and last["missing"] == {"x": "why"}
-    assert (data["tricomm_us"], data["tricomm_busbw_gbps"], data["nccl_busbw_gbps"]) == (2.0, 3.0, 1.5)
-    gathered = many_gpus.table("all_gather", 4, {1000: {**done(times), "count": 250}})["rows"][0]
-    assert gathered["size_bytes"] == 4000 and gathered["tricomm_busbw_gbps"] == 1.5
-    assert json.loads(json.dumps(data)) == data
-
-
-def test_an_unknown_collective_is_left_out_of_the_comparison_only(here):
-    with pytest.raises(Skip, match="does not know how torch.distributed calls all_to_all"):
-        contenders.gloo(Call(here, "all_to_all", torch.float32, 8))
-    with pytest.raises(InvalidArgument):
-        here.comm.explain("all_to_all", 8)
+def test_a_cube_kernel_is_offered_to_eight_ranks_only():
+    for collective in COLLECTIVES:
+        names = {n: set(contenders.offered(collective, n, False)) for n in (4, 8)}
+        cube = {f"tricomm_{k.algorithm}_{k.protocol}" for k in registry.of(collective, 8) if k.needs_cube}
+        assert names[8] - names[4] == cube and names[4] < names[8] or not cube

@@ -7,18 +7,36 @@ import pytest
 
 from tricomm.kernels import registry
 from tricomm.perf.traffic import Counter, Moved, count
+from tricomm.topology_shapes import dgx1v
 
-KERNELS = {k.name for k in registry.KERNELS if k.collective != "barrier"}
+
+def kernels(cube: bool) -> dict[str, registry.Kernel]:
+    return {k.name: k for k in registry.KERNELS if k.collective != "barrier" and k.needs_cube == cube}
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
+    """On every rank; where there is a root, on the busiest ones."""
     found = list(count(world_size, 16 * world_size * 24))
-    assert {m.kernel.name for m in found} == KERNELS and len(found) == len(KERNELS) * world_size
-    assert {(m.kernel.name, m.rank): m.ratio for m in found if m.ratio != 1.0} == {}
+    assert {m.kernel.name for m in found} == set(kernels(False)) and len(found) == len(kernels(False)) * world_size
+    for name, kernel in kernels(False).items():
+        ratios = [m.ratio for m in found if m.kernel.name == name]
+        assert max(ratios) == 1.0 and (kernel.kind.root or min(ratios) == 1.0), (name, ratios)
     assert all(m.headers > 0 and m.headers % (8 * (world_size - 1)) == 0 for m in found)
-    least = {m.rank for m in found if m.kernel.name == "all_reduce_two_shot_simple" and m.written + m.read == m.optimum}
-    assert least == set(range(world_size))
+    for name in ("all_reduce_two_shot_simple", "all_gather_one_shot_simple", "reduce_scatter_one_shot_simple"):
+        assert all(m.written + m.read == m.optimum for m in found if m.kernel.name == name), name
+
+
+def test_nothing_crosses_a_link_that_a_cube_mesh_lacks() -> None:
+    found = list(count(8, 16 * 8 * 24))
+    assert {m.kernel.name for m in found} == set(kernels(True)) and len(found) == len(kernels(True)) * 8
+    assert {(m.kernel.name, m.rank): m.ratio for m in found if m.ratio != 1.0} == {}
+    links = dgx1v().links
+    for m in found:
+        used = {other for other, moved in enumerate(m.links) if moved}
+        assert used == {other for other, there in enumerate(links[m.rank]) if there}, (m.kernel.name, m.rank)
+        assert sum(m.links) == m.written + m.headers
+    assert all(m.written == m.optimum for m in found if m.kernel.name == "all_reduce_hybrid_cube_mesh_two_shot_simple")
 
 
 def test_the_counter_sees_peers_only_and_headers_apart() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import os
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,16 +15,18 @@ import torch
 from tricomm import plan
 from tricomm.kernels import layout, registry
 from tricomm.kernels.compiled import compile_kernel
+from tricomm.kernels.dtypes import DTYPES
+from tricomm.perf import bench_data
 from tricomm.perf.evidence import checks, machine
 from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
 from tricomm.selection import Site, choose
 
-Job = tuple[str, str, dict[str, Any], str | None, bool, int]  # collective/algorithm/protocol, and `compile_kernel`'s
+Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
 
 
 def _cases(settings: Settings) -> Iterable[Case]:
     for world_size in (2,) if settings.dry_run else (2, 4, 8):
-        for kernel in registry.KERNELS[:2] if settings.dry_run else registry.KERNELS:
+        for kernel in checks.kernels(world_size, settings.dry_run):
             yield Case(
                 f"{kernel.name}/{world_size} ranks",
                 lambda kernel=kernel, world_size=world_size: _compile(kernel, world_size, settings),  # type: ignore[misc]
@@ -32,48 +35,58 @@ def _cases(settings: Settings) -> Iterable[Case]:
 
 
 def _compile(kernel: registry.Kernel, world_size: int, settings: Settings) -> Data:
-    found = list(jobs(kernel, world_size, settings.dry_run))
-    workers = len(os.sched_getaffinity(0))
+    found = jobs(kernel, world_size, 90 if settings.dry_run else _capability())
     if settings.dry_run:
         failures = [compile_one(job) for job in found[:1]]
     else:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            failures = list(pool.map(compile_one, found, chunksize=2))
+        try:
+            failures = list(_workers().map(compile_one, found))
+        except BrokenProcessPool:
+            _workers.cache_clear()  # the next case gets a new one
+            raise
     bad = [text for text in failures if text]
     if bad:
         raise Wrong(f"{len(bad)} of {len(found)} variants do not compile: {bad[0]}")
     return {"variants": len(found)}
 
 
-def jobs(kernel: registry.Kernel, world_size: int, dry_run: bool) -> Iterable[Job]:
-    """What the checks' calls need compiled, worked out by the very code that makes launch plans."""
-    capability = 90 if dry_run else _capability()
+@cache
+def _workers() -> ProcessPoolExecutor:
+    """One pool for all cases: a worker takes seconds to start."""
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn"))
+
+
+def jobs(kernel: registry.Kernel, world_size: int, capability: int) -> list[Job]:
+    """What the checks' calls need compiled, worked out by the very code that makes launch plans; nothing twice."""
     memory = layout.plan(world_size, checks.options(False).arena_bytes)
-    site = Site(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS, None, None)
+    site = Site(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
     found: dict[str, Job] = {}
-    ops = registry.OPS if kernel.reduces else ("sum",)
-    names = checks.dtypes(False) if kernel.collective != "barrier" else (None,)
-    for name, op, aligned, count in itertools.product(names, ops, (True, False), checks.COUNTS):
-        dtype = getattr(torch, name) if name is not None else None
-        nbytes = count * dtype.itemsize if dtype is not None else 0
 
-        def bind(function: Any, blocks: int, constexprs: dict[str, Any], kind: str | None, even: bool) -> Any:
-            job = (kernel.name, str(blocks), constexprs, kind, even, capability)
-            found.setdefault(repr((constexprs, kind, even)), job)
+    def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:
+        found.setdefault(repr((constexprs, bits, aligned)), (kernel.name, constexprs, bits, aligned, capability))
 
-        choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol)
-        plan.make(site, choice, op if kernel.reduces else "none", dtype, count, aligned, "eager", bind)
-    return found.values()
+    for name in checks.dtypes(kernel, False):
+        dtype = DTYPES[name] if kernel.collective != "barrier" else None
+        itemsize = getattr(torch, name).itemsize
+        for call in checks.calls(kernel, world_size, name, False):
+            nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
+            choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol)
+            more = bench_data.options(kernel.collective, call.op, world_size, 0, call.count)
+            splits = tuple(tuple(more[n]) for n in ("in_splits", "out_splits") if n in more)
+            root = more.get(kernel.kind.root, -1)
+            asked = plan.Asked(kernel.collective, call.op, dtype, call.count, root, splits)
+            plan.make(site, choice, asked, call.aligned(kernel, itemsize), "eager", bind)
+    return list(found.values())
 
 
 def compile_one(job: Job) -> str:
     """What went wrong, or nothing."""
-    name, _, constexprs, dtype, aligned, capability = job
+    name, constexprs, bits, aligned, capability = job
     function = next(k.function for k in registry.KERNELS if k.name == name)
     try:
-        compile_kernel(function, constexprs, dtype, aligned, capability)
+        compile_kernel(function, constexprs, bits, aligned, capability)
     except Exception as error:  # whatever a compiler may raise
-        return f"{name} {constexprs} {dtype}: {type(error).__name__}: {error}"
+        return f"{name} {constexprs} {bits} bits: {type(error).__name__}: {error}"
     return ""
 
 

@@ -8,15 +8,16 @@ time from launch to launch of a kernel that does nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from fractions import Fraction
 from typing import Any
 
 import torch
 import triton
 
 from tricomm import Communicator, Options
-from tricomm.kernels import launch, registry
+from tricomm.kernels import launch
 from tricomm.kernels.registry import Kernel
-from tricomm.perf.evidence import machine
+from tricomm.perf.evidence import calling, checks, machine
 from tricomm.perf.evidence.stage import Case, Data, Settings, Stage
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -34,7 +35,7 @@ def _cases(settings: Settings) -> Iterable[Case]:
     yield Case("limit/l2 copy", lambda: _copy(settings, 1 << (12 if dry else 22)))
     yield Case("limit/memory copy", lambda: _copy(settings, 1 << (12 if dry else 30)))
     for world_size in (2,) if dry else (2, 4, 8):
-        for kernel in registry.KERNELS:
+        for kernel in checks.kernels(world_size, dry):
             for nbytes in (0,) if kernel.collective == "barrier" else (256,) if dry else SIZES:
                 yield Case(
                     f"{kernel.name}/{world_size} ranks/{nbytes} bytes",
@@ -61,21 +62,18 @@ def _kernel(settings: Settings, kernel: Kernel, world_size: int, nbytes: int) ->
     on = machine.of(settings)
     options = Options(arena_bytes=(1 << 20) if settings.dry_run else (64 << 20))
     rounds, calls = (2, 1) if settings.dry_run else (_ROUNDS, _CALLS)
-    samples = on.resident(world_size, lambda comm: calling(comm, kernel, nbytes), calls, rounds, options)
+    samples = on.resident(world_size, lambda comm: repeating(comm, kernel, nbytes), calls, rounds, options)
     data = machine.spread(samples)
     if nbytes:
-        data["memory_gbps"] = round(moved(kernel, world_size, nbytes) * world_size / data["median_us"] / 1e3, 3)
+        data["memory_gbps"] = round(moved(kernel, world_size, nbytes) / data["median_us"] / 1e3, 3)
     return data
 
 
-def calling(comm: Communicator, kernel: Kernel, nbytes: int) -> Callable[[], None]:
-    """What a rank calls, on bf16 tensors of its own of `nbytes` bytes."""
-    if kernel.collective == "barrier":
-        return lambda: _ignored(comm.barrier(async_op=True))
-    x = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=comm.device)
-    y = torch.zeros(x.numel() * (1 if kernel.reduces else comm.world_size), dtype=x.dtype, device=comm.device)
-    run = getattr(comm, kernel.collective)
-    return lambda: _ignored(run(x, out=y, algorithm=kernel.algorithm, protocol=kernel.protocol))
+def repeating(comm: Communicator, kernel: Kernel, nbytes: int) -> Callable[[], None]:
+    """What a rank calls, on a bf16 input of its own of `nbytes` bytes, all rows together."""
+    count = nbytes // kernel.kind.rows_in(comm.world_size) // 2
+    x, y = calling.tensors(comm, kernel.collective, count, torch.bfloat16)
+    return lambda: _ignored(calling.call(comm, kernel.collective, 0, x, y, kernel))
 
 
 def _ignored(result: Any) -> None:
@@ -83,16 +81,25 @@ def _ignored(result: Any) -> None:
 
 
 def moved(kernel: Kernel, world_size: int, nbytes: int) -> int:
-    """Bytes that one rank loads and stores, its own tensors and the mailboxes: what its memory has to do at least.
+    """Bytes that all ranks together load and store at the least, of `nbytes` of input each: they share one memory.
 
-    LL words are twice as large as what they carry.
+    Inputs are loaded once and outputs stored once. What crosses between ranks is the registry's, LL words with their
+    flags: pushed, it is stored and loaded again; pulled, it is loaded, and staged before. Not counted are a rank's own
+    part where it passes through its own mailbox, headers, polls that came too early, and by how much the wide sums of
+    narrow types are larger on a cube mesh's relays.
     """
-    wire = 2 if kernel.protocol == "ll" else 1
-    if kernel.algorithm == "two_shot":  # every shard once to its owner, every result once back
-        return nbytes + 2 * 2 * wire * nbytes + nbytes
-    sent = world_size if kernel.protocol == "ll" else 1  # pushed to each rank, or staged once
-    out = nbytes if kernel.reduces else world_size * nbytes
-    return nbytes + wire * sent * nbytes + wire * world_size * nbytes + out
+    kind = kernel.kind
+    written, read = kernel.written(world_size), kernel.read(world_size)
+    # The registry speaks of the busiest rank. Of those who get a shard of a broadcast, each passes (N - 2)/N on: all
+    # together push N/2 times as much as the root.
+    pushers: Fraction | int = {"src": 1, "dst": world_size - 1}.get(kind.root, world_size)
+    if kind.root == "src" and kernel.shards is not None:
+        pushers = Fraction(world_size, 2)
+    loaders = 1 if kind.root == "src" else world_size
+    storers = {"broadcast": world_size - 1, "reduce": 1, "gather": 1}.get(kind.name, world_size)
+    output = Fraction(kind.rows_out(world_size), kind.rows_in(world_size))
+    mailbox = 2 * written * pushers + (read + 1 if read else 0) * world_size
+    return int((loaders + mailbox + storers * output) * nbytes)
 
 
 STAGE = Stage(

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from tricomm.kernels import layout, registry
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.perf import bench_plan
-from tricomm.perf.evidence import machine
+from tricomm.perf.evidence import checks, machine
 from tricomm.perf.evidence.contenders import OURS
 from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
 from tricomm.perf.evidence.stages import peers, processes
@@ -24,6 +25,7 @@ from tricomm.perf.ranks import talk
 
 SIZES = tuple(1 << n for n in range(10, 27, 2))  # 1 KiB to 64 MiB
 _DRY_SIZES = (64, 256)
+_DRY_COLLECTIVES = ("gather", "barrier")  # stage `peers` has the all-reduce
 _DTYPE = torch.float32
 _COPY = 256 << 20
 _SHOWN = ("open_pairs", "pairs_number", "least_gbps", "most_gbps", "ll_least_us", "ll_most_us", "flag_least_us",
@@ -52,16 +54,19 @@ def _cases(settings: Settings) -> Iterable[Case]:
     yield Case("latency", lambda: _latency(settings, worlds(gpus)[-1]))
     lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
     for world_size in worlds(gpus):
-        for collective in dict.fromkeys(k.collective for k in registry.KERNELS):
+        for collective in _DRY_COLLECTIVES if settings.dry_run else COLLECTIVES:
             yield Case(
                 f"table/{collective}/{world_size} ranks",
                 lambda c=collective, n=world_size: _table(settings, c, n, lost[n]),  # type: ignore[misc]
             )
-    for kernel in registry.KERNELS[:1] if settings.dry_run else registry.KERNELS:
-        question = {"task": "sweep", "kernel": kernel.name, "dry_run": settings.dry_run, "one_gpu": False}
+    if settings.dry_run:
+        return  # stage `processes` sweeps
+    for kernel in checks.kernels(worlds(gpus)[-1], False):
+        question = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
         yield Case(
             f"sweep/{kernel.name}/{worlds(gpus)[-1]} ranks",
             lambda question=question: processes.run(question, worlds(gpus)[-1]),  # type: ignore[misc]
+            limit=240.0,
         )
 
 
@@ -133,7 +138,8 @@ def latencies(heard: list[dict[str, Any]], world_size: int) -> Data:
 
 def _table(settings: Settings, collective: str, world_size: int, lost: peers.Lost) -> Data:
     sizes = (0,) if collective == "barrier" else _DRY_SIZES if settings.dry_run else SIZES
-    question = peers.asked(settings, collective, str(_DTYPE).removeprefix("torch."), sizes, one_gpu=False)
+    name = str(_DTYPE).removeprefix("torch.")
+    question = peers.asked(settings, collective, name, sizes, world_size, one_gpu=False)
     question["seconds"] /= len(sizes)
     question["names"] = [name for name in question["names"] if not name.startswith(("kraken", f"{OURS}_"))]
     rows = peers.compare(question, world_size, lost)

@@ -41,17 +41,20 @@ def _cases(settings: Settings) -> Iterable[Case]:
 
 
 def _run(settings: Settings, world_size: int, nbytes: int, lost: Lost) -> Data:
-    question = asked(settings, "all_reduce", "bfloat16", (nbytes,), one_gpu=True)
+    question = asked(settings, "all_reduce", "bfloat16", (nbytes,), world_size, one_gpu=True)
     row = compare(question, world_size, lost)[nbytes]
     return {"nbytes": nbytes, "choice": row["choice"], **described(row["times"]), "missing": row["missing"]}
 
 
-def asked(settings: Settings, collective: str, dtype: str, sizes: tuple[int, ...], one_gpu: bool) -> dict[str, Any]:
+def asked(
+    settings: Settings, collective: str, dtype: str, sizes: tuple[int, ...], world_size: int, one_gpu: bool
+) -> dict[str, Any]:
     """What `peer_ranks` is to do; every name that is offered takes part."""
     return {
         "collective": collective, "dtype": dtype, "sizes": list(sizes), "graphs": collective != "barrier",
-        "names": list(offered(collective, settings.dry_run)), "dry_run": settings.dry_run, "one_gpu": one_gpu,
-        "peers": str(settings.peers) if settings.peers else None, **(_DRY if settings.dry_run else _GPU),
+        "names": list(offered(collective, world_size, settings.dry_run)), "dry_run": settings.dry_run,
+        "one_gpu": one_gpu, "peers": str(settings.peers) if settings.peers else None,
+        **(_DRY if settings.dry_run else _GPU),
     }  # fmt: skip
 
 

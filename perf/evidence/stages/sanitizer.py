@@ -17,14 +17,17 @@ TOOL = "compute-sanitizer"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
 
 
+def missing(settings: Settings) -> str | None:
+    """Why none of this can run."""
+    return "a dry run has no GPU to watch" if settings.dry_run else machine.no_gpu(settings)
+
+
 def _cases(settings: Settings) -> Iterable[Case]:
     for tool in ("memcheck", "racecheck"):
-        yield Case(tool, lambda tool=tool: _run(tool, settings), limit=400.0)  # type: ignore[misc]
+        yield Case(tool, lambda tool=tool: _run(tool), limit=400.0)  # type: ignore[misc]
 
 
-def _run(tool: str, settings: Settings) -> Data:
-    if settings.dry_run:
-        raise Skip("a dry run has no GPU to watch")
+def _run(tool: str) -> Data:
     found = shutil.which(TOOL) or shutil.which(TOOL, path=":".join(_PLACES))
     if found is None:
         raise Skip(f"{TOOL} is not on PATH, nor in {' or '.join(_PLACES)}")
@@ -45,4 +48,4 @@ def judged(code: int, log: str, said: str) -> Data:
     return {"summary": summary[-1]}
 
 
-STAGE = Stage("sanitizer", "compute-sanitizer finds nothing", _cases, machine.no_gpu, columns=("summary",))
+STAGE = Stage("sanitizer", "compute-sanitizer finds nothing", _cases, missing, columns=("summary",))
