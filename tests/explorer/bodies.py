@@ -26,7 +26,8 @@ def in_turn(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) ->
     for number in range(calls):
         key = mutant.keys[number % len(mutant.keys)]
         size = mutant.sizes[number % len(mutant.sizes)]
-        yield _call(comm, key, [_part(number, r, size, mutant.dtype) for r in range(comm.world_size)])
+        size *= registry.find(*key).kind.rows_in(comm.world_size)
+        yield _call(comm, key, [_part(number, r, size, mutant.dtype) for r in range(comm.world_size)], number=number)
 
 
 def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
@@ -34,6 +35,17 @@ def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> 
     for number in range(calls):
         values = [(1e8, 1.0, -1e8)[(r + number) % 3] for r in range(comm.world_size)]
         parts = [torch.full((mutant.sizes[number % len(mutant.sizes)],), v) for v in values]
+        yield _call(comm, mutant.keys[0], parts)
+
+
+def cube_floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """Numbers of the mutant's type whose sum tells in which order a quad was added, and whether it was rounded."""
+    numbers = (2.0, 1e8, 0.5, -1e8, 1.0, 3.0, 5.0, 7.0)
+    if mutant.dtype == torch.bfloat16:  # 257 has a bit too many for it, 258 has not
+        numbers = (256.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
+    for number in range(calls):
+        values = [numbers[(r + number) % 8] for r in range(comm.world_size)]
+        parts = [torch.full((mutant.sizes[number % len(mutant.sizes)],), v).to(mutant.dtype) for v in values]
         yield _call(comm, mutant.keys[0], parts)
 
 
@@ -81,14 +93,21 @@ def _part(number: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor
     return numbers * (1 << 32 | 1) if dtype == torch.int64 else numbers
 
 
-def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum") -> Pair:
+def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum",
+          number: int = 0) -> Pair:  # fmt: skip
+    """One call, of which `parts` are the ranks' inputs; where there is a root, each rank is it in turn."""
     kernel = registry.find(*key)
-    if not kernel.reduces and kernel.collective == "barrier":
+    if kernel.collective == "barrier":
         comm.barrier()
         return torch.zeros(0), torch.zeros(0)
-    want = oracle.expected(kernel.collective, op, parts)
-    out = torch.full_like(want, -1)
-    how = {"out": out, "algorithm": kernel.algorithm, "protocol": kernel.protocol}
-    if kernel.reduces:
-        how["op"] = op
-    return getattr(comm, kernel.collective)(parts[comm.rank], **how), want
+    root = number % comm.world_size if kernel.kind.root else -1
+    how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+    how |= {kernel.kind.root: root} if kernel.kind.root else {}
+    how |= {"op": op} if kernel.reduces else {}
+    quads = oracle.quads(comm) if kernel.needs_cube else ()
+    want = oracle.expected(kernel.collective, op, parts, comm.rank, root, quads)
+    gets = kernel.kind.root != "dst" or root == comm.rank
+    if gets and kernel.collective not in ("broadcast", "reduce"):  # those are in place
+        how["out"] = torch.full_like(want, -1)
+    got = getattr(comm, kernel.collective)(parts[comm.rank].clone(), **how)
+    return (got, want) if gets else (torch.zeros(0), torch.zeros(0))

@@ -7,8 +7,10 @@ here; where it can only be made with pads, a kernel of `pad_kernels` makes it.
 from __future__ import annotations
 
 from tests.explorer import bodies
+from tests.explorer.cube_mutants import CUBES
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
+from tests.explorer.parcel_mutants import PARCELS
 from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
@@ -120,7 +122,7 @@ REAL = (
     ),
     Mutant(
         "K13", "all ranks signal the same slot", "one slot for several writers; one writer per word is the rule",
-        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me\n",
+        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
               "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE\n"),),
         (S,), DEADLOCK,
     ),
@@ -162,7 +164,8 @@ REAL = (
     Mutant(
         "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets, vllm#8558, #8404",
         (
-            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + me\n", "row = PHASE * WORLD_SIZE + me\n"),
+            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
+                 "row = PHASE * WORLD_SIZE + tl.load(group + RANK)\n"),
             Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)",
                  "row = PHASE * WORLD_SIZE + tl.where(mask, source, 0)"),
         ),
@@ -247,4 +250,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PARCELS, *CUBES)}

@@ -27,6 +27,7 @@ from tricomm.explorer import Finding, Report, allowed, campaign, shipped
 from tricomm.explorer.findings import Execution
 from tricomm.kernels import adapter, interpreter, registry
 from tricomm.options import Options
+from tricomm.topology import Topology
 
 Key = tuple[str, str, str]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -60,7 +61,8 @@ class Mutant:
     schedules   within how many schedules it must be found
     body        the calls; None: those of `tricomm check`, `tricomm.explorer.shipped.body`
     clean       what the unchanged kernel gives for the same calls, where that is meant to be an error
-    processes   why separate processes cannot show it, where they cannot
+    processes   why separate processes cannot show it, or have not been tried, where that is so
+    topology    how the ranks are linked, where it matters
     """
 
     name: str
@@ -84,13 +86,14 @@ class Mutant:
     body: Body | None = None
     clean: frozenset[str] = frozenset()
     processes: str = ""
+    topology: Topology | None = None
 
     @property
     def options(self) -> Options:
         """What `tricomm check` would take, with this mutant's grid, tile and first epoch."""
         return Options(
             arena_bytes=shipped.options(self.world_size).arena_bytes, blocks=self.blocks, tile=self.tile,
-            max_blocks=self.max_blocks, first_epoch=self.first_epoch,
+            max_blocks=self.max_blocks, first_epoch=self.first_epoch, topology=self.topology,
         )  # fmt: skip
 
 

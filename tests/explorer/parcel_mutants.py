@@ -1,0 +1,158 @@
+"""The table of mutants, third part: pushes to some ranks only, a root, and a meeting of all (`kernels/parcels.py`)."""
+
+from __future__ import annotations
+
+from tests.explorer import bodies
+from tests.explorer.mutation import Edit, Mutant
+
+BL, BS = ("broadcast", "one_shot", "ll"), ("broadcast", "one_shot", "simple")
+BT = ("broadcast", "two_shot", "simple")
+GL, GS = ("gather", "one_shot", "ll"), ("gather", "one_shot", "simple")
+RL, RS = ("reduce", "one_shot", "ll"), ("reduce", "one_shot", "simple")
+CL, CS = ("scatter", "one_shot", "ll"), ("scatter", "one_shot", "simple")
+AL, AS = ("all_to_all", "one_shot", "ll"), ("all_to_all", "one_shot", "simple")
+DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
+
+FILE = "kernels/parcels.py"
+BROADCAST = "kernels/broadcast_one_shot.py"
+TWO_SHOT = "kernels/broadcast_two_shot_simple.py"
+GATHER = "kernels/gather_one_shot.py"
+REDUCE = "kernels/reduce_one_shot.py"
+SCATTER = "kernels/scatter_one_shot.py"
+
+_MEET = "        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)\n"
+_SIGNAL_ONLY = """\
+        if me == root:
+            tl.debug_barrier()
+            send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
+        else:
+            status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)
+"""
+_IMPORT = "from tricomm.kernels.primitives import RANK, advance, enter, leave\n"
+_SENDS = (Edit(BROADCAST, _IMPORT, _IMPORT.replace("leave", "leave, send_headers")),)
+_BARRIER = "        status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)\n"
+_HEADERS = """\
+        tl.debug_barrier()
+        send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
+        status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
+        tl.debug_barrier()
+"""
+_UNIT = "import RANK, barrier, get_ll, peer, put_ll, wait_headers\n"
+_SECOND = "status = barrier(group, epoch, call, 1, WORLD_SIZE, LANES, PTX)"
+_BEFORE_CLEAR = 2**30 - 1
+
+RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
+WRONG, UNWRITTEN = frozenset({"wrong_result"}), frozenset({"uninitialised", "race"})
+
+
+def _meeting(old: str, new: str) -> tuple[Edit, ...]:
+    """`meet` under `simple`, spelled out and changed."""
+    return (Edit(FILE, _UNIT, _UNIT.replace("put_ll,", "put_ll, send_headers,")),
+            Edit(FILE, _BARRIER, _HEADERS.replace(old, new, 1)))  # fmt: skip
+
+
+PARCELS = (
+    Mutant(
+        "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
+        (Edit(BROADCAST, _MEET, f"        if me != root:\n    {_MEET}"),),
+        (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
+    ),
+    Mutant(
+        "P02", "broadcast: the root signals and does not wait", "a root runs ahead of those that copy",
+        (*_SENDS, Edit(BROADCAST, _MEET, _SIGNAL_ONLY)),
+        (BS,), RACE, "two buffers used in turn", sizes=(1100,), tile=512,
+    ),
+    Mutant(
+        "P03", "LL gather: who is not the root does not wait", "senders run ahead of the root",
+        (Edit(GATHER, _MEET, f"        if me == root:\n    {_MEET}"),),
+        (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
+    ),
+    Mutant(
+        "P04", "parcels: the meeting does not release", "pushed rows are not published",
+        _meeting("True", "False"), (DS,), RACE, "make it sem='release'",
+    ),
+    Mutant(
+        "P05", "parcels: no block barrier before the meeting", "other lanes' pushes are not ordered",
+        _meeting("        tl.debug_barrier()\n        send", "        send"),
+        (AS,), RACE, "put tl.debug_barrier() before the release",
+    ),
+    Mutant(
+        "P06", "parcels: no block barrier after the meeting", "other lanes take before one has acquired",
+        _meeting("LANES, PTX)\n        tl.debug_barrier()\n", "LANES, PTX)\n"),
+        (CS,), RACE, "put tl.debug_barrier() after the acquire",
+    ),
+    Mutant(
+        "P07", "parcels: taken before the meeting", "the push is polled by nobody under `simple`",
+        (Edit(FILE, _BARRIER, _BARRIER + "    status = 0\n"), Edit(FILE, _BARRIER.strip(), "status = 0")),
+        (RS,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "P08", "parcels: one room too few is taken", "off by one in the number of senders",
+        (Edit(FILE, "simple_room(group, group, epoch, source + n, WORLD_SIZE)",
+              "simple_room(group, group, epoch, (source + n) % (WORLD_SIZE - 1), WORLD_SIZE)"),),
+        (DS,), WRONG, world_size=3,
+    ),
+    Mutant(
+        "P09", "parcels: taken from the other parity", "sender and taker disagree about the mailbox",
+        (Edit(FILE, "simple_room(group, group, epoch, source + n, WORLD_SIZE)",
+              "simple_room(group, group, epoch + 1, source + n, WORLD_SIZE)"),),
+        (GS,), UNWRITTEN,
+    ),
+    Mutant(
+        "P10", "LL parcels: rooms taken for half as far apart", "the distance between rooms is in words of 8 bytes",
+        (Edit(FILE, "get_ll(group, slot, ll_room(group) // 8,", "get_ll(group, slot, ll_room(group) // 16,"),),
+        (RL,), DEADLOCK,
+    ),
+    Mutant(
+        "P11", "LL parcels: into the receiver's room", "all senders write to one room",
+        (Edit(FILE, "slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)",
+              "slot = ll_slot(group, peer(group, to), epoch, to, first, WORLD_SIZE)"),),
+        (AL,), frozenset({"race", "deadlock"}),
+    ),
+    Mutant(
+        "P12", "parcels: rows by step instead of by rank", "a schedule of peers is no list of rows",
+        (Edit(FILE, "push_row(x_ptr + to * numel,", "push_row(x_ptr + step * numel,"),),
+        (AL,), WRONG,
+    ),
+    Mutant(
+        "P13", "reduce: the root keeps its data to itself", "its own room is part of the sum",
+        (Edit(REDUCE, "        push_row(", "        if me != root:\n            push_row("),),
+        (RS,), UNWRITTEN,
+    ),
+    Mutant(
+        "P14", "scatter: taken from rank 0, whoever the root is", "a root that is a constant by mistake",
+        (Edit(SCATTER, "take(group, root, epoch,", "take(group, 0, epoch,"),),
+        (CL,), DEADLOCK,
+    ),
+    Mutant(
+        "P15", "parcels: simple does not clear", "LL words of 2^32 epochs ago, where calls are `simple` at that time",
+        (Edit(FILE, "        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)\n", "        pass\n"),),
+        (DS, DS, DL, DL), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200, 200),
+        blocks=2, tile=128, body=bodies.prefilled, schedules=20,
+    ),
+    Mutant(
+        "P16", "two-shot broadcast without the second barrier", "shards are copied before they have come",
+        (Edit(TWO_SHOT, _SECOND, "status = 0"),),
+        (BT,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "P17", "two-shot broadcast: one header for both phases", "the second barrier finds the first one's flag",
+        (Edit(TWO_SHOT, _SECOND, _SECOND.replace("call, 1", "call, 0")),),
+        (BT,), RACE, "no flag tells rank", world_size=3,
+    ),
+    Mutant(
+        "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
+        (
+            Edit(TWO_SHOT, "room = simple_room(group, peer(group, to), epoch, me, WORLD_SIZE) + half",
+                 "room = simple_room(group, peer(group, to), epoch, me, WORLD_SIZE)  # second"),
+            Edit(TWO_SHOT, "room = simple_room(group, group, epoch, source, WORLD_SIZE) + half",
+                 "room = simple_room(group, group, epoch, source, WORLD_SIZE)"),
+        ),
+        (BT,), RACE,
+    ),
+    Mutant(
+        "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
+        (Edit(TWO_SHOT, "                    if to != root:", "                    if (to != root) & (me != root):"),),
+        (BT,), UNWRITTEN,
+    ),
+)  # fmt: skip
