@@ -4,6 +4,8 @@ The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) ->
 `tricomm.kernels` -> peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures it from outside.
 """
 
+from tricomm import c10d as _c10d
+from tricomm.c10d import ddp_hook, wrap
 from tricomm.communicator import Communicator, init
 from tricomm.errors import (
     CollectiveMismatch,
@@ -19,6 +21,7 @@ from tricomm.errors import (
 from tricomm.explorer import Finding, Report, check, simulate
 from tricomm.local import local
 from tricomm.options import Options
+from tricomm.routing import stats
 from tricomm.selection import Choice
 from tricomm.symmetric import Symmetric
 from tricomm.work import Work
@@ -44,7 +47,12 @@ __all__ = [
     "Work",
     "__version__",
     "check",
+    "ddp_hook",
     "init",
     "local",
     "simulate",
+    "stats",
+    "wrap",
 ]
+
+_c10d.register()  # dist.init_process_group("tricomm")

@@ -1,0 +1,49 @@
+"""How every example begins: under torchrun, or by itself with `python examples/<name>.py`, which starts 2 ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tricomm  # noqa: F401  registers the backend
+
+LIMIT = timedelta(minutes=5)
+
+
+def main(body: Callable[[], None], world_size: int = 2) -> None:
+    """Run `body` on every rank, with a default group over tricomm; rank 0 prints."""
+    if "RANK" in os.environ:
+        _rank(int(os.environ["RANK"]), body, None, int(os.environ["WORLD_SIZE"]))
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    mp.spawn(_rank, (body, url, world_size), nprocs=world_size)
+
+
+def _rank(rank: int, body: Callable[[], None], url: str | None, world_size: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=LIMIT)
+    try:
+        body()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """The GPU of this rank, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def say(*words: object) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(*words, flush=True)

@@ -1,0 +1,255 @@
+"""Every collective of c10d, each against what it must give."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tests.c10d.groups import default_group, of, poisoned, same
+
+TYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
+
+
+def wanted(parts, op, dtype):
+    """The reduction, in numbers that hold it exactly."""
+    if dtype == torch.bool:
+        fold = {"SUM": torch.logical_or, "MAX": torch.logical_or, "BOR": torch.logical_or, "MIN": torch.logical_and,
+                "PRODUCT": torch.logical_and, "BAND": torch.logical_and, "BXOR": torch.logical_xor}[op]  # fmt: skip
+        wide = parts
+    else:
+        wide = [p.to(torch.float64 if dtype.is_floating_point else torch.int64) for p in parts]
+        fold = {"SUM": torch.add, "AVG": torch.add, "MIN": torch.minimum, "MAX": torch.maximum, "PRODUCT": torch.mul,
+                "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]  # fmt: skip
+    total = wide[0]
+    for part in wide[1:]:
+        total = fold(total, part)
+    if op == "AVG":
+        total = total.div(len(parts), rounding_mode=None if dtype.is_floating_point else "trunc")
+    return total.to(dtype)
+
+
+def defined(op, dtype):
+    if dtype == torch.bool:
+        return op != "AVG"
+    return not (dtype.is_floating_point and op[0] == "B")
+
+
+def reductions(rank, world_size, tell, url, route):
+    """all_reduce, reduce and reduce_scatter of every type with every operation."""
+    wrong, call = [], 0
+    with default_group(rank, world_size, url, route):
+        for dtype in TYPES:
+            for op in OPS:
+                if not defined(op, dtype):
+                    continue
+                call += 1
+                kind = getattr(dist.ReduceOp, op)
+                parts = [of(r, (5,), dtype, call) for r in range(world_size)]
+                x = parts[rank].clone()
+                dist.all_reduce(x, kind)
+                if not same(x, wanted(parts, op, dtype)):
+                    wrong.append(("all_reduce", str(dtype), op))
+                x = parts[rank].clone()
+                root = call % world_size
+                dist.reduce(x, root, kind)
+                if rank == root and not same(x, wanted(parts, op, dtype)):
+                    wrong.append(("reduce", str(dtype), op))
+                wide = [of(r, (3 * world_size,), dtype, call) for r in range(world_size)]
+                out = poisoned((3,), dtype)
+                dist.reduce_scatter_tensor(out, wide[rank].clone(), kind)
+                if not same(out, wanted(wide, op, dtype)[3 * rank : 3 * rank + 3]):
+                    wrong.append(("reduce_scatter", str(dtype), op))
+    return wrong
+
+
+def movements(rank, world_size, tell, url, route):
+    """Everything that moves data and does not reduce it, of every type, with shapes of 0 to 3 dimensions."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        for call, (dtype, shape) in enumerate((d, s) for d in TYPES for s in ((4, 3), (1,), (), (2, 1, 3), (0,))):
+            parts = [of(r, shape, dtype, call) for r in range(world_size)]
+            root = call % world_size
+            got = []
+            x = parts[rank].clone()
+            dist.broadcast(x, root)
+            got.append((x, parts[root]))
+            outs = [poisoned(shape, dtype) for _ in range(world_size)]
+            dist.all_gather(outs, parts[rank])
+            got += zip(outs, parts, strict=True)
+            flat = poisoned((world_size, *shape), dtype)
+            dist.all_gather_into_tensor(flat, parts[rank].view(1, *shape))
+            got.append((flat, torch.stack(parts)))
+            outs = [poisoned(shape, dtype) for _ in range(world_size)] if rank == root else None
+            dist.gather(parts[rank], outs, dst=root)
+            got += zip(outs or [], parts, strict=False)
+            out = poisoned(shape, dtype)
+            dist.scatter(out, [p.clone() for p in parts] if rank == root else None, src=root)
+            got.append((out, parts[rank]))
+            outs = [poisoned(shape, dtype) for _ in range(world_size)]
+            dist.all_to_all(outs, [of(rank, shape, dtype, 50 + p) for p in range(world_size)])
+            got += zip(outs, [of(r, shape, dtype, 50 + rank) for r in range(world_size)], strict=True)
+            wrong += [(str(dtype), shape, i) for i, (a, b) in enumerate(got) if not same(a, b)]
+    return wrong
+
+
+def uneven(rank, world_size, tell, url, route):
+    """Sizes that differ between ranks: all_to_all of both kinds, all_gather, reduce_scatter."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        send = [rank + 2 * peer for peer in range(world_size)]
+        receive = [peer + 2 * rank for peer in range(world_size)]
+        rows = [of(rank, (n, 2), call=p) for p, n in enumerate(send)]
+        want = [of(p, (n, 2), call=rank) for p, n in enumerate(receive)]
+        out = poisoned((sum(receive), 2))
+        dist.all_to_all_single(out, torch.cat(rows), receive, send)
+        if not same(out, torch.cat(want)):
+            wrong.append("all_to_all_single")
+        outs = [poisoned(w.shape) for w in want]
+        dist.all_to_all(outs, rows)
+        if not all(map(same, outs, want)):
+            wrong.append("all_to_all")
+        outs = [poisoned((r + 1,)) for r in range(world_size)]
+        dist.all_gather(outs, of(rank, (rank + 1,)))
+        if not all(same(o, of(r, (r + 1,))) for r, o in enumerate(outs)):
+            wrong.append("all_gather")
+        parts = [[of(r, (n + 1,), call=n) for n in range(world_size)] for r in range(world_size)]
+        out = poisoned((rank + 1,))
+        dist.reduce_scatter(out, parts[rank])
+        if not same(out, sum(p[rank] for p in parts)):
+            wrong.append("reduce_scatter")
+        outs = [poisoned((3,)) for _ in range(world_size)]  # even here says nothing about the others
+        dist.all_to_all_single(torch.cat(outs), torch.arange(3.0 * world_size), [3] * world_size, [3] * world_size)
+    return wrong
+
+
+def strided(rank, world_size, tell, url, route):
+    """Tensors that are not contiguous, that require grad, that are views; in and out of no_grad."""
+    wrong = []
+    parts = [of(r, (6, 4)) for r in range(world_size)]
+    total = sum(parts)
+    with default_group(rank, world_size, url, route):
+        x = parts[rank].clone().t()
+        dist.all_reduce(x)
+        wrong += [] if same(x, total.t()) else ["transposed"]
+        base = parts[rank].clone()
+        dist.all_reduce(base[:, 1])
+        want = parts[rank].clone()
+        want[:, 1] = total[:, 1]
+        wrong += [] if same(base, want) else ["column"]
+        base = parts[rank].clone()
+        dist.broadcast(base[::2], 1)
+        want = parts[rank].clone()
+        want[::2] = parts[1][::2]
+        wrong += [] if same(base, want) else ["rows"]
+        leaf = parts[rank].clone().requires_grad_()
+        dist.all_reduce(leaf)
+        wrong += [] if same(leaf.detach(), total) and leaf.requires_grad else ["leaf"]
+        with torch.no_grad():
+            x = parts[rank].clone()
+            dist.all_reduce(x)
+            wrong += [] if same(x, total) else ["no_grad"]
+        outs = [poisoned((4, 6)).t() for _ in range(world_size)]
+        dist.all_gather(outs, parts[rank])
+        wrong += [] if all(map(same, outs, parts)) else ["all_gather"]
+        sparse = torch.eye(4)[rank].to_sparse()
+        dist.all_reduce(sparse)
+        wrong += [] if same(sparse.to_dense(), torch.eye(4)[:world_size].sum(0)) else ["sparse"]
+    return wrong
+
+
+def coalesced(rank, world_size, tell, url, route):
+    """Coalesced calls, the coalescing manager, barriers, objects."""
+    wrong = []
+    mine = [of(rank, (n,), call=n) for n in (3, 7, 1)]
+    totals = [sum(of(r, (n,), call=n) for r in range(world_size)) for n in (3, 7, 1)]
+    with default_group(rank, world_size, url, route) as world:
+        xs = [x.clone() for x in mine]
+        world.allreduce_coalesced(xs).wait()
+        wrong += [] if all(map(same, xs, totals)) else ["allreduce_coalesced"]
+        xs = [x.clone() for x in mine]
+        with dist._coalescing_manager(async_ops=True) as manager:
+            for x in xs:
+                dist.all_reduce(x)
+        manager.wait()
+        wrong += [] if all(map(same, xs, totals)) else ["manager all_reduce"]
+        xs = [x.clone() for x in mine]
+        with dist._coalescing_manager(device=torch.device("cpu")):
+            for x in xs:
+                dist.broadcast(x, 0)
+        wrong += [] if all(same(x, of(0, x.shape, call=len(x))) for x in xs) else ["manager broadcast"]
+        outs = [poisoned((world_size * len(x),)) for x in mine]
+        with dist._coalescing_manager():
+            for out, x in zip(outs, mine, strict=True):
+                dist.all_gather_into_tensor(out, x)
+        want = [torch.cat([of(r, x.shape, call=len(x)) for r in range(world_size)]) for x in mine]
+        wrong += [] if all(map(same, outs, want)) else ["manager all_gather"]
+        outs = [poisoned((1,)) for _ in range(2)]
+        wide = [[of(r, (world_size,), call=c) for r in range(world_size)] for c in range(2)]
+        with dist._coalescing_manager():
+            for out, parts in zip(outs, wide, strict=True):
+                dist.reduce_scatter_tensor(out, parts[rank])
+        wrong += (
+            [] if all(same(o, sum(p)[rank : rank + 1]) for o, p in zip(outs, wide, strict=True)) else ["manager rs"]
+        )
+        lists = [[poisoned(x.shape) for x in mine] for _ in range(world_size)]
+        world.allgather_coalesced(lists, mine).wait()
+        ok = all(same(row[i], of(r, x.shape, call=len(x))) for r, row in enumerate(lists) for i, x in enumerate(mine))
+        wrong += [] if ok else ["allgather_coalesced"]
+        dist.barrier()
+        dist.barrier(async_op=True).wait()
+        world.monitored_barrier()
+        found = [None] * world_size
+        dist.all_gather_object(found, {"rank": rank})
+        wrong += [] if found == [{"rank": r} for r in range(world_size)] else ["all_gather_object"]
+        box = [("from", rank)]
+        dist.broadcast_object_list(box, src=1)
+        wrong += [] if box == [("from", 1)] else ["broadcast_object_list"]
+        gathered = [None] * world_size if rank == 0 else None
+        dist.gather_object(rank * 2, gathered)
+        wrong += [] if gathered in (None, [2 * r for r in range(world_size)]) else ["gather_object"]
+        got = [None]
+        dist.scatter_object_list(got, [str(r) for r in range(world_size)] if rank == 0 else None)
+        wrong += [] if got == [str(rank)] else ["scatter_object_list"]
+    return wrong
+
+
+def points(rank, world_size, tell, url, route):
+    """send, recv, any source, tags, isend, irecv, batches; of types that Gloo lacks, too."""
+    wrong = []
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    with default_group(rank, world_size, url, route):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.uint16, torch.float8_e4m3fn):
+            x, y = of(rank, (5,), dtype), poisoned((5,), dtype)
+            if rank == 0:
+                dist.send(x, right)
+                source = dist.recv(y, left)
+            else:
+                source = dist.recv(y, left)
+                dist.send(x, right)
+            wrong += [] if source == left and same(y, of(left, (5,), dtype)) else [str(dtype)]
+        a, b = poisoned((2,)), poisoned((3,))
+        works = [dist.irecv(b, left, tag=7), dist.irecv(a, left, tag=8)]
+        works += [dist.isend(of(rank, (2,)), right, tag=8), dist.isend(of(rank, (3,)), right, tag=7)]
+        for work in works:
+            work.wait()
+        wrong += [] if same(a, of(left, (2,))) and same(b, of(left, (3,))) else ["tags"]
+        if rank == 0:
+            seen = set()
+            for _ in range(world_size - 1):
+                y = poisoned((1,))
+                source = dist.recv(y, tag=5)  # a tag of its own: the next rank may be further on
+                wrong += [] if y.item() == source else ["any source"]
+                seen.add(source)
+            wrong += [] if seen == set(range(1, world_size)) else ["sources"]
+        else:
+            dist.send(torch.tensor([float(rank)]), 0, tag=5)
+        y = poisoned((4,))
+        ops = [dist.P2POp(dist.isend, of(rank, (4,)), right), dist.P2POp(dist.irecv, y, left)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        wrong += [] if same(y, of(left, (4,))) else ["batch"]
+    return wrong

@@ -1,0 +1,160 @@
+"""Groups: made, nested, destroyed, made again; meshes; ways to begin."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+import tricomm
+from tests.c10d.groups import default_group, of, poisoned, refused, same
+
+
+def _sum(group=None, value=1.0):
+    x = torch.full((3,), float(value))
+    dist.all_reduce(x, group=group)
+    return x[0].item()
+
+
+def many(rank, world_size, tell, url, route):
+    """Overlapping, nested, single and foreign groups, used in different orders, destroyed one by one."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        pairs = {(a, b): dist.new_group([a, b]) for a in range(world_size) for b in range(a + 1, world_size)}
+        own = [dist.new_group([r]) for r in range(world_size)][rank]
+        foreign = dist.new_group(backend="gloo")
+        mixed = dist.new_group(backend="cpu:tricomm")
+        for (a, b), group in reversed(pairs.items()):
+            if rank in (a, b):
+                wrong += [] if _sum(group, rank) == a + b else [("pair", a, b)]
+                x = of(rank, (2,))
+                dist.broadcast(x, src=b, group=group)  # global rank
+                wrong += [] if same(x, of(b, (2,))) else [("broadcast", a, b)]
+        wrong += [] if _sum(own, 5) == 5 else ["own"]
+        wrong += [] if _sum(foreign) == world_size and _sum(mixed) == world_size else ["foreign"]
+        wrong += [] if dist.get_backend(mixed) in ("cpu:tricomm", "tricomm") else [dist.get_backend(mixed)]
+        mine = [g for pair, g in pairs.items() if rank in pair]
+        for group in mine:
+            dist.destroy_process_group(group)
+        refused(lambda: mine[0].allreduce([torch.ones(1)]), "destroyed", kind=tricomm.GroupAborted)
+        refused(lambda: dist.destroy_process_group(mine[0]), "Invalid", kind=ValueError)
+        mine[0].shutdown()
+        wrong += [] if _sum() == world_size else ["after destroy"]
+        sub, groups = dist.new_subgroups(2)
+        wrong += [] if _sum(sub, rank) == 4 * (rank // 2) + 1 and len(groups) == world_size // 2 else ["subgroups"]
+        rows, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        wrong += [] if _sum(rows, rank) == 2 * (rank % 2) + 2 else ["enumeration"]
+    return wrong
+
+
+def again(rank, world_size, tell, url):
+    """init, destroy, init again in the same processes; destroy twice."""
+    for turn in range(3):
+        with default_group(rank, world_size, f"{url}{turn}"):
+            assert _sum() == world_size
+            assert dist.get_backend() == "tricomm" and dist.group.WORLD.name() == "tricomm"
+    refused(dist.destroy_process_group, "None", kind=(AssertionError, ValueError))
+    return True
+
+
+def mesh(rank, world_size, tell, url, route):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with default_group(rank, world_size, url, route):
+        found = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+        return _sum(found["dp"].get_group(), rank), _sum(found["tp"].get_group(), rank)
+
+
+def begins(rank, world_size, tell, how, where):
+    """Every way of init_process_group."""
+    limit = timedelta(seconds=60)
+    if how == "env":
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=where)
+        dist.init_process_group("tricomm", timeout=limit)
+    elif how == "tcp":
+        url = f"tcp://127.0.0.1:{where}"
+        dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=limit)
+    elif how == "file":
+        url = f"file://{where}"
+        dist.init_process_group("cpu:tricomm,cuda:tricomm", init_method=url, rank=rank, world_size=world_size)
+    else:
+        store = dist.TCPStore("127.0.0.1", int(where), world_size, rank == 0, timeout=limit)
+        dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=limit)
+    try:
+        return _sum(value=rank + 1)
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def crosses_jobs(rank, world_size, tell, ports):
+    """Two jobs of two ranks each (0 and 1, 2 and 3), and groups of all four over a third store."""
+    job, local = divmod(rank, 2)
+    limit = timedelta(seconds=60)
+    url = f"tcp://127.0.0.1:{ports[job]}"
+    dist.init_process_group("tricomm", init_method=url, rank=local, world_size=2, timeout=limit)
+    shared = dist.TCPStore("127.0.0.1", int(ports[2]), None, rank == 0, timeout=limit, wait_for_workers=False)
+    store = dist.PrefixStore("cross-job", shared)
+    comm = tricomm.Communicator(store, rank, 4, "cpu", options=tricomm.Options(arena_bytes=256 * 1024))
+    x = torch.full((3,), float(rank + 1))
+    comm.all_reduce(x)
+    comm.barrier()
+    comm.close()
+    cross = tricomm.c10d.group_over(dist.PrefixStore("cross-job-c10d", shared), rank, 4, limit)
+    y, inside = torch.full((3,), float(rank + 1)), torch.full((3,), float(rank + 1))
+    cross.allreduce([y]).wait()
+    dist.all_reduce(inside)
+    out = poisoned((4,))
+    cross.all_gather_single(out, torch.tensor([float(rank)])).wait()
+    cross.barrier().wait()
+    cross.shutdown()
+    dist.destroy_process_group()
+    return x[0].item(), y[0].item(), inside[0].item(), out.tolist()
+
+
+def wrapped(rank, world_size, tell, url, route):
+    """A gloo group, accelerated: c10d takes the wrapper wherever it takes a group, and the group goes on."""
+    wrong = []
+    with default_group(rank, world_size, url, route, backend="gloo") as world:
+        w = tricomm.wrap()
+        wrong += [] if tricomm.wrap(world) is w and tricomm.wrap(w) is w else ["not the same"]
+        before = sum(tricomm.stats()[route].values())
+        wrong += [] if _sum(w) == world_size and _sum() == world_size else ["sum"]
+        wrong += [] if sum(tricomm.stats()[route].values()) == before + 1 else ["route"]
+        sub = dist.new_group([1, 0])
+        ws = tricomm.wrap(sub)
+        x = of(rank, (3,))
+        dist.broadcast(x, src=1, group=ws)
+        wrong += [] if same(x, of(1, (3,))) else ["sub"]
+        wrong += [] if dist.get_process_group_ranks(ws) == dist.get_process_group_ranks(sub) else ["ranks"]
+        name = world.group_name
+        y = torch.ops.tricomm.all_reduce(torch.ones(2), "sum", w.group_name)
+        wrong += [] if y[0] == world_size and w.group_name != name == world.group_name else ["name"]
+        z = functional.all_reduce(torch.ones(2), "sum", w)
+        wrong += [] if z[0] == world_size else ["functional"]
+        dist.destroy_process_group(w)
+        refused(lambda: w.allreduce([torch.ones(1)]), "destroyed", kind=tricomm.GroupAborted)
+        wrong += [] if _sum() == world_size and _sum(ws) == world_size else ["after"]
+        again = tricomm.wrap(world)
+        wrong += [] if again is not w and _sum(again) == world_size else ["again"]
+        refused(lambda: tricomm.wrap(3), "process group")
+    return wrong
+
+
+def two_devices(rank, world_size, tell, url):
+    """With a backend per device, torch finds the right one for each."""
+    from tricomm.c10d import natives
+    from tricomm.c10d.backend import TricommGroup
+    from tricomm.c10d.facts import agree
+
+    with default_group(rank, world_size, url) as world:
+        place = world._place
+        store = dist.PrefixStore("other", place.store)
+        other = natives.gloo(store, rank, world_size, place.timeout, place.ranks, "other")
+        group = TricommGroup(place, agree(store, rank, world_size, 60), {"cpu": world._backends["cpu"], "cuda": other})
+        cpu, cuda = (group._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
+        group._engine.close()
+        return cpu is world._backends["cpu"], cuda is other

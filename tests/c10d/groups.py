@@ -1,0 +1,62 @@
+"""Rank bodies over c10d groups: a default group on one of the two CPU routes, data that shows whose it is, poison."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import tricomm
+
+ROUTES = ("gloo", "kernels")
+
+
+@contextmanager
+def default_group(rank, world_size, url, route="gloo", backend="tricomm", timeout=60.0):
+    """`dist.init_process_group`, CPU tensors on `route`; destroyed in the end."""
+    os.environ["TRICOMM_CPU"] = route
+    os.environ["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
+    dist.init_process_group(
+        backend, init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def of(rank, shape, dtype=torch.float32, call=0):
+    """Small integers, different on every rank and in every call; exact in every type and order of summation."""
+    generator = torch.Generator().manual_seed(call * 1009 + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    low = 0 if dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64) else -3
+    return torch.randint(low, 4, shape, generator=generator).to(dtype)
+
+
+def poisoned(shape, dtype=torch.float32):
+    if dtype.is_floating_point:
+        return torch.full(shape, 99.0).to(dtype)
+    return torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.full(shape, 99).to(dtype)
+
+
+def same(a, b):
+    """Bit for bit; torch.equal lacks some unsigned and 8-bit types."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    )
+
+
+def refused(call, *words, kind=tricomm.InvalidArgument):
+    """`call` raises `kind`, whose text has all `words`."""
+    try:
+        call()
+    except kind as error:
+        missing = [word for word in words if word not in str(error)]
+        assert not missing, f"{missing} not in {error}"
+        return str(error)
+    raise AssertionError(f"not refused: {words}")

@@ -1,0 +1,52 @@
+"""One rank on one of two hosts: `python -m tests.c10d.host_rank RANK WORLD_SIZE URL FOLDER` writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tricomm
+
+LIMIT = 6.0
+
+
+def main(rank: int, world_size: int, url: str, folder: Path) -> None:
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    mine, _ = dist.new_subgroups(2)
+    x, y = torch.ones(3), torch.ones(3)
+    dist.all_reduce(x)
+    between = tricomm.stats()
+    dist.all_reduce(y, group=mine)
+    inside = tricomm.stats()
+    found = {
+        "whole": x[0].item(), "part": y[0].item(), "kernels": inside["kernels"], "gloo": between["gloo"],
+        "why": dist.group.WORLD._engine.site("cpu").no_kernels, "nodes": dist.group.WORLD._engine.site("cpu").nodes,
+    }  # fmt: skip
+    last = dist.new_group(timeout=timedelta(seconds=LIMIT))
+    dist.all_reduce(x, group=last)
+    (folder / f"ready{rank}").touch()
+    while not (folder / "cut").exists():
+        time.sleep(0.05)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(x, group=last)
+        found["error"] = "none"
+    except tricomm.TricommError as error:
+        found["error"], found["text"] = type(error).__name__, str(error)
+    found["seconds"] = time.monotonic() - began
+    z = torch.ones(2)
+    dist.all_reduce(z, group=mine)  # what is inside a node goes on
+    found["after"] = z[0].item()
+    (folder / f"found{rank}").write_text(json.dumps(found))
+    os._exit(0)  # rank 0 hosts the store, and nobody can say goodbye through a link that is cut
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,78 @@
+"""Groups of every kind, and every way to begin."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.c10d import group_bodies as bodies
+from tests.c10d.groups import ROUTES
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_many_groups(route, url):
+    assert ranks.run(4, bodies.many, url, route, timeout=200) == [[]] * 4
+
+
+def test_destroyed_and_made_again(url):
+    assert ranks.run(2, bodies.again, url) == [True, True]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_device_mesh(route, url):
+    assert ranks.run(4, bodies.mesh, url, route) == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]
+
+
+@pytest.mark.parametrize("how", ["env", "tcp", "file", "store"])
+def test_ways_to_begin(how, tmp_path):
+    where = str(tmp_path / "store") if how == "file" else free_port()
+    assert ranks.run(2, bodies.begins, how, where) == [3.0, 3.0]
+
+
+def test_two_jobs_and_a_group_across_them():
+    found = ranks.run(4, bodies.crosses_jobs, [free_port() for _ in range(3)], timeout=120)
+    assert found == [(10.0, 10.0, inside, [0.0, 1.0, 2.0, 3.0]) for inside in (3.0, 3.0, 7.0, 7.0)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_wrap(route, url):
+    assert ranks.run(2, bodies.wrapped, url, route) == [[], []]
+
+
+def test_each_device_has_its_own_backend(url):
+    assert ranks.run(2, bodies.two_devices, url) == [(True, True)] * 2
+
+
+def test_torchrun(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, tricomm\n"
+        "dist.init_process_group('tricomm')\n"
+        "x = torch.ones(2)\n"
+        "dist.all_reduce(x)\n"
+        'print(f"sum {x[0].item()}\\n", end="", flush=True)\n'
+        "dist.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2

@@ -1,0 +1,152 @@
+"""CUDA calls and their streams, against a fake that records who waits for whom. Not a GPU: order, not overlap."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+
+from tricomm import errors
+from tricomm.c10d import on_cuda
+
+DEVICE = torch.device("cuda", 0)
+
+
+class FakeCuda:
+    """`torch.cuda` as `on_cuda` uses it. Everything that happens is a line of `log`."""
+
+    def __init__(self):
+        self.log, self.streams, self.capturing, self.done = [], 0, False, True
+        self.now = self.user = FakeStream(self, "user")
+
+    def current_stream(self, device=None):
+        return self.now
+
+    def is_current_stream_capturing(self):
+        return self.capturing
+
+    def Stream(self, device):
+        self.streams += 1
+        return FakeStream(self, f"side{self.streams}")
+
+    def Event(self):
+        return FakeEvent(self)
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+class FakeStream:
+    def __init__(self, cuda, name):
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other):
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeEvent:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record(self, stream):
+        self.cuda.log.append(f"event on {stream.name}")
+
+    def wait(self, stream):
+        self.cuda.log.append(f"{stream.name} waits for event")
+
+    def query(self):
+        return self.cuda.done
+
+
+class FakeFuture:
+    def __init__(self, devices):
+        self.devices = devices
+
+    def set_result(self, value):
+        on_cuda.torch.cuda.log.append(f"future on {on_cuda.torch.cuda.now.name}")
+        self.value = value
+
+
+class FakeComm:
+    device = DEVICE
+    fault = None
+
+    def check(self):
+        if self.fault:
+            raise self.fault
+
+
+class Kept:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record_stream(self, stream):
+        self.cuda.log.append(f"memory kept for {stream.name}")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(on_cuda.torch, "cuda", fake)
+    monkeypatch.setattr(on_cuda, "Future", FakeFuture)
+    return fake
+
+
+def run(cuda, streams, async_op, comm=None, timeout=None):
+    comm = comm or FakeComm()
+    kept = [Kept(cuda)]
+    return streams.run(
+        lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, comm, timeout
+    )
+
+
+def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):
+    work = run(cuda, on_cuda.Streams(DEVICE), False)
+    assert work.wait() and cuda.log == ["kernel on user"]
+
+
+def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda):
+    streams = on_cuda.Streams(DEVICE)
+    cuda.done = False
+    work = run(cuda, streams, True)
+    assert cuda.log == [
+        "side1 waits for user", "kernel on side1", "event on side1", "future on side1", "memory kept for side1",
+    ]  # fmt: skip
+    assert not work.is_completed()
+    assert work.wait()  # the GPU has not come to it, and the host goes on
+    assert cuda.log[-1] == "user waits for event"
+    assert work.get_future().value == [1] and work.get_future().devices == [DEVICE]
+    run(cuda, streams, True)
+    assert cuda.streams == 1
+
+
+def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
+    cuda.done = False
+    work = run(cuda, on_cuda.Streams(DEVICE), True, timeout=timedelta(seconds=0.02))
+    with pytest.raises(errors.CollectiveTimeout, match="0.01 s"):
+        work.wait(timedelta(seconds=0.01))
+    monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
+    with pytest.raises(errors.CollectiveTimeout, match="0.02 s"):
+        work.wait()
+    cuda.done = True
+    assert work.wait() and work.is_success()
+
+
+def test_a_fault_of_the_group_comes_out_of_wait(cuda):
+    comm = FakeComm()
+    work = run(cuda, on_cuda.Streams(DEVICE), True, comm)
+    comm.fault = errors.PeerDied("rank 1 died")
+    with pytest.raises(errors.PeerDied):
+        work.wait()
+    assert isinstance(work.exception(), errors.PeerDied) and not work.is_success()
+
+
+def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
+    cuda.capturing = True
+    run(cuda, on_cuda.Streams(DEVICE), True)
+    assert cuda.log == ["kernel on user"]

@@ -1,0 +1,96 @@
+"""Two hosts on one machine: network, PID and mount namespaces, joined by a virtual cable; two ranks on each."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.c10d.host_rank import LIMIT
+
+ROOT = Path(__file__).parents[2]
+ADDRESSES = ("10.213.7.1", "10.213.7.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def hosts():
+    """Names of two network namespaces joined by a cable; skips where the machine does not permit them."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        pytest.skip("needs ip and unshare")
+    names = [f"tricomm{os.getpid()}{side}" for side in "ab"]
+    cables = [f"tc{os.getpid() % 100000}{side}" for side in "ab"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        subprocess.run(["unshare", "-p", "-m", "-f", "true"], check=True, capture_output=True, timeout=20)
+        ip("link", "add", cables[0], "netns", names[0], "type", "veth", "peer", "name", cables[1], "netns", names[1])
+        for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", cable)
+            ip("-n", name, "link", "set", cable, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (subprocess.CalledProcessError, PermissionError) as error:
+        remove(names)
+        pytest.skip(f"namespaces are not permitted here: {getattr(error, 'stderr', error)}")
+    yield list(zip(names, cables, strict=True))
+    remove(names)
+
+
+def remove(names: list[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+def start(host: tuple[str, str], rank: int, folder: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+    name, cable = host
+    command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child", "sh", "-c"]
+    # Both ranks of a host in one PID namespace: one shell starts them, and ends when both have.
+    python = f"{sys.executable} -m tests.c10d.host_rank"
+    ranks = [f"{python} {r} 4 tcp://{ADDRESSES[0]}:29511 {folder} > {folder}/log{r} 2>&1 &" for r in (rank, rank + 1)]
+    more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable, "TRICOMM_CPU": "kernels", "OMP_NUM_THREADS": "1"}
+    more["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
+    return subprocess.Popen([*command, " ".join([*ranks, "wait"])], cwd=ROOT, env={**os.environ, **more, **env})
+
+
+def wait_for(folder: Path, what: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not all((folder / f"{what}{rank}").exists() for rank in range(4)):
+        logs = "\n".join((folder / f"log{r}").read_text()[-1500:] for r in range(4) if (folder / f"log{r}").exists())
+        assert time.monotonic() < end, f"no {what}: {logs}"
+        time.sleep(0.1)
+
+
+def seen(hosts, folder: Path, node_ids: bool) -> list[dict]:
+    started = []
+    try:
+        for side, host in enumerate(hosts):
+            env = {"TRICOMM_NODE_ID": f"host {side}"} if node_ids else {}
+            started.append(start(host, 2 * side, folder, env))
+        wait_for(folder, "ready", 120)
+        ip("-n", hosts[1][0], "link", "set", hosts[1][1], "down")
+        (folder / "cut").touch()
+        wait_for(folder, "found", 120)
+        return [json.loads((folder / f"found{rank}").read_text()) for rank in range(4)]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(20)
+
+
+@pytest.mark.parametrize("node_ids", [True, False], ids=["node ids", "shared boot id"])
+def test_two_hosts(hosts, tmp_path, node_ids):
+    for found in seen(hosts, tmp_path, node_ids):
+        assert (found["whole"], found["part"], found["after"]) == (4.0, 2.0, 2.0)
+        assert found["gloo"] == {"all_reduce": 1} and found["kernels"] == {"all_reduce": 1}
+        # Without ids one boot id stands for one node, and the shared-memory handshake finds that it is not.
+        assert found["nodes"] == (2 if node_ids else 1)
+        assert node_ids or "cannot share memory" in found["why"] and "PID namespace" in found["why"]
+        assert found["error"] in ("CollectiveTimeout", "GroupAborted"), found
+        assert "all_reduce" in found["text"] and found["seconds"] < LIMIT + 10

@@ -1,0 +1,61 @@
+"""Work and Future as c10d defines them, order between groups and threads, faults, bad input."""
+
+import os
+import signal
+
+import pytest
+
+from tests import ranks
+from tests.c10d import work_bodies as bodies
+from tests.c10d.groups import ROUTES
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_handles_and_futures(route, url):
+    assert ranks.run(2, bodies.handles, url, route, timeout=120) == [[]] * 2
+
+
+def test_an_asynchronous_call_does_not_block(url):
+    assert ranks.run(2, bodies.does_not_block, url) == [(False, [2.0] * 3)] * 2
+
+
+def test_overlapping_groups_in_opposite_orders(url):
+    assert ranks.run(3, bodies.opposite_orders, url) == [(3.0, 9.0), (3.0, 9.0), (3.0, 9.0)]
+
+
+def test_threads_with_a_group_each(url):
+    assert ranks.run(2, bodies.threads, url) == [[]] * 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_different_calls_are_named_on_every_rank_and_the_group_goes_on(route, url):
+    for said in ranks.run(3, bodies.mismatches, url, route, timeout=120):
+        assert "130000" in said[0] and "30000" in said[0] and "[2]" in said[0]
+        assert "int32" in said[1] and "max" in said[2] and "root=1" in said[3] and "barrier" in said[4]
+        assert "rank 2 expects" not in said[6] and "sends 2 elements to rank 2, which expects 3" in said[6]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_bad_input_is_refused_and_the_group_goes_on(route, url):
+    assert ranks.run(2, bodies.refusals, url, route, timeout=120) == [20, 20]
+
+
+def test_a_rank_that_does_not_come(url):
+    *others, _ = ranks.run(3, bodies.absent, url)
+    for text, seconds in others:
+        assert "all_reduce" in text and 2.0 < seconds < 60
+
+
+def test_a_rank_that_dies(url):
+    with ranks.start(2, bodies.killed, url) as started:
+        pids = [started.message(rank) for rank in range(2)]
+        os.kill(pids[1], signal.SIGKILL)
+        outcomes = started.results()
+    assert outcomes[0].error is None, outcomes[0].text
+    assert "all_reduce" in outcomes[0].value

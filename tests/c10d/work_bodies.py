@@ -1,0 +1,189 @@
+"""Handles, futures, order, faults and refusals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import tricomm
+from tests.c10d.groups import default_group, of, poisoned, refused, same
+
+
+def handles(rank, world_size, tell, url, route):
+    """async_op: wait, is_completed, exception, futures with then, nested calls in a callback, dropped handles."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        for call in range(20):
+            x = of(rank, (50,), call=call)
+            total = sum(of(r, (50,), call=call) for r in range(world_size))
+            work = dist.all_reduce(x, async_op=True)
+            seen = []
+            then = work.get_future().then(lambda f, seen=seen: seen.append(f.value()[0].clone()) or 7)
+            work.wait()
+            wrong += [] if same(x, total) else ["value"]
+            wrong += [] if work.is_completed() and work.is_success() and work.exception() is None else ["state"]
+            wrong += [] if then.wait() == 7 and same(seen[0], total) else ["then"]
+
+        def another(future):
+            y = future.value()[0] * 2
+            return dist.all_reduce(y, async_op=True).get_future().wait()[0]
+
+        x = of(rank, (4,))
+        nested = dist.all_reduce(x, async_op=True).get_future().then(another).wait()
+        want = sum(of(r, (4,)) for r in range(world_size)) * 2 * world_size
+        wrong += [] if same(nested, want) else ["nested"]
+        for call in range(50):  # nobody keeps the handle, nor the tensor
+            dist.all_reduce(of(rank, (100,), call=call), async_op=True)
+        gc.collect()
+        outs = [poisoned((3,)) for _ in range(world_size)]
+        works = [dist.all_gather(outs, of(rank, (3,)), async_op=True), dist.barrier(async_op=True)]
+        for work in reversed(works):
+            work.wait()
+        wrong += [] if all(same(o, of(r, (3,))) for r, o in enumerate(outs)) else ["waited for in reverse"]
+    return wrong
+
+
+def does_not_block(rank, world_size, tell, url):
+    """With async_op, a call returns before the other ranks come, and wait(timeout) is bounded."""
+    with default_group(rank, world_size, url) as world:
+        dist.barrier()
+        if rank == 0:
+            x = torch.ones(3)
+            work = dist.all_reduce(x, async_op=True)
+            early = work.is_completed()
+            refused(lambda: work.wait(timedelta(seconds=0.2)), "not finished", "0.2", kind=tricomm.CollectiveTimeout)
+            world.send([torch.ones(1)], 1, 3).wait()  # only now does the other one come
+            work.wait()
+            return early, x.tolist()
+        world.recv([torch.ones(1)], 0, 3).wait()
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        return False, x.tolist()
+
+
+def opposite_orders(rank, world_size, tell, url):
+    """Overlapping groups used in opposite orders by asynchronous calls."""
+    with default_group(rank, world_size, url):
+        a, b = dist.new_group([0, 1]), dist.new_group(list(range(world_size)))
+        x, y = torch.ones(3) * (rank + 1), torch.ones(5) * (rank + 2)
+        order = [(a, x), (b, y)] if rank % 2 else [(b, y), (a, x)]
+        works = [dist.all_reduce(t, group=g, async_op=True) for g, t in order]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return (x[0].item() if rank < 2 else 3.0), y[0].item()
+
+
+def threads(rank, world_size, tell, url):
+    """Two threads, a group each."""
+    with default_group(rank, world_size, url):
+        groups = [dist.new_group() for _ in range(2)]
+        wrong = []
+
+        def use(group, factor):
+            for call in range(30):
+                x = of(rank, (20,), call=call) * factor
+                dist.all_reduce(x, group=group)
+                if not same(x, sum(of(r, (20,), call=call) for r in range(world_size)) * factor):
+                    wrong.append((factor, call))
+
+        users = [threading.Thread(target=use, args=(g, i + 1)) for i, g in enumerate(groups)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join(60)
+        return wrong
+
+
+def mismatches(rank, world_size, tell, url, route):
+    """Ranks that make different calls: named on all ranks, and the group goes on."""
+    said = []
+    odd = rank == world_size - 1
+    with default_group(rank, world_size, url, route):
+        for call in (
+            lambda: dist.all_reduce(torch.ones(30000 + 100000 * odd)),
+            lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32)),
+            lambda: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+            lambda: dist.broadcast(torch.ones(8), 1 if odd else 0),
+            lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(8)),
+            lambda: dist.all_gather([torch.ones(3 + odd)] * world_size, torch.ones(3 + odd)),
+            lambda: dist.all_to_all_single(
+                torch.ones(2 * world_size + odd), torch.ones(2 * world_size),
+                [2] * (world_size - 1) + [2 + odd], [2] * world_size),
+        ):  # fmt: skip
+            said.append(refused(call, "rank", "call", kind=tricomm.CollectiveMismatch))
+            x = torch.ones(4)
+            dist.all_reduce(x)
+            assert x[0] == world_size
+    return said
+
+
+def refusals(rank, world_size, tell, url, route):
+    """What users get wrong on one rank: refused with what, where and remedy; a corrected retry joins the others."""
+    n = world_size
+    ones = torch.ones
+    with default_group(rank, n, url, route) as world:
+        cases = [
+            (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3)), "list of", "one per rank"),
+            (lambda: dist.all_gather([ones(4)] * n, ones(3)), "gives 3", "has 4"),
+            (lambda: dist.all_gather_into_tensor(ones(3 * n + 1), ones(3)), "elements", str(3 * n)),
+            (lambda: dist.all_gather_into_tensor(ones(3, n).t(), ones(3)), "not contiguous", "copy"),
+            (lambda: world.all_gather_single(ones(3 * n), ones(3, dtype=torch.int32)), "float32", "int32"),
+            (lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n - 1)), "list of", "one per rank"),
+            (lambda: dist.reduce_scatter_tensor(ones(3), ones(3 * n - 1)), "elements"),
+            (lambda: dist.scatter(ones(3), [ones(2)] * n, src=rank), "scatter", "2 elements"),
+            (lambda: dist.all_to_all([ones(3)] * (n - 1), [ones(3)] * n), "output list", "one per rank"),
+            (lambda: dist.all_to_all_single(ones(2 * n), ones(2 * n), [2] * n, [1] * n), "splits", "add up"),
+            (lambda: dist.all_to_all_single(ones(2 * n + 1), ones(2 * n)), "evenly", "give splits"),
+            (lambda: dist.all_reduce(ones(3), dist.ReduceOp.BXOR), "bxor", "integer"),
+            (lambda: dist.all_reduce(ones(3).bool(), dist.ReduceOp.AVG), "avg of bool"),
+            (lambda: dist.all_reduce(ones(1).expand(4)), "share memory", "contiguous"),
+            (lambda: dist.all_reduce(torch.ones(3, device="meta")), "meta"),
+            (lambda: dist.broadcast(torch.eye(3).to_sparse(), 0), "dense", "to_dense"),
+            (lambda: world.broadcast([ones(3)], n), f"0..{n - 1}"),
+            (lambda: world.allreduce([ones(3), ones(3)]), "one per rank is needed"),
+            (lambda: world.send([ones(3)], rank, 0), "this rank itself"),
+            (lambda: dist.send(ones(3, 4).t(), (rank + 1) % n), "contiguous"),
+        ]
+        for number, (call, *words) in enumerate(cases):
+            if rank == number % n:
+                refused(call, *words)
+            x = of(rank, (4,), call=number)
+            dist.all_reduce(x)
+            assert same(x, sum(of(r, (4,), call=number) for r in range(n)))
+    refused(lambda: world.allreduce([ones(3)]), "destroyed", "new one", kind=tricomm.GroupAborted)
+    refused(lambda: world.send([ones(3)], 0, 0), "destroyed", kind=tricomm.GroupAborted)
+    return len(cases)
+
+
+def absent(rank, world_size, tell, url):
+    """A rank that does not come: named on the others within the timeout; the group is lost, the process lives on."""
+    with default_group(rank, world_size, url, timeout=3.0) as world:
+        dist.barrier()
+        if rank == world_size - 1:
+            time.sleep(6)
+            return None
+        began = time.monotonic()
+        text = refused(lambda: dist.all_reduce(torch.ones(3)), f"[{world_size - 1}]", kind=tricomm.CollectiveTimeout)
+        seconds = time.monotonic() - began
+        refused(lambda: world.allreduce([torch.ones(3)]), "lost", kind=tricomm.GroupAborted)
+        return text, seconds
+
+
+def killed(rank, world_size, tell, url):
+    """A rank that dies is named, asynchronously too."""
+    with default_group(rank, world_size, url, timeout=20.0):
+        dist.barrier()
+        tell(os.getpid())
+        if rank == world_size - 1:
+            time.sleep(60)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        text = refused(work.wait, "ended", f"[{world_size - 1}]", kind=tricomm.PeerDied)
+        assert isinstance(work.exception(), tricomm.PeerDied)
+        return text

@@ -1,0 +1,63 @@
+"""Every example runs, under spawn and under torchrun, and says what it should."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.wheel_gate import ROOT
+
+SAYS = {
+    "hello": ["2 ranks: sum [3.0, 3.0, 3.0, 3.0]"],
+    "every_collective": [
+        "broadcast       [0.0, 1.0] -> [0.0, 1.0]", "all_gather      [0.0] -> [0.0, 10.0]",
+        "reduce_scatter  [0.0, 1.0] -> [10.0]", "all_to_all      [0.0, 1.0] -> [0.0, 10.0]",
+        "scatter         [0.0, 1.0] -> [0.0]", "gather          [0.0] -> [0.0, 10.0]",
+        "all_reduce max  [0.0, 1.0] -> [10.0, 11.0]", "reduce          [0.0, 1.0] -> [10.0, 12.0]",
+    ],
+    "overlap": ["sum 1.0, twice that 2.0"],
+    "sub_groups": ["rank 0 of 4: over its column 2.0, over its row 1.0"],
+    "cross_job": [f"job {j} rank {r}: weights [0.0, 1.0, 2.0, 3.0], ranks in my job 2" for j in (0, 1) for r in (0, 1)],
+    "ddp": ["the reference's bits: True"],
+    "fsdp2": ["this rank holds 512 of 1024 elements"],
+    "tensor_parallel": ["close to the whole model: True"],
+    "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
+}  # fmt: skip
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ["hello", "ddp"]
+
+
+def run(command: list[str], **more: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"common"} == set(SAYS)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name):
+    said = run([f"examples/{name}.py"])
+    for line in SAYS[name]:
+        assert line in said
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_example_under_torchrun(name):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    said = run([*command, f"examples/{name}.py"])
+    for line in SAYS[name]:
+        assert line in said
+
+
+def test_an_example_over_the_kernels():
+    said = run(["examples/ddp.py"], TRICOMM_CPU="kernels", TRICOMM_ARENA_BYTES="1048576")
+    assert SAYS["ddp"][0] in said

@@ -1,0 +1,36 @@
+"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, with NCCL and Gloo behind it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tricomm.c10d import ops
+from tricomm.c10d.backend import TricommGroup, create, make
+from tricomm.c10d.wrapping import ddp_hook, wrap
+from tricomm.options import Options
+
+__all__ = ["TricommGroup", "ddp_hook", "group_over", "ops", "register", "wrap"]
+
+
+def register() -> None:
+    """Make `dist.init_process_group("tricomm")` known; idempotent. The entry point of torch >= 2.14 calls it too."""
+    if hasattr(dist.Backend, "TRICOMM"):
+        return
+    dist.Backend.register_backend("tricomm", _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(opts: Any, pg_options: Any) -> TricommGroup:
+    return create(opts, pg_options)
+
+
+def group_over(
+    store: Any, rank: int, world_size: int, timeout: timedelta, options: Options | None = None, name: str = "tricomm"
+) -> TricommGroup:
+    """A group of its own over any Store, outside of this job's default group: for ranks of several jobs.
+
+    Every member calls it, with a store (or a `PrefixStore`) that is this group's alone. `shutdown()` ends it.
+    """
+    return make(store, rank, world_size, timeout, list(range(world_size)), name, options)

@@ -1,0 +1,370 @@
+"""The backend: a `ProcessGroup` that turns every c10d method into calls of an engine, or hands it to a native group.
+
+Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
+deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
+both are there.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from tricomm import routing
+from tricomm.c10d import arguments, natives
+from tricomm.c10d.call import Call
+from tricomm.c10d.carriers import as_bytes
+from tricomm.c10d.engine import Engine, Place
+from tricomm.c10d.facts import Facts, agree
+from tricomm.c10d.quick import Quick
+from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.works import AllOf, FinishedWork, bounded
+from tricomm.errors import InvalidArgument
+from tricomm.options import Options
+
+# Of one type for two devices, torch would take the first backend for both.
+_TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
+
+
+class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
+    """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
+
+    def __init__(self, place: Place, facts: Facts, backends: dict[str, Any], options: Options | None = None) -> None:
+        super().__init__(place.rank, place.world_size)
+        self._place = place
+        self._quick = Quick(self._allreduce)
+        self.allreduce = self._quick.all_reduce
+        self._engine = Engine(place, facts, options, self._quick)
+        self._backends = backends
+        self._coalescing: list[Any] | None = None
+        self._own = True  # whether the native backends end with this group
+        for device, backend in backends.items():
+            self._register_backend(torch.device(device), _TYPES[device], backend)
+        self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
+
+    def getBackendName(self) -> str:
+        return "tricomm"
+
+    # In place
+
+    def _allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
+        x = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
+        if x is not None and x.layout != torch.strided and x.device.type == "cpu":
+            call = Call("all_reduce_sparse", op=arguments.operation(opts.reduceOp), result=[x], keep=[x])
+        else:
+            x, op = _premultiplied(arguments.one(tensors, "all_reduce"), opts.reduceOp)
+            call = arguments.in_place("all_reduce", x, op, result=tensors)
+        return self._submit([call], opts, ("allreduce",), tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        op = arguments.operation(opts.reduceOp)
+        batch = [arguments.in_place("all_reduce", arguments.checked(x, "all_reduce"), op, result=[x]) for x in tensors]
+        return self._submit(batch, opts, ("allreduce_coalesced",), tensors, opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.BroadcastOptions, opts, "rootRank", timeout)
+        x = arguments.one(tensors, "broadcast")
+        call = arguments.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
+        return self._submit([call], opts, ("broadcast",), tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.ReduceOptions, opts, "rootRank", timeout)
+        if op is not None:
+            opts.reduceOp = op
+        x, name = _premultiplied(arguments.one(tensors, "reduce"), opts.reduceOp)
+        call = arguments.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
+        return self._submit([call], opts, ("reduce",), tensors, opts)
+
+    # Gathering
+
+    def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.AllgatherOptions, opts, None, timeout)
+        rows = arguments.tensor_list(outs, "all_gather output list", self.size())
+        call = arguments.gathered(rows, arguments.one(xs, "all_gather"), self.rank(), result=outs)
+        return self._submit([call], opts, ("allgather",), outs, xs, opts)
+
+    def allgather_coalesced(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> Any:
+        """`outs` has a list per rank, with a tensor per input."""
+        opts = opts or c10d.AllgatherOptions()
+        if len(outs) != self.size() or any(len(row) != len(xs) for row in outs):
+            raise InvalidArgument(
+                f"all_gather_coalesced: {self.size()} lists of {len(xs)} outputs are needed, one list per rank; found "
+                f"lists of {[len(row) for row in outs]}"
+            )
+        batch = []
+        for i, x in enumerate(xs):
+            rows = [arguments.checked(row[i], "all_gather_coalesced output") for row in outs]
+            batch.append(arguments.gathered(rows, arguments.checked(x, "all_gather_coalesced"), self.rank(), rows))
+        return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
+
+    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        x, y = (arguments.checked(t, "all_gather_into_tensor") for t in (x, out))
+        call = arguments.gathered_single(y, x, self.size())
+        return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single(out, x, opts)
+
+    def all_gather_single_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Any:  # fmt: skip
+        opts = opts or c10d.AllgatherOptions()
+        pairs = zip(outs, xs, strict=True)
+        return self._each([(out, x) for out, x in pairs], opts, arguments.gathered_single, self.all_gather_single)
+
+    def allgather_into_tensor_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Any:  # fmt: skip
+        return self.all_gather_single_coalesced(outs, xs, opts)
+
+    def gather(
+        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Any:  # fmt: skip
+        opts = _options(c10d.GatherOptions, opts, "rootRank", timeout)
+        root = self._root(opts, "gather")
+        rows = self._root_list(outs, root, "gather output")
+        call = arguments.gather(rows, arguments.one(xs, "gather"), root)
+        return self._submit([call], opts, ("gather",), outs, xs, opts)
+
+    # Scattering
+
+    def scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.ScatterOptions, opts, "rootRank", timeout)
+        root = self._root(opts, "scatter")
+        parts = self._root_list(xs, root, "scatter input")
+        call = arguments.scatter(arguments.one(outs, "scatter"), parts, root)
+        return self._submit([call], opts, ("scatter",), outs, xs, opts)
+
+    def reduce_scatter(
+        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> Any:  # fmt: skip
+        opts = _options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
+        parts = arguments.tensor_list(xs, "reduce_scatter input list", self.size())
+        op = arguments.operation(opts.reduceOp)
+        call = arguments.reduced_list(arguments.one(outs, "reduce_scatter"), parts, op, self.rank())
+        return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
+
+    def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        x, y = (arguments.checked(t, "reduce_scatter_tensor") for t in (x, out))
+        call = arguments.reduced_single(y, x, arguments.operation(opts.reduceOp), self.size())
+        return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
+
+    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single(out, x, opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Any:  # fmt: skip
+        opts = opts or c10d.ReduceScatterOptions()
+        op = arguments.operation(opts.reduceOp)
+
+        def make(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
+            return arguments.reduced_single(out, x, op, world_size)
+
+        return self._each(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
+    ) -> Any:  # fmt: skip
+        return self.reduce_scatter_single_coalesced(outs, xs, opts)
+
+    # All to all
+
+    def alltoall(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.AllToAllOptions, opts, None, timeout)
+        rows = arguments.tensor_list(outs, "all_to_all output list", self.size())
+        parts = arguments.tensor_list(xs, "all_to_all input list", self.size())
+        return self._submit([arguments.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
+
+    def all_to_all_single(
+        self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Any:  # fmt: skip
+        opts = _options(c10d.AllToAllOptions, opts, None, None)
+        y, z = (arguments.checked(t, "all_to_all_single") for t in (out, x))
+        call = arguments.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
+        names = ("all_to_all_single", "alltoall_base")
+        return self._submit([call], opts, names, out, x, out_splits or [], in_splits or [], opts)
+
+    def alltoall_base(
+        self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
+    ) -> Any:  # fmt: skip
+        return self.all_to_all_single(out, x, out_splits, in_splits, opts)
+
+    # Point to point, barriers
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        x = self._point("send", tensors, dst)
+        return self._native(x.device).send([x], dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        x = self._point("recv", tensors, src)
+        return self._native(x.device).recv([x], src, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        x = self._point("recv", tensors, None)
+        return self._native(x.device).recv_anysource([x], tag)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options(c10d.BarrierOptions, opts, None, timeout)
+        device = opts.device
+        if device is None or device.type not in self._backends:
+            cuda = bool(opts.device_ids) or "cpu" not in self._backends
+            index = opts.device_ids[0] if opts.device_ids else None
+            device = torch.device("cuda", torch.cuda.current_device() if index is None else index) if cuda else None
+        return self._submit([arguments.barrier(device or torch.device("cpu"))], opts, ("barrier",), opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
+        """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo."""
+        self._engine.usable("monitored_barrier")
+        limit = self._place.timeout if bounded(timeout) is None else timeout
+        return self._native(torch.device("cpu")).monitored_barrier(limit, wait_all_ranks)
+
+    # Coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+        backend = self._native(device)
+        if backend.supports_coalescing:
+            backend._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        works, self._coalescing = self._coalescing or [], None
+        backend = self._native(device)
+        if backend.supports_coalescing:
+            works.append(backend._end_coalescing())
+        return AllOf(works)
+
+    # Life
+
+    def shutdown(self) -> None:
+        """Idempotent. What is under way gets a moment to end."""
+        self._engine.close()
+        if self._own:
+            for backend in self._backends.values():
+                backend.shutdown()
+
+    def abort(self) -> None:
+        self._engine.close()
+        if self._own:
+            for backend in self._backends.values():
+                backend.abort()
+
+    def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
+        if not batch:
+            return FinishedWork([])
+        timeout = None if bounded(opts.timeout) is None else opts.timeout
+        for call in batch:
+            call.timeout, call.async_op = timeout, opts.asyncOp
+        device = batch[0].device
+        if any(call.device != device for call in batch):
+            raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
+        with _profiled(batch[0].collective):
+            if device.type == "cpu":
+                work = self._engine.on_cpu(batch)
+            else:
+                backend = self._native(device)
+                name = next((n for n in names if hasattr(backend, n)), names[0])
+                work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _each(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:
+        """A coalesced call: on the CPU one batch, else one call after another (no binding of NCCL's before 2.14)."""
+        if all(out.device.type == "cpu" for out, _ in pairs):
+            return self._submit([make(out, x, self.size()) for out, x in pairs], opts, ())
+        return AllOf([single(out, x, opts) for out, x in pairs])
+
+    def _native(self, device: torch.device) -> Any:
+        found = self._backends.get(device.type)
+        if found is None:
+            there = ", ".join(self._backends) or "no device"
+            raise InvalidArgument(f"{self._place}: a tensor on {device} was given; this group serves {there}")
+        return found
+
+    def _root(self, opts: Any, what: str) -> int:
+        root = int(opts.rootRank)
+        if not 0 <= root < self.size():
+            raise InvalidArgument(f"{what}: root rank {root} is not in 0..{self.size() - 1} of this group")
+        return root
+
+    def _root_list(self, tensors: Any, root: int, what: str) -> list[torch.Tensor]:
+        """A list of one tensor per rank on the root, and nothing on the others."""
+        if self.rank() == root:
+            return arguments.tensor_list(tensors, f"{what} list", self.size())
+        found = [x for row in tensors for x in (row if isinstance(row, list | tuple) else [row])]
+        if found:
+            raise InvalidArgument(
+                f"{what} list: only rank {root} gives one, rank {self.rank()} gave {len(found)} tensors"
+            )
+        return []
+
+    def _point(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
+        self._engine.usable(what)
+        x = arguments.one(tensors, what)
+        if peer is not None and not 0 <= peer < self.size():
+            raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
+        if peer == self.rank():
+            raise InvalidArgument(f"{what}: rank {peer} is this rank itself; copy the tensor instead")
+        if not x.is_contiguous():
+            raise InvalidArgument(f"{what}: a contiguous tensor is needed; pass x.contiguous() and copy from it")
+        call = Call(what, x, device=x.device, count=x.numel())
+        self._engine.took(call, routing.decide(self._engine.site(x.device.type), what, x.dtype, "none", x.nbytes))
+        return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
+
+
+def _profiled(collective: str) -> Any:
+    """A name for the profiler, which sees no c10d event of a Python group; nothing where no profiler looks."""
+    if not torch.autograd.profiler._is_profiler_enabled:
+        return nullcontext()
+    return torch.autograd.profiler.record_function(f"tricomm::{collective}")
+
+
+def _options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
+    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
+    if hasattr(given, "asyncOp"):
+        return given
+    options = kind()
+    if isinstance(given, timedelta):
+        timeout = given
+    elif given is not None and field is not None:
+        setattr(options, field, given)
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
+    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
+    name = arguments.operation(op)
+    if name == "premul_sum" and x.device.type == "cpu":
+        factor = op.__getstate__()[1]
+        x.mul_(factor)
+        return x, "sum"
+    return x, name
+
+
+def create(opts: Any, pg_options: Any) -> TricommGroup:
+    """Make a group for c10d; called by all its ranks. `pg_options` is a `tricomm.Options`, or None."""
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise InvalidArgument(f"pg_options={pg_options!r}: tricomm.Options or None is needed")
+    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    name = str(opts.group_id)
+    return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, ranks, name, pg_options)
+
+
+def make(
+    store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str, options: Options | None
+) -> TricommGroup:
+    """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
+    place = Place(PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
+    facts = agree(place.store, rank, world_size, timeout.total_seconds())
+    return TricommGroup(place, facts, natives.make(place.store, rank, world_size, timeout, ranks, name), options)

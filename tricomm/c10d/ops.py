@@ -1,0 +1,172 @@
+"""`torch.ops.tricomm.*`: collectives that `torch.compile(fullgraph=True)` keeps in the graph, differentiable.
+
+Out of place, but for `all_reduce_`; `group` is a group's `group_name`, of tricomm's or of any other backend. Gradients
+are those of the sum over all ranks of the ranks' losses: an all_reduce's is all_reduced, an all_gather's
+reduce_scattered, and so on. Through `Library`, for `@custom_op` costs 30 us a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import Library, register_autograd, register_fake
+
+from tricomm.c10d.torch_names import c10d
+from tricomm.errors import InvalidArgument
+
+_lib = Library("tricomm", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_OPS = {
+    "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX,
+    "prod": c10d.ReduceOp.PRODUCT, "band": c10d.ReduceOp.BAND, "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR,
+}  # fmt: skip
+
+
+def _group(name: str) -> Any:
+    return c10d._resolve_process_group(name)
+
+
+def _options(kind: Any, **values: Any) -> Any:
+    options = kind()
+    options.asyncOp = False
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def _op(name: str) -> Any:
+    if name not in _OPS:
+        raise InvalidArgument(f"op={name!r} is not supported; there is {', '.join(_OPS)}")
+    return _OPS[name]
+
+
+def _all_reduce_(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    _group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
+    return x
+
+
+def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    return _all_reduce_(x.clone(memory_format=torch.contiguous_format), op, group)
+
+
+def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    _group(group).broadcast([out], _options(c10d.BroadcastOptions, rootRank=src)).wait()
+    return out
+
+
+def _rows(x: torch.Tensor, multiplier: int, divisor: int, what: str) -> torch.Tensor:
+    """An output like `x`, with dimension 0 scaled."""
+    if x.dim() == 0 or x.shape[0] % divisor:
+        raise InvalidArgument(f"{what}: shape {tuple(x.shape)}: dimension 0 must be a multiple of {divisor} ranks")
+    return x.new_empty((x.shape[0] * multiplier // divisor, *x.shape[1:]))
+
+
+def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+    found = _group(group)
+    out = _rows(x, found.size(), 1, "all_gather")
+    _single(found, "all_gather_single", "_allgather_base")(
+        out, x.contiguous(), _options(c10d.AllgatherOptions)
+    ).wait()  # fmt: skip
+    return out
+
+
+def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    found = _group(group)
+    out = _rows(x, 1, found.size(), "reduce_scatter")
+    options = _options(c10d.ReduceScatterOptions, reduceOp=_op(op))
+    _single(found, "reduce_scatter_single", "_reduce_scatter_base")(out, x.contiguous(), options).wait()
+    return out
+
+
+def _all_to_all(x: torch.Tensor, out_splits: list[int], in_splits: list[int], group: str) -> torch.Tensor:
+    out = x.new_empty((sum(out_splits), *x.shape[1:]))
+    call = _single(_group(group), "all_to_all_single", "alltoall_base")
+    call(out, x.contiguous(), out_splits, in_splits, _options(c10d.AllToAllOptions)).wait()
+    return out
+
+
+def _single(group: Any, new: str, old: str) -> Any:
+    return getattr(group, new, None) or getattr(group, old)
+
+
+def _define(schema: str, run: Any, fake: Any) -> None:
+    _lib.define(schema, tags=_TAGS)
+    name = schema.partition("(")[0]
+    _lib.impl(name, run, "CPU")
+    _lib.impl(name, run, "CUDA")
+    register_fake(f"tricomm::{name}", fake, lib=_lib)
+
+
+_define("all_reduce_(Tensor(a!) x, str op, str group) -> Tensor(a!)", _all_reduce_, lambda x, op, group: x)
+_define(
+    "all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce,
+    lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+)  # fmt: skip
+_define(
+    "broadcast(Tensor x, int src, str group) -> Tensor", _broadcast,
+    lambda x, src, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+)  # fmt: skip
+_define(
+    "all_gather(Tensor x, str group) -> Tensor", _all_gather,
+    lambda x, group: _rows(x, _group(group).size(), 1, "all_gather"),
+)  # fmt: skip
+_define(
+    "reduce_scatter(Tensor x, str op, str group) -> Tensor", _reduce_scatter,
+    lambda x, op, group: _rows(x, 1, _group(group).size(), "reduce_scatter"),
+)  # fmt: skip
+_define(
+    "all_to_all(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str group) -> Tensor", _all_to_all,
+    lambda x, out_splits, in_splits, group: x.new_empty((sum(out_splits), *x.shape[1:])),
+)  # fmt: skip
+
+
+# Gradients
+
+
+def _keep_op(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.op, ctx.group = inputs
+    if ctx.op not in ("sum", "avg"):
+        raise InvalidArgument(f"op={ctx.op!r} has no gradient over ranks; use sum or avg, or detach the tensor")
+
+
+def _all_reduce_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.tricomm.all_reduce(grad, ctx.op, ctx.group), None, None
+
+
+def _reduce_scatter_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    full = torch.ops.tricomm.all_gather(grad, ctx.group)
+    return full / _group(ctx.group).size() if ctx.op == "avg" else full, None, None
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.group = inputs[-1]
+
+
+def _all_gather_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.tricomm.reduce_scatter(grad, "sum", ctx.group), None
+
+
+def _keep_source(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.src, ctx.group = inputs
+
+
+def _broadcast_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    total = torch.ops.tricomm.all_reduce(grad, "sum", ctx.group)
+    return total if _group(ctx.group).rank() == ctx.src else torch.zeros_like(total), None, None
+
+
+def _keep_splits(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.out_splits, ctx.in_splits, ctx.group = inputs
+
+
+def _all_to_all_back(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.tricomm.all_to_all(grad, ctx.in_splits, ctx.out_splits, ctx.group), None, None, None
+
+
+register_autograd("tricomm::all_reduce", _all_reduce_back, setup_context=_keep_op, lib=_lib)
+register_autograd("tricomm::reduce_scatter", _reduce_scatter_back, setup_context=_keep_op, lib=_lib)
+register_autograd("tricomm::all_gather", _all_gather_back, setup_context=_keep_group, lib=_lib)
+register_autograd("tricomm::broadcast", _broadcast_back, setup_context=_keep_source, lib=_lib)
+register_autograd("tricomm::all_to_all", _all_to_all_back, setup_context=_keep_splits, lib=_lib)

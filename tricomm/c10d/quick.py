@@ -1,0 +1,90 @@
+"""The short way of the one call that is made most and waits least: a small all_reduce that the caller waits for.
+
+It decides nothing of its own: a shape gets here only by `routing.decide`, once, and is counted like any other call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tricomm import env, routing
+from tricomm.c10d.arguments import operation
+from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.works import FinishedWork
+from tricomm.errors import InvalidArgument
+
+_MOST = 1024
+# Shared: whoever asks for a finished call to be waited for has the result in its hands already.
+_FINISHED = FinishedWork([])
+_OPTIONS = c10d.AllreduceOptions
+# To compare two ReduceOps takes microseconds; the hash of one is its number.
+_KINDS = [c10d.ReduceOp(kind) for name, kind in c10d.ReduceOp.RedOpType.__members__.items() if name != "PREMUL_SUM"]
+_KINDS.append(c10d._make_nccl_premul_sum(2.0))
+_DISTINCT = len({hash(kind) for kind in _KINDS}) == len(_KINDS)
+
+
+class Quick:
+    """Calls that run straight on the caller's stream, by type, count and operation."""
+
+    def __init__(self, otherwise: Any) -> None:
+        self._otherwise = weakref.WeakMethod(otherwise)  # the group's own method: a cycle would delay its end
+        self._comm: Any = None
+        self._site: routing.Site | None = None
+        self._known: dict[tuple[Any, ...], str | None] = {}
+        self._count = routing.counter(routing.KERNELS, "all_reduce")
+
+    def use(self, comm: Any, site: routing.Site) -> None:
+        """From now on, tensors of `comm`'s device go this way."""
+        if _DISTINCT:
+            self._comm, self._site = comm, site
+
+    def clear(self) -> None:
+        self._comm = None
+        self._known.clear()
+
+    def all_reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        """The group's `allreduce`: a finished handle; or what the long way gives, which also says what is wrong.
+
+        Who calls this way orders what follows by their own stream, and finds the call's faults at the next one: a
+        limit of time given with the call has nothing to limit.
+        """
+        comm = self._comm
+        if comm is None or type(opts) is not _OPTIONS or opts.asyncOp or type(tensors) is not list:
+            return self._long(tensors, opts, timeout)
+        x = tensors[0]
+        key = (x.dtype, x.numel(), hash(opts.reduceOp))
+        try:
+            name = self._known[key]
+        except KeyError:
+            name = self._decide(x, opts.reduceOp, key)
+        if name is None or len(tensors) != 1:
+            return self._long(tensors, opts, timeout)
+        try:
+            comm.all_reduce(x, name)
+        except InvalidArgument:  # sparse, requires grad, another device: nothing was sent, and the long way knows more
+            return self._long(tensors, opts, timeout)
+        self._count[0] += 1
+        return _FINISHED
+
+    def _long(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Any:
+        otherwise = self._otherwise()
+        assert otherwise is not None, "a group that is called is alive"
+        return otherwise(tensors, opts, timeout)
+
+    def _decide(self, x: torch.Tensor, op: Any, key: tuple[Any, ...]) -> str | None:
+        """The operation's name where the kernels take the call; asked once a shape."""
+        if self._site is None or "routing" in (env.text("TRICOMM_LOG") or ""):
+            return None  # the long way prints
+        try:
+            name = operation(op)
+            route = routing.decide(self._site, "all_reduce", x.dtype, name, x.numel() * x.itemsize)
+        except InvalidArgument:
+            return None
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = found = name if route.path == routing.KERNELS else None
+        return found

@@ -1,0 +1,135 @@
+"""Where a c10d call goes: this library's kernels, NCCL, or Gloo; and what went where so far.
+
+The decision is pure, and made of facts that all ranks share: what the ranks agreed on when the group was made
+(`Site`) and what c10d demands to be equal on all ranks (collective, dtype, op, bytes). What one rank alone knows
+(its tensor's address, its splits of an all_to_all, who it sends to) takes no part, so no rank ever goes alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from tricomm import calls, env
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import COLLECTIVES
+
+KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
+POINT_TO_POINT = frozenset({"send", "recv"})
+REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+
+_counts: dict[tuple[str, str], list[int]] = {}
+_printed: set[tuple[Any, ...]] = set()
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a group's ranks agreed on: the same value on every rank.
+
+    device      "cpu" or "cuda": where the tensors of the call are
+    world_size  ranks of the group
+    nodes       how many hosts they live on
+    no_kernels  why this group has no kernels, where it has none
+    native      who serves what the kernels do not: "nccl", "gloo", or None where torch has neither
+    """
+
+    device: str
+    world_size: int
+    nodes: int
+    no_kernels: str | None
+    native: str | None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who runs a call (`kernels`, `nccl` or `gloo`), and why."""
+
+    path: str
+    reason: str
+
+
+@cache
+def decide(site: Site, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None) -> Route:
+    """The route of one call. `nbytes` is the input of one rank; None where ranks may differ in it.
+
+    Raises `InvalidArgument` where neither the kernels nor anybody behind them can run the call.
+    """
+    reason = _why_not_kernels(site, collective, dtype, op, nbytes)
+    if reason is None:
+        return Route(KERNELS, "the kernels cover it")
+    if site.native is None:
+        raise InvalidArgument(
+            f"{collective} of {dtype} on {site.device}: {reason}, and this torch has no native backend for "
+            f"{site.device}: install one with NCCL, or pass what the kernels cover"
+        )
+    return Route(site.native, reason)
+
+
+def _why_not_kernels(site: Site, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None) -> str | None:
+    if collective in POINT_TO_POINT:
+        # The kernels' memory is set up by all ranks together, and here two may be the only ones that come.
+        return "point to point: only two ranks call"
+    if site.nodes > 1:
+        # The hierarchical form belongs here: kernels over the ranks of each node, `native` between the nodes.
+        return f"the group spans {site.nodes} nodes"
+    if site.no_kernels is not None:
+        return site.no_kernels
+    if collective not in COLLECTIVES:
+        return f"there is no {collective} kernel"
+    if dtype is not None and dtype not in calls.DTYPES:
+        return f"no kernel takes {dtype}"
+    if collective in REDUCTIONS and dtype is not None and op not in calls.DTYPES[dtype].ops:
+        return f"no kernel reduces {dtype} with {op}"
+    limit = hand_over(site.device, collective, site.world_size)
+    if limit is not None and nbytes is not None and nbytes > limit:
+        return f"{nbytes} bytes are over the hand-over limit of {limit}"
+    return None
+
+
+def hand_over(device: str, collective: str, world_size: int) -> int | None:
+    """Bytes of one rank's input above which NCCL is faster (`tables/hand_over.json`); None: never."""
+    for row in _limits():
+        if row["device"] == device and row["collective"] in (collective, "any") and world_size <= row["world_size"]:
+            limit: int | None = row["max_bytes"]
+            return limit
+    return None
+
+
+@cache
+def _limits() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(files("tricomm").joinpath("tables/hand_over.json").read_text())["rows"]
+    return rows
+
+
+def took(
+    route: Route, group: str, rank: int, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
+) -> None:
+    """Count a call; with TRICOMM_LOG=routing print it, the first time it is made in this group and on rank 0 only."""
+    counter(route.path, collective)[0] += 1
+    if rank == 0 and "routing" in (env.text("TRICOMM_LOG") or ""):
+        key = (group, collective, dtype, op, nbytes, route)
+        if key not in _printed:
+            _printed.add(key)
+            size = "" if nbytes is None else f" {nbytes} B"
+            what = f"{collective} {op}" if collective in REDUCTIONS else collective
+            kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
+            print(f"tricomm routing: {group}: {what}{kind}{size} -> {route.path}: {route.reason}", flush=True)
+
+
+def counter(path: str, collective: str) -> list[int]:
+    """The one number of a route's calls, in a list: to be counted up without a look-up."""
+    return _counts.setdefault((path, collective), [0])
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """How many c10d calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}."""
+    found: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
+    for (path, collective), (count,) in list(_counts.items()):
+        if count:
+            found[path][collective] = count
+    return found
