@@ -45,7 +45,7 @@ def all_gather_hybrid_cube_mesh_ll(x_ptr, y_ptr, group, numel: tl.int64, call: t
         epoch = advance(start, chunk)
         base = chunk * room
         count = tl.minimum(words - base, room)
-        open_epoch(group, epoch, call, True, BLOCK, LANES, PTX)
+        open_epoch(group, epoch, call, True, WORLD_SIZE, BLOCK, LANES, PTX)
         for first in range(own, count, stride):
             mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
             for step in range(5):
@@ -54,7 +54,7 @@ def all_gather_hybrid_cube_mesh_ll(x_ptr, y_ptr, group, numel: tl.int64, call: t
                 put_ll(slot, mine, epoch, count - first, BLOCK, PTX)
         status = wait(group, epoch, call, 0, True, True, True, LANES, PTX)
         if status == 0:
-            send(group, epoch, call, 1, True, False, True, LANES, PTX)
+            send(group, epoch, call, 1, True, False, False, LANES, PTX)
         first = own
         while (first < count) & (status == 0):
             source = relay(group)

@@ -45,7 +45,7 @@ def all_gather_hybrid_cube_mesh_simple(x_ptr, y_ptr, group, numel: tl.int64, cal
         epoch = advance(start, chunk)
         base = chunk * room
         count = tl.minimum(words - base, room)
-        clear_idle(group, epoch, 1, RANKS, BLOCK, LANES, PTX)
+        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
         for first in range(own, count, stride):
             mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
             for step in range(5):

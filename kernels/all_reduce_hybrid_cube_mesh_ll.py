@@ -49,7 +49,7 @@ def all_reduce_hybrid_cube_mesh_ll(x_ptr, y_ptr, group, numel: tl.int64, call: t
         epoch = advance(start, chunk)
         base = chunk * room
         count = tl.minimum(words - base, room)
-        open_epoch(group, epoch, call, False, BLOCK, LANES, PTX)
+        open_epoch(group, epoch, call, False, WORLD_SIZE, BLOCK, LANES, PTX)
         for first in range(own, count, stride):
             mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
             for step in range(4):  # 0 is the own room: that spares the sum a special case
@@ -57,7 +57,7 @@ def all_reduce_hybrid_cube_mesh_ll(x_ptr, y_ptr, group, numel: tl.int64, call: t
                 put_ll(slot, mine, epoch, count - first, BLOCK, PTX)
         status = wait(group, epoch, call, 0, True, False, True, LANES, PTX)
         if status == 0:
-            send(group, epoch, call, 0, False, True, True, LANES, PTX)
+            send(group, epoch, call, 0, False, True, False, LANES, PTX)
         first = own
         while (first < count) & (status == 0):
             slot = ll_slot(group, group, epoch, 0, first, RANKS)

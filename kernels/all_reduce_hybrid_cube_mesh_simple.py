@@ -49,7 +49,7 @@ def all_reduce_hybrid_cube_mesh_simple(x_ptr, y_ptr, group, numel: tl.int64, cal
         epoch = advance(start, chunk)
         base = chunk * half
         count = tl.minimum(words - base, half)
-        clear_idle(group, epoch, 1, RANKS, BLOCK, LANES, PTX)
+        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
         for first in range(own, count, stride):
             mine = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
             for step in range(4):  # 0 is the own room: that spares the sum a special case

@@ -56,7 +56,7 @@ def all_reduce_hybrid_cube_mesh_two_shot_simple(x_ptr, y_ptr, group, numel: tl.i
         shard = shard_words(count, 4)
         ours = tl.minimum(count - position * shard, shard)
         here = base + position * shard
-        clear_idle(group, epoch, 1, RANKS, BLOCK, LANES, PTX)
+        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
         for step in range(4):  # 0 is the own room: that spares the sum a special case
             theirs = tl.minimum(count - (position ^ step) * shard, shard)
             there = base + (position ^ step) * shard

@@ -10,7 +10,9 @@ links: in step s every rank talks with position ^ s, and each link carries one p
 
 Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So who has
           the relay's header knows that all eight ranks are in this epoch and have left the one before: the rule
-          that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels.
+          that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
+          the second headers release and the block meets before them, under LL as well: they pass on that others have
+          read, and one that is relaxed would order nothing behind what it has acquired.
 Rooms     by a sender's place, its number among the quad's ranks in ascending order: the four rooms of a quad lie
           side by side in the order of summation. What comes over the relay link has the rooms behind them.
 Source    pytorch#114001 (hybrid cube mesh all-reduce, since removed); here by push, and summed in rank order, so
@@ -86,8 +88,8 @@ def wait(group, epoch, call, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELA
 
 
 @triton.jit
-def open_epoch(group, epoch, call, TO_RELAY: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-               PTX: tl.constexpr):  # fmt: skip
+def open_epoch(group, epoch, call, TO_RELAY: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+               LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """LL: clear the idle mailbox where its time has come, then say along links that this block is in `epoch`."""
-    clear_idle(group, epoch, 1, RANKS, BLOCK, LANES, PTX)
+    clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
     send(group, epoch, call, 0, True, TO_RELAY, True, LANES, PTX)
