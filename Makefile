@@ -29,7 +29,7 @@ demo: venv  ## 4 ranks, every kernel, checked; no GPU needed
 		--sizes 1K:64K:8 --iters 5 --check
 
 test: venv  ## the tests, without those that need a GPU or hours
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations 60
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: venv  ## style, types, import directions
 	@$(BIN)/ruff check .

@@ -3,8 +3,8 @@
     body     a tile of payload, in full: must be 128 bits an access, in PTX and in SASS, where the tensors are aligned
     tail     the `else` branches of `kernels/words.py`: what is left after the last full tile, or misaligned tensors
     scalar   one word, the same for the whole block (table entries, epoch), as the TTGIR says
-    control  headers, polls of the control page, the clearing of an idle mailbox: `primitives.py` and `mailbox.py`,
-             except `put_ll` and `get_ll`, whose accesses are payload
+    control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
+             `mailbox.py` and `splits.py`, except `put_ll` and `get_ll`, whose accesses are payload
 
 Whatever is on none of these lists counts as body, so a new access is held to the bar until somebody says why not.
 """
@@ -15,14 +15,14 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from tricomm.kernels import mailbox, primitives, words
+from tricomm.kernels import mailbox, primitives, splits, words
 from tricomm.perf.machine_code import Line
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
     """body, tail, scalar or control: see the head of this file."""
     function = function_of(line)
-    if function.startswith("mailbox.") or (
+    if function.startswith(("mailbox.", "splits.")) or (
         function.startswith("primitives.") and function not in ("primitives.put_ll", "primitives.get_ll")
     ):
         return "control"
@@ -39,7 +39,7 @@ def _source(path: str) -> tuple[str, ast.Module]:
 @cache
 def function_of(line: Line) -> str:
     """`module.function` for a line of the shared device functions, else an empty string."""
-    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, words)):
+    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, splits, words)):
         return ""
     stem, tree = _source(line[0])
     for node in tree.body:

@@ -20,7 +20,7 @@ from tricomm.perf.evidence.stage import Settings, Skip, Wrong
 from tricomm.perf.evidence.stages import STAGES, device_time, many_gpus, peers
 from tricomm.perf.ranks import RankFailed, talk
 
-# Stands for the checkout that `--peers` brings: kernels over torch's symmetric memory, which a CPU has none of.
+# Stands for the checkout that `--peers` brings.
 KRAKEN = """
 import os, types
 import torch, torch.distributed as dist, torch.distributed._symmetric_memory as memory
