@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-demo: venv  ## 4 ranks, every kernel, checked; no GPU needed
+demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no GPU needed
 	@$(BIN)/tricomm bench --nproc 4 --collective all_reduce,all_gather --algorithm all --protocol all \
 		--sizes 1K:64K:8 --iters 5 --check
 

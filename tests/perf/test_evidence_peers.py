@@ -385,9 +385,6 @@ def test_the_slowest_rank_counts_and_ratios_are_of_rounds(monkeypatch):
     }  # fmt: skip
 
 
-# Several GPUs
-
-
 def test_a_collective_that_torch_has_not_is_left_out_of_the_comparison_only(here, monkeypatch):
     monkeypatch.setitem(COLLECTIVES, "all_to_some", Collective("all_to_some"))
     with pytest.raises(Skip, match="does not know how torch.distributed calls all_to_some"):
