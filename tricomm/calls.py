@@ -62,7 +62,10 @@ def is_plain(x: Any, device: torch.device) -> bool:
 
 
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
-    """Refuse a tensor that no kernel can take, before anything is sent; raises `InvalidArgument`."""
+    """Refuse a tensor that nobody can take, before anything is sent; raises `InvalidArgument`.
+
+    Who takes its dtype, and whether anybody does, is decided by `routing`.
+    """
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -81,8 +84,6 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
         raise InvalidArgument(f"{what}: a meta tensor has no data")
     if x.device != device:
         raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
-    if x.dtype not in DTYPES:
-        raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(_NAMED)}")
     if x.untyped_storage().nbytes() < (x.storage_offset() + _extent(x)) * x.itemsize:
         raise InvalidArgument(f"{what}: the tensor's storage was freed or shrunk under it (resize_)")
     if x.requires_grad and torch.is_grad_enabled():

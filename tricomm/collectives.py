@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tricomm import calls, lists, plan, selection, splitting
-from tricomm.errors import InvalidArgument
+from tricomm import calls, lists, native, nccl, plan, routing, selection, splitting
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.group import Group
 from tricomm.kernels import collectives
 from tricomm.symmetric import Symmetric
@@ -307,25 +308,58 @@ class Collectives(Group):
         collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
         if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
             raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
-        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
-        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
-        if splits:  # no rank knows the others'
-            nbytes = _UNKNOWN
-        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
-        fitting, table = symmetric or (None, None)
-        kind = calls.DTYPES[dtype] if dtype is not None else None
-        asked = plan.Asked(collective, op, kind, count, root, splits, table)
         if capturing:
             raise InvalidArgument(
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
             )
+        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
+        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
+        forced = algorithm is not None or protocol is not None or symmetric is not None
+        route = self._route(collective, op, dtype, None if splits else nbytes, forced)
+        fitting, table = symmetric or (None, None)
+        kind = calls.DTYPES.get(dtype) if dtype is not None else None
+        asked = plan.Asked(collective, op, kind, count, root, splits, table)
+        counter = routing.counter(route.path, collective) if self.counted else None
+        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            choice = selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, fitting)
-            found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device)
+            if route.path == routing.NCCL:
+                assert self._nccl is not None, "the route is taken where NCCL is there"
+                found = native.make(self._nccl, self._monitor, route.reason, asked, dtype, mode, counter)
+            else:
+                # Of uneven rows no rank knows the others'.
+                known = _UNKNOWN if splits else nbytes
+                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting)
+                found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[*key, mode == "graph"] = found
+        if self.counted:
+            size = None if splits else nbytes
+            routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", size)
         return self._plans[*key, False]
+
+    def _route(
+        self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool
+    ) -> routing.Route:
+        """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
+        facts = (collective, dtype, op or "none", nbytes, forced)
+        found = routing.decide(self._routes, *facts)
+        if found.path == routing.NCCL and self._nccl is None:
+            if collective in routing.REDUCTIONS and dtype is not None:
+                nccl.check(collective, op or "none", dtype)
+            self._open_nccl()
+            found = routing.decide(self._routes, *facts)
+        return found
+
+    def _open_nccl(self) -> None:
+        """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
+        with self._my_turn(), self._or_give_up("NCCL"):
+            try:
+                self._nccl = nccl.open_nccl(self._control, self.device, self._timeout)
+            except ResourceError as error:
+                self._routes = replace(self._routes, native=None, missing=str(error))
+                return
+        self._monitor.watch(self._nccl)
 
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:

@@ -15,14 +15,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tricomm import errors, linking, plan
+from tricomm import errors, linking, nccl, plan, routing
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
+from tricomm.monitor import different
 from tricomm.options import Options
 from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
@@ -35,11 +37,15 @@ log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
+_ALONE = "nobody stands behind the kernels here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself."""
+    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself.
+
+    `routes` says where calls may go, and why not to the kernels; by default there is nobody behind these.
+    """
 
     def __init__(
         self,
@@ -51,6 +57,7 @@ class Group:
         options: Options,
         runtime: Runtime = PROCESSES,
         topology: Topology | None = None,
+        routes: routing.Site | None = None,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
@@ -70,17 +77,23 @@ class Group:
         self._announce = control.announcer()
         self._owned = ExitStack()
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
+        self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
+        self.counted = True  # whether `tricomm.stats()` counts the calls here; a c10d group does that itself
         self._stream: Any = None
         self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._words[layout.ENDED] = options.first_epoch
-        self._group = self._write_table()
+        reachable = all(arena.bases)
+        self._routes = replace(
+            routes or routing.Site(device.type, self.world_size, 1, None, None, _ALONE), reachable=reachable
+        )
+        self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
-            topology=self.topology.kind if self.topology is not None else "", reachable=all(arena.bases),
+            topology=self.topology.kind if self.topology is not None else "", reachable=reachable,
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
@@ -124,7 +137,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_ipc or local."""
+        """How memory is shared: posix_shm, cuda_ipc or local; none where NCCL serves every call."""
         return self._arena.kind
 
     @property
@@ -173,6 +186,7 @@ class Group:
             undo.callback(self._control.close)
             undo.callback(self._arena.close)
             undo.callback(self._owned.close)
+            undo.callback(lambda: nccl.end(self._nccl, self._monitor.fault is not None, _LEAVE_SECONDS))
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
@@ -214,6 +228,7 @@ class Group:
             if lost is not None:
                 self._monitor.died(lost)
                 self._raise()
+            chosen.count[0] += 1
             try:
                 chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
             except BaseException as error:
@@ -318,11 +333,8 @@ class Group:
         theirs = self._control.called(peer, mine.sequence) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
             theirs = self._control.last(peer)
-        text = (
-            f"ranks made different calls: rank {self.rank} {mine.text() if mine else 'none'}; "
-            f"rank {peer} {theirs.text() if theirs else f'a call with fingerprint {fingerprint:08x}'}; "
-            "make the same call, with the same shape, on every rank"
-        )
+        said = theirs.text() if theirs else f"a call with fingerprint {fingerprint:08x}"
+        text = different(self.rank, mine.text() if mine else "none", peer, said)
         return Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text)
 
     def _fault(self, kind: type[TricommError], text: str) -> Fault:

@@ -104,6 +104,7 @@ class Engine:
             comm = Communicator(
                 store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout)
             )
+            comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return None
@@ -236,8 +237,8 @@ class Engine:
 def options_for(given: Options | None, timeout: timedelta) -> Options:
     """The communicator's options: what the caller gave, else the group's timeout and TRICOMM_ARENA_BYTES."""
     if given is not None:
-        return given
+        return replace(given, nccl=False)  # torch's own NCCL is behind a c10d group
     limit = bounded(timeout)
-    found = Options() if limit is None else Options(timeout=limit)
+    found = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
     nbytes = env.integer("TRICOMM_ARENA_BYTES")
     return found if nbytes is None else replace(found, arena_bytes=nbytes)
