@@ -40,22 +40,21 @@ def operation(op: Any) -> str:
     return name
 
 
-def is_plain(x: Any, device: torch.device) -> bool:
-    """True for a contiguous tensor with which nothing is wrong, as nearly all are; False says nothing.
+def is_plain(x: torch.Tensor, device: torch.device, itemsize: int, nbytes: int) -> bool:
+    """True for a contiguous tensor with which nothing is wrong, as nearly all are.
 
-    `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
+    Its numbers are real, of `itemsize` bytes each and `nbytes` in all, as the caller knows already. False says
+    nothing. `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
     """
     try:
         return (
             type(x) is torch.Tensor
-            and x.dtype in DTYPES
             and x.device == device
             and not x.is_nested
             and x.is_contiguous()
             and not x.requires_grad
             and not x.is_neg()
-            and not x.is_conj()
-            and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
+            and x.untyped_storage().nbytes() >= x.storage_offset() * itemsize + nbytes
         )
     except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
         return False

@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from tricomm import calls, lists, native, nccl, plan, routing, selection, splitting
-from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.group import Group
+from tricomm import calls, lists, splitting
+from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives
+from tricomm.planning import Planning
 from tricomm.symmetric import Symmetric
 from tricomm.work import Work
 
-_MOST_PLANS = 1024
-_UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 
 
-class Collectives(Group):
+class Collectives(Planning):
     """`async_op=True` gives a `Work` in place of the output; `algorithm` and `protocol` force a kernel.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
@@ -45,10 +41,13 @@ class Collectives(Group):
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
         """
-        if out is None and calls.is_plain(x, self.device):
-            self._usable()
-            self._run("all_reduce", calls.operation(op), x, x, x.numel(), algorithm, protocol)  # type: ignore[arg-type,union-attr]
-            return self._finish(x, True) if async_op else x
+        if out is None:
+            try:
+                known = self._known[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
+            except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
+                known = None
+            if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
+                return self._finish(x, True) if async_op else x
         name = calls.operation(op)
         return self._place("all_reduce", x, out, name, -1, algorithm, protocol, async_op, in_place=True)
 
@@ -275,91 +274,6 @@ class Collectives(Group):
     def _check_root(self, root: Any, what: str) -> None:
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.world_size:
             raise InvalidArgument(f"{what}={root!r}: a rank from 0 to {self.world_size - 1} is needed")
-
-    # Plans
-
-    def _run(
-        self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, count: int, algorithm: str | None,
-        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """`count` elements a row, of input or output; `symmetric` is the algorithm for a handle, and its table."""
-        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        if collective != "all_reduce":  # rows may begin anywhere
-            aligned = aligned and count * x.itemsize % 16 == 0
-        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, (), symmetric)
-        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
-            self._launch(chosen, x, y)
-
-    def _plan(
-        self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None, root: int = -1, splits: tuple[tuple[int, ...], ...] = (),
-        symmetric: tuple[str, torch.Tensor] | None = None,
-    ) -> plan.Plan:  # fmt: skip
-        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
-        table = (symmetric[0], symmetric[1].data_ptr()) if symmetric is not None else None
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
-        try:
-            return self._plans[key]
-        except (KeyError, TypeError):
-            return self._new_plan(key, symmetric)
-
-    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor] | None) -> plan.Plan:
-        *key, capturing = full
-        collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
-        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
-            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
-        if capturing:
-            raise InvalidArgument(
-                f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
-            )
-        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
-        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
-        forced = algorithm is not None or protocol is not None or symmetric is not None
-        route = self._route(collective, op, dtype, None if splits else nbytes, forced)
-        fitting, table = symmetric or (None, None)
-        kind = calls.DTYPES.get(dtype) if dtype is not None else None
-        asked = plan.Asked(collective, op, kind, count, root, splits, table)
-        counter = routing.counter(route.path, collective) if self.counted else None
-        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
-        for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            if route.path == routing.NCCL:
-                assert self._nccl is not None, "the route is taken where NCCL is there"
-                found = native.make(self._nccl, self._monitor, route.reason, asked, dtype, mode, counter)
-            else:
-                # Of uneven rows no rank knows the others'.
-                known = _UNKNOWN if splits else nbytes
-                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting)
-                found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[*key, mode == "graph"] = found
-        if self.counted:
-            size = None if splits else nbytes
-            routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", size)
-        return self._plans[*key, False]
-
-    def _route(
-        self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool
-    ) -> routing.Route:
-        """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
-        facts = (collective, dtype, op or "none", nbytes, forced)
-        found = routing.decide(self._routes, *facts)
-        if found.path == routing.NCCL and self._nccl is None:
-            if collective in routing.REDUCTIONS and dtype is not None:
-                nccl.check(collective, op or "none", dtype)
-            self._open_nccl()
-            found = routing.decide(self._routes, *facts)
-        return found
-
-    def _open_nccl(self) -> None:
-        """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
-        with self._my_turn(), self._or_give_up("NCCL"):
-            try:
-                self._nccl = nccl.open_nccl(self._control, self.device, self._timeout)
-            except ResourceError as error:
-                self._routes = replace(self._routes, native=None, missing=str(error))
-                return
-        self._monitor.watch(self._nccl)
 
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:

@@ -77,6 +77,7 @@ class Group:
         self._announce = control.announcer()
         self._owned = ExitStack()
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
+        self._known: dict[tuple[Any, ...], plan.Known] = {}
         self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
         self.counted = True  # whether `tricomm.stats()` counts the calls here; a c10d group does that itself
         self._stream: Any = None

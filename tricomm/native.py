@@ -49,4 +49,4 @@ def make(
         with monitor.user_call(there.device):
             act(there, asked, x, y)
 
-    return plan.Plan(choice, fingerprint, asked.count, record, run, [0] if counter is None else counter)
+    return plan.Plan(choice, fingerprint, asked.count, record, run, [0] if counter is None else counter, mode)

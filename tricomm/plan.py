@@ -51,6 +51,18 @@ class Plan:
     record: Record  # what the peers read of each of its calls
     run: Call
     count: list[int] = field(default_factory=lambda: [0])
+    mode: str = "eager"
+
+
+class Known:
+    """An all_reduce in place that has been planned: bytes of an element and of all, and the plans of tensors not
+    aligned and aligned."""
+
+    __slots__ = ("itemsize", "nbytes", "plans")
+
+    def __init__(self, itemsize: int, count: int) -> None:
+        self.itemsize, self.nbytes = itemsize, itemsize * count
+        self.plans: list[Plan | None] = [None, None]
 
 
 def make(
@@ -81,7 +93,7 @@ def make(
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, constexprs, bits, aligned, more)
     numel = asked.count * (dtype.lanes if dtype is not None else 1)
-    return Plan(choice, fingerprint, numel, record, run, [0] if counter is None else counter)
+    return Plan(choice, fingerprint, numel, record, run, [0] if counter is None else counter, mode)
 
 
 def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> tuple[int, Record]:
