@@ -127,4 +127,4 @@ class Planning(Group):
             except ResourceError as error:
                 self._routes = replace(self._routes, native=None, missing=str(error))
                 return
-        self._monitor.watch(self._nccl)
+        self.watch(self._nccl)

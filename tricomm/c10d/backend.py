@@ -38,7 +38,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._place = place
         self._quick = Quick(self._allreduce)
         self.allreduce = self._quick.all_reduce
-        self._engine = Engine(place, facts, options, self._quick)
+        self._engine = Engine(place, facts, options, self._quick, self._abort_nccl)
         self._backends = backends
         self._coalescing: list[Any] | None = None
         self._own = True  # whether the native backends end with this group
@@ -256,6 +256,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if self._own:
             for backend in self._backends.values():
                 backend.abort()
+
+    def _abort_nccl(self) -> None:
+        backend = self._backends.get("cuda")
+        if self._own and backend is not None:
+            backend.abort()
 
     def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
