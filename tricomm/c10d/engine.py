@@ -71,6 +71,11 @@ class Engine:
         self._lost: str | None = None
         self._closed = False
 
+    @property
+    def checks(self) -> bool:
+        """Whether ranks compare what they do before Gloo does it: TRICOMM_CHECK, the same on all of them."""
+        return self._facts.check
+
     # Routes
 
     def site(self, device: str) -> Site:
