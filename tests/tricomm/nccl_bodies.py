@@ -15,6 +15,7 @@ import tricomm
 from tests.tricomm import fake_nccl
 from tricomm import errors, joining, routing
 from tricomm.monitor import Monitor
+from tricomm.store import process
 from tricomm.store.rendezvous import open_store
 
 LIMIT = 4096  # bytes over which NCCL is taken
@@ -239,3 +240,12 @@ def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
         for size in before:
             comm.all_reduce(torch.ones(size))
         return stopped(lambda: comm.all_reduce(torch.ones(sizes[rank])))
+
+
+def namespaces(rank, world_size, tell, url):
+    """One boot, as in containers, but the ranks cannot see each other's processes."""
+    process.pid_namespace = lambda: 42 + rank
+    with joined(rank, world_size, url) as comm:
+        x = torch.ones(3)
+        comm.all_reduce(x)
+        return x.tolist(), comm.kind, comm.explain("all_reduce", 8).reason

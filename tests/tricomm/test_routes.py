@@ -72,6 +72,11 @@ def test_nodes(url):
         assert wrong == [] and kind == "none" and reason == "the group spans 2 nodes"
 
 
+def test_a_handshake_that_fails_parts_ranks_too(url):
+    for x, kind, reason in ranks.run(2, bodies.namespaces, url):
+        assert x == [2.0] * 3 and kind == "none" and "PID namespace" in reason
+
+
 def test_on_cpus_of_several_nodes_there_is_no_group_and_it_says_what_to_do(url):
     for kind, text in ranks.run(2, bodies.nodes_on_a_cpu, url):
         assert kind == "RendezvousError" and "on another host" in text and "Gloo" in text
