@@ -249,3 +249,15 @@ def namespaces(rank, world_size, tell, url):
         x = torch.ones(3)
         comm.all_reduce(x)
         return x.tolist(), comm.kind, comm.explain("all_reduce", 8).reason
+
+
+def absent_on_another_node(rank, world_size, tell, url):
+    """A rank of another node that does not come: nobody sees that, but the time is up some day."""
+    os.environ["TRICOMM_NODE_ID"] = f"host {rank}"
+    with joined(rank, world_size, url, timeout=3.0) as comm:
+        comm.all_reduce(torch.ones(2))
+        inner = comm._nccl._comm
+        if rank == 1:
+            time.sleep(6.0)
+            return "slept", "", 0.0, inner.ended
+        return *stopped(lambda: comm.all_reduce(torch.ones(2))), inner.ended

@@ -77,6 +77,12 @@ def test_a_handshake_that_fails_parts_ranks_too(url):
         assert x == [2.0] * 3 and kind == "none" and "PID namespace" in reason
 
 
+def test_a_rank_of_another_node_that_does_not_come(url):
+    kind, text, seconds, ended = ranks.run(2, bodies.absent_on_another_node, url)[0]
+    assert kind == "CollectiveTimeout" and "longer than 3 s" in text and "cannot be seen from here" in text
+    assert 2.0 < seconds < 8.0 and ended == "aborted"
+
+
 def test_on_cpus_of_several_nodes_there_is_no_group_and_it_says_what_to_do(url):
     for kind, text in ranks.run(2, bodies.nodes_on_a_cpu, url):
         assert kind == "RendezvousError" and "on another host" in text and "Gloo" in text
