@@ -13,10 +13,9 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import calls, env, joining, linking, nccl, routing, selection
-from tricomm.collectives import Collectives
 from tricomm.errors import InvalidArgument
-from tricomm.group import Group
 from tricomm.kernels import collectives, interpreter, layout
+from tricomm.messages import Messages
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
 from tricomm.selection import Choice
@@ -26,7 +25,7 @@ from tricomm.store.rendezvous import open_store
 from tricomm.symmetric import Symmetric, check_shape
 
 
-class Communicator(Collectives):
+class Communicator(Messages):
     """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
 
     `store` is any `torch.distributed` Store, used to meet and never again; `rank` and `world_size` name this process
@@ -90,7 +89,7 @@ class Communicator(Collectives):
     ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
-        Group.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
+        Messages.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
         comm._store, comm._splits = None, 0
         return comm
 
@@ -189,6 +188,8 @@ class Communicator(Collectives):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         name = calls.operation(op)
         reduces = collectives.find(collective).reduces
+        if collective in routing.POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
         forced = algorithm is not None or protocol is not None
         size = None if collective == "all_to_all_v" else nbytes
         route = routing.decide(self._routes, collective, dtype, name if reduces else "none", size, forced)

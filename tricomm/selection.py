@@ -68,7 +68,7 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
         return
     if tile is not None and tile < GPU_TILE:
         raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {GPU_TILE} words")
-    if arena.largest_tile("two_shot", "ll") < GPU_TILE:
+    if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) < GPU_TILE:
         raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
 
 
@@ -89,7 +89,8 @@ def choose(
     if zero_copy is not None:
         return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
     fits = _allowed(site, collective, algorithm, protocol)
-    table, rows = _rows(site, collective, nbytes, mode)
+    # A message's two halves have one row.
+    table, rows = _rows(site, "send" if collective == "recv" else collective, nbytes, mode)
     found = [(number, row, k) for number, row in rows for k in fits if (k.algorithm, k.protocol) == _key(row)]
     number, row, kernel = found[0] if found else (-1, _NO_ROW, fits[0])
     second = next((k for _, _, k in found[1:] if k != kernel), None)
@@ -132,7 +133,7 @@ def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str |
     """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
     known = registry.of(collective, site.world_size)
     if not site.reachable:
-        known = [k for k in known if k.needs_cube]
+        known = [k for k in known if k.needs_cube or k.pairwise]
         if not known:
             raise InvalidArgument(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel goes around that; "
@@ -157,6 +158,8 @@ def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str |
 
 def _shape(site: Site, kernel: registry.Kernel, words: int) -> tuple[int, int]:
     """Grid and tile for a row of `words`. Every input is the same on all ranks, and so is the grid."""
+    if kernel.pairwise:
+        return _shape_of_message(site, site.layout.slot_words(kernel.protocol), words)
     widest = site.layout.largest_tile(kernel.algorithm, kernel.protocol)
     if site.device == "cpu":
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
@@ -167,6 +170,14 @@ def _shape(site: Site, kernel: registry.Kernel, words: int) -> tuple[int, int]:
         blocks = min(32, max(1, -(-share // tile)))
     tile = min(site.tile or tile, widest)
     return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), tile
+
+
+def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int]:
+    """The same with as many blocks as there are channels to serve."""
+    tile = GPU_TILE if site.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
+    tile = min(site.tile or tile, widest)
+    blocks = 1 if site.device == "cpu" else min(site.layout.channels, max(1, -(-words // tile)))
+    return min(site.blocks or blocks, site.layout.channels, site.max_blocks), tile
 
 
 _NO_ROW = {"algorithm": "one_shot", "protocol": "simple", "max_bytes": None, "world_size": "any"}

@@ -115,13 +115,14 @@ def by_route(rank, world_size, tell, url):
         x = torch.ones(LIMIT)
         comm.all_reduce(x, algorithm="one_shot", protocol="simple")
         assert x[0] == world_size and tricomm.stats()["nccl"]["all_reduce"] == before
-        routes = [choice.route for choice in (*choices, forced)]
+        routes = [choice.route for choice in (*choices, forced, comm.explain("send", LIMIT + 1))]
         refused = []
         for call in (
             lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), algorithm="one_shot"),
             lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
             lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), "bxor"),
             lambda: comm.explain("all_reduce", 8, torch.uint16),
+            lambda: comm.send(torch.ones(2, dtype=torch.uint16), (rank + 1) % world_size),
         ):
             try:
                 call()

@@ -32,9 +32,10 @@ def test_by_size_and_type(url):
         assert small == want
         # Of all_to_all_v no rank knows the others' bytes, and a barrier has none.
         assert large == {name: count for name, count in want.items() if name not in ("all_to_all_v", "barrier")}
-        assert routes == ["kernels", "nccl", "kernels"]
+        assert routes == ["kernels", "nccl", "kernels", "kernels"]
         assert reason == "4097 bytes are over the hand-over limit of 4096"
-        forced, narrow, op, explained = refused
+        forced, narrow, op, explained, message = refused
+        assert "send: no kernel takes torch.uint16" in message
         assert "a kernel is forced" in forced and "no kernel takes torch.uint32" in forced
         assert "NCCL has no sum of torch.uint16" in narrow and narrow == explained
         assert "NCCL has no bxor of torch.uint32" in op
