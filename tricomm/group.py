@@ -177,6 +177,11 @@ class Group(Faults):
         finally:
             self._turn.release()
 
+    def withdraw(self, calls: int) -> None:
+        """Take back the last `calls` that were announced, for they were refused before anything was sent."""
+        with self._turn:
+            self._sequence -= calls
+
     def watch(self, native: Native) -> None:
         """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
         self._monitor.watch(native)

@@ -51,6 +51,10 @@ def test_one_rank_in_a_kernel_and_one_in_nccl_are_named_at_once(first, url):
         assert "dtype=float32" in text and "dtype=complex32" in text and "make the same call" in text
 
 
+def test_what_nccl_refuses_on_one_rank_consumes_nothing(url):
+    assert ranks.run(2, bodies.refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
+
+
 def test_without_the_comparison_the_kernel_waits_until_its_time_is_up(url):
     (kernel, seconds), _ = ranks.run(2, bodies.another_way, url, False, False)
     assert kernel[0][0] == "CollectiveTimeout" and seconds > 2

@@ -216,3 +216,32 @@ def another_way(rank, world_size, tell, url, first, compared=True):
                 said.append((type(error).__name__, str(error)))
         del world._backends["cuda"]
         return said, time.monotonic() - began
+
+
+def refused_by_nccl(rank, world_size, tell, url):
+    """NCCL refuses a call of rank 0, which the other rank does not see; the corrected one joins it."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    said = []
+
+    def refuses():
+        said.append("refused")
+        raise RuntimeError("tensors must be contiguous")
+
+    def native():
+        said.append("native")
+
+    with default_group(rank, world_size, url, "kernels") as world:
+        engine = world._engine
+
+        def call(dtype, run):
+            made = arguments.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            made.async_op = False
+            engine.on_cuda([made], run)
+            return made.x
+
+        if rank == 0:
+            refused(lambda: call(torch.complex32, refuses), "contiguous", kind=RuntimeError)
+        call(torch.complex32, native)
+        time.sleep(0.5 * rank)  # the other one is in its kernel meanwhile, and compares
+        said.append(call(torch.float32, None)[0].item())
+    return said

@@ -227,10 +227,15 @@ class Engine:
         device = batch[0].device
         comm = self._comms.get(device)
         if comm is None or any(route.path != routing.KERNELS for route in routes):
+            if comm is None:
+                return native()
             for call, route in zip(batch, routes, strict=True):
-                if comm is not None:
-                    comm.announce(call.record(route.path))
-            return native()
+                comm.announce(call.record(route.path))
+            try:
+                return native()
+            except Exception:
+                comm.withdraw(len(batch))
+                raise
 
         def action() -> None:
             for call in batch:
