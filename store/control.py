@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from tricomm import errors
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
-from tricomm.store.page import MESSAGE_BYTES, Descriptor, Fault, Message, Page, Record, State
+from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, Message, Page, Record, State
 from tricomm.store.segments import Segment
 
-__all__ = ["ControlPage", "Descriptor", "Fault", "Member", "Record", "State"]
+__all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Member", "Record", "State"]
 
 _LOOK_SECONDS = 0.02
 _KIND_BYTES = 32
@@ -56,6 +56,11 @@ class ControlPage:
         self._lock = threading.Lock()
         self._exchanging = threading.Lock()
         self.device_words = self._pages[rank].device_address
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The other ranks whose pages can be seen from here: all of them, where memory is shared."""
+        return tuple(r for r in range(self.world_size) if r != self.rank)
 
     def words(self) -> NDArray[np.int64]:
         """This rank's 512 words; valid also after `close`."""

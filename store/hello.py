@@ -1,4 +1,4 @@
-"""How a rank introduces itself, and whether two ranks belong together."""
+"""How a rank introduces itself, and whether two ranks belong together. `boot_id` is that of the node (`node_id`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from tricomm.store import process
 from tricomm.store.page import NBYTES, Page, State
 from tricomm.store.records import MAX_WORLD_SIZE, Hello, Record
 from tricomm.store.segments import Segment
+
+
+class SpansNodes(RendezvousError):
+    """The ranks of a group are on several nodes: all of them find that, and no other reason to part."""
 
 
 def check_arguments(rank: int, world_size: int, timeout: float) -> None:
@@ -32,7 +36,7 @@ def introduce(segment: Segment, rank: int, world_size: int, nonce: bytes, layout
     page = Page(segment.buffer, segment.address)
     page.identify(rank, world_size, nonce, pid, started)
     page.state = State.MEETING
-    where = (process.pid_namespace(), process.boot_id(), os.geteuid(), segment.fd, segment.nbytes)
+    where = (process.pid_namespace(), process.node_id(), os.geteuid(), segment.fd, segment.nbytes)
     return Hello(pid, started, *where, layout_hash, State.MEETING, socket.gethostname())
 
 
@@ -50,9 +54,9 @@ def check(theirs: Record, rank: int, world_size: int, layout_hash: int) -> None:
         raise RendezvousError(
             f"{who} says that the world size is {theirs.world_size}, rank {rank} (pid {os.getpid()}) says {world_size}"
         )
-    if hello.boot_id != process.boot_id():
+    if hello.boot_id != process.node_id():
         here = socket.gethostname()
-        raise RendezvousError(f"{who} is on another host than rank {rank} (on {here}): tricomm is for one node")
+        raise SpansNodes(f"{who} is on another host than rank {rank} (on {here}): they share no memory")
     if hello.uid != os.geteuid():
         raise RendezvousError(f"{who} runs as uid {hello.uid}, rank {rank} as uid {os.geteuid()}: use one user")
     if hello.pid_namespace != process.pid_namespace():

@@ -20,18 +20,19 @@ from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
-from tricomm import env, errors
+from tricomm import env
 from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store import hello, process, records
 from tricomm.store.control import ControlPage, Fault, Member, State
 from tricomm.store.deadline import Bounded
-from tricomm.store.hello import hello_of
+from tricomm.store.hello import SpansNodes, hello_of
 from tricomm.store.page import NBYTES, Page, check_page
 from tricomm.store.records import Failure, Hello, Kind, Record
 from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25  # for the last words to the store, behind the deadline
 _LOOK_SECONDS = 0.05
+_KINDS: dict[str, type[TricommError]] = {kind.__name__: kind for kind in (ResourceError, SpansNodes)}
 _DYING_SECONDS = 0.5
 
 
@@ -39,8 +40,9 @@ def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: 
     """Meet the other ranks over `store`, which is never used again afterwards; all ranks call it.
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. Where one rank raises,
-    all do, `RendezvousError` or `ResourceError`, naming the rank at fault and what it said. Then nothing is left
-    open, and the ranks may meet again on the same store. `InvalidArgument` for arguments of a wrong kind.
+    all do, `RendezvousError` (`SpansNodes` where they are on several nodes) or `ResourceError`, naming the rank at
+    fault and what it said. Then nothing is left open, and the ranks may meet again on the same store.
+    `InvalidArgument` for arguments of a wrong kind.
     """
     hello.check_arguments(rank, world_size, timeout)
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
@@ -198,7 +200,7 @@ class _Meeting:
             return
         found = records.parse(data, Kind.FAILURE, self._generation, None, self._token)
         assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
-        kind = ResourceError if failure.kind == errors.ResourceError.__name__ else RendezvousError
+        kind = _KINDS.get(failure.kind, RendezvousError)
         raise kind(
             f"meeting {self._generation} was given up by rank {found.rank} of {found.world_size} "
             f"(pid {failure.pid}): {failure.text}"
@@ -224,7 +226,7 @@ class _Meeting:
         if not data:
             return None
         other = hello_of(records.parse(data, Kind.HELLO, generation, self._rank, self._token))
-        gone = other.boot_id == process.boot_id() and not process.alive(other.pid, other.start_time)
+        gone = other.boot_id == process.node_id() and not process.alive(other.pid, other.start_time)
         return None if gone else other
 
     def _give_up_waiting(self, said: dict[int, Record]) -> NoReturn:

@@ -9,6 +9,8 @@ import socket
 import uuid
 from pathlib import Path
 
+from tricomm import env
+
 _STATE_FIELD, _START_FIELD = 3, 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
 
@@ -104,6 +106,12 @@ def boot_id() -> bytes:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):  # a sandbox without it: the host's name is the next best
         return hashlib.sha256(socket.gethostname().encode()).digest()[:16]
+
+
+def node_id() -> bytes:
+    """16 bytes that are equal exactly for the processes of one node: TRICOMM_NODE_ID, else the boot."""
+    name = env.text("TRICOMM_NODE_ID")
+    return boot_id() if name is None else hashlib.sha256(name.encode()).digest()[:16]
 
 
 def pid_namespace() -> int:

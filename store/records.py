@@ -26,6 +26,7 @@ _VERSION = 1
 _HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
 _HELLO = struct.Struct("<QQQ16sIIQQI64s")
 _FAILURE = struct.Struct("<Q32s512s")
+_SAID = struct.Struct("<Q64sI1024s")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_FD = 1 << 30
 _MAX_SEGMENT = 1 << 30
@@ -37,9 +38,10 @@ class Kind(enum.IntEnum):
 
     HELLO = 1
     FAILURE = 2
+    SAID = 3
 
 
-_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE}
+_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE, Kind.SAID: _SAID}
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,18 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Said:
+    """What a rank that shares no memory says in step `step` of the exchanges; `payload` has at most 1024 bytes."""
+
+    step: int
+    what: str
+    payload: bytes
+
+    def pack(self) -> bytes:
+        return _SAID.pack(self.step, self.what.encode()[:64], len(self.payload), self.payload)
+
+
+@dataclass(frozen=True)
 class Record:
     """One record: who says it, in which group and generation, and what. Never printed: the nonce is a secret."""
 
@@ -83,10 +97,10 @@ class Record:
     world_size: int
     generation: int
     nonce: bytes
-    body: Hello | Failure
+    body: Hello | Failure | Said
 
     def pack(self, token: bytes | None) -> bytes:
-        kind = Kind.HELLO if isinstance(self.body, Hello) else Kind.FAILURE
+        kind = _KINDS[type(self.body)]
         payload = self.body.pack()
         seal_kind = _PLAIN if token is None else _KEYED
         head = (_MAGIC, _VERSION, kind, len(payload), self.generation, self.rank, self.world_size, seal_kind)
@@ -95,6 +109,9 @@ class Record:
 
     def __repr__(self) -> str:
         return f"Record(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+
+
+_KINDS: dict[type, Kind] = {Hello: Kind.HELLO, Failure: Kind.FAILURE, Said: Kind.SAID}
 
 
 def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: bytes | None) -> Record:
@@ -117,7 +134,8 @@ def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: byt
         return Record(sender, world_size, generation, nonce, _failure(payload))
     if not 1 <= world_size <= MAX_WORLD_SIZE or not 0 <= sender < world_size:
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
-    return Record(sender, world_size, generation, nonce, _hello(payload, whose))
+    body = _hello(payload, whose) if kind is Kind.HELLO else _said(payload, whose)
+    return Record(sender, world_size, generation, nonce, body)
 
 
 def _check_envelope(data: bytes, whose: str, kind: Kind, payload_bytes: int) -> None:
@@ -167,6 +185,13 @@ def _hello(payload: bytes, whose: str) -> Hello:
 def _failure(payload: bytes) -> Failure:
     pid, kind, text = _FAILURE.unpack(payload)
     return Failure(pid, _text(kind), _text(text))
+
+
+def _said(payload: bytes, whose: str) -> Said:
+    step, what, length, text = _SAID.unpack(payload)
+    if length > len(text):
+        raise RendezvousError(f"{whose}: bad length: it claims {length} of at most {len(text)} bytes")
+    return Said(step, _text(what), text[:length])
 
 
 def _text(data: bytes) -> str:

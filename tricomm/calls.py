@@ -40,29 +40,31 @@ def operation(op: Any) -> str:
     return name
 
 
-def is_plain(x: Any, device: torch.device) -> bool:
-    """True for a contiguous tensor with which nothing is wrong, as nearly all are; False says nothing.
+def is_plain(x: torch.Tensor, device: torch.device, itemsize: int, nbytes: int) -> bool:
+    """True for a contiguous tensor with which nothing is wrong, as nearly all are.
 
-    `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
+    Its numbers are real, of `itemsize` bytes each and `nbytes` in all, as the caller knows already. False says
+    nothing. `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
     """
     try:
         return (
             type(x) is torch.Tensor
-            and x.dtype in DTYPES
             and x.device == device
             and not x.is_nested
             and x.is_contiguous()
             and not x.requires_grad
             and not x.is_neg()
-            and not x.is_conj()
-            and x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
+            and x.untyped_storage().nbytes() >= x.storage_offset() * itemsize + nbytes
         )
     except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
         return False
 
 
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
-    """Refuse a tensor that no kernel can take, before anything is sent; raises `InvalidArgument`."""
+    """Refuse a tensor that nobody can take, before anything is sent; raises `InvalidArgument`.
+
+    Who takes its dtype, and whether anybody does, is decided by `routing`.
+    """
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
     if type(x) is not torch.Tensor and type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -81,8 +83,6 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
         raise InvalidArgument(f"{what}: a meta tensor has no data")
     if x.device != device:
         raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
-    if x.dtype not in DTYPES:
-        raise InvalidArgument(f"{what}: dtype {x.dtype} is not supported; there is {', '.join(_NAMED)}")
     if x.untyped_storage().nbytes() < (x.storage_offset() + _extent(x)) * x.itemsize:
         raise InvalidArgument(f"{what}: the tensor's storage was freed or shrunk under it (resize_)")
     if x.requires_grad and torch.is_grad_enabled():

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from tricomm import calls, lists, plan, selection, splitting
+from tricomm import calls, lists, splitting
 from tricomm.errors import InvalidArgument
-from tricomm.group import Group
 from tricomm.kernels import collectives
+from tricomm.planning import Planning
 from tricomm.symmetric import Symmetric
 from tricomm.work import Work
 
-_MOST_PLANS = 1024
-_UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 
 
-class Collectives(Group):
+class Collectives(Planning):
     """`async_op=True` gives a `Work` in place of the output; `algorithm` and `protocol` force a kernel.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
@@ -44,10 +41,13 @@ class Collectives(Group):
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
         """
-        if out is None and calls.is_plain(x, self.device):
-            self._usable()
-            self._run("all_reduce", calls.operation(op), x, x, x.numel(), algorithm, protocol)  # type: ignore[arg-type,union-attr]
-            return self._finish(x, True) if async_op else x
+        if out is None:
+            try:
+                known = self._known[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
+            except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
+                known = None
+            if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
+                return self._finish(x, True) if async_op else x
         name = calls.operation(op)
         return self._place("all_reduce", x, out, name, -1, algorithm, protocol, async_op, in_place=True)
 
@@ -274,58 +274,6 @@ class Collectives(Group):
     def _check_root(self, root: Any, what: str) -> None:
         if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.world_size:
             raise InvalidArgument(f"{what}={root!r}: a rank from 0 to {self.world_size - 1} is needed")
-
-    # Plans
-
-    def _run(
-        self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, count: int, algorithm: str | None,
-        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        """`count` elements a row, of input or output; `symmetric` is the algorithm for a handle, and its table."""
-        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        if collective != "all_reduce":  # rows may begin anywhere
-            aligned = aligned and count * x.itemsize % 16 == 0
-        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, (), symmetric)
-        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
-            self._launch(chosen, x, y)
-
-    def _plan(
-        self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None, root: int = -1, splits: tuple[tuple[int, ...], ...] = (),
-        symmetric: tuple[str, torch.Tensor] | None = None,
-    ) -> plan.Plan:  # fmt: skip
-        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
-        table = (symmetric[0], symmetric[1].data_ptr()) if symmetric is not None else None
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
-        try:
-            return self._plans[key]
-        except (KeyError, TypeError):
-            return self._new_plan(key, symmetric)
-
-    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor] | None) -> plan.Plan:
-        *key, capturing = full
-        collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
-        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
-            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
-        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
-        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
-        if splits:  # no rank knows the others'
-            nbytes = _UNKNOWN
-        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
-        fitting, table = symmetric or (None, None)
-        kind = calls.DTYPES[dtype] if dtype is not None else None
-        asked = plan.Asked(collective, op, kind, count, root, splits, table)
-        if capturing:
-            raise InvalidArgument(
-                f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
-            )
-        for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            choice = selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, fitting)
-            found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[*key, mode == "graph"] = found
-        return self._plans[*key, False]
 
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:

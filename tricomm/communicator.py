@@ -12,29 +12,30 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import calls, env, linking, selection
+from tricomm import calls, env, joining, linking, nccl, routing, selection
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives, interpreter, layout
-from tricomm.kernels.dtypes import reduction
 from tricomm.messages import Messages
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
 from tricomm.selection import Choice
-from tricomm.store.arena import Arena, open_arena
+from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.rendezvous import open_store
 from tricomm.symmetric import Symmetric, check_shape
 
 
 class Communicator(Messages):
-    """Ranks of one node that share memory and run collectives over it.
+    """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
 
     `store` is any `torch.distributed` Store, used to meet and never again; `rank` and `world_size` name this process
     in the group; `device` defaults to the current GPU, or to the CPU where there is none, where the kernels run under
     Triton's interpreter. `timeout` (seconds or timedelta; default: `options.timeout`) bounds the meeting and each call.
 
+    What the kernels do not take goes to NCCL on GPUs: types, sizes, groups that span nodes or cannot share memory.
+
     Raises `RendezvousError` where the ranks do not meet or disagree, `ResourceError` where memory or peer access is
-    refused (on every rank, or on none), `InvalidArgument` for bad arguments.
+    refused and NCCL cannot be used (on every rank, or on none), `InvalidArgument` for bad arguments.
     """
 
     def __init__(
@@ -56,19 +57,21 @@ class Communicator(Messages):
             raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
-        if world_size > layout.MAX_WORLD_SIZE:
+        if world_size > layout.MAX_WORLD_SIZE and joining.behind(where, options)[0] is None:
             raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
         linking.check(options, world_size)
-        plan_of_memory = layout.plan(world_size, options.arena_bytes)
+        plan_of_memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
-        agreed = options.agreed(plan_of_memory, where.type)
         with ExitStack() as undo:
-            control = meet(store, rank, world_size, meeting_timeout or limit, agreed)
-            undo.callback(control.close)
-            topology = linking.agree(control, options, where, limit)
-            arena = open_arena(control, plan_of_memory.nbytes, where, limit, linking.reach(topology, rank))
-            undo.callback(arena.close)
-            super().__init__(control, arena, plan_of_memory, where, limit, options, topology=topology)
+            found = joining.join(
+                store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory
+            )
+            undo.callback(found.control.close)
+            undo.callback(found.arena.close)
+            super().__init__(
+                found.control, found.arena, plan_of_memory, where, limit, options, topology=found.topology,
+                routes=found.routes,
+            )  # fmt: skip
             undo.pop_all()
         self._store: Store | None = store  # one that this rank hosts lives as long as somebody may be meeting there
         self._splits = 0
@@ -172,22 +175,29 @@ class Communicator(Messages):
         protocol: str | None = None,
         mode: str = "eager",
     ) -> Choice:
-        """Which kernel a call with `nbytes` bytes of input would run, and why. Pure: asks no other rank.
+        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
 
-        The input is a rank's, of a root's where there is one; `mode` is eager, or graph for a captured call.
+        The input is a rank's, of a root's where there is one; `mode` is eager, or graph for a captured call. Whether
+        NCCL can be used at all shows when a call first goes there.
         """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
         if mode not in ("eager", "graph"):
             raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
-        if dtype is not None and dtype not in calls.DTYPES:
-            raise InvalidArgument(
-                f"explain: dtype {dtype} is not supported; there is {', '.join(map(str, calls.DTYPES))}"
-            )
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         name = calls.operation(op)
-        if dtype is not None and collectives.find(collective).reduces:
-            reduction(calls.DTYPES[dtype], name)
-        return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+        reduces = collectives.find(collective).reduces
+        if collective in routing.POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+        forced = algorithm is not None or protocol is not None
+        size = None if collective == "all_to_all_v" else nbytes
+        route = routing.decide(self._routes, collective, dtype, name if reduces else "none", size, forced)
+        if route.path != routing.NCCL:
+            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+        if reduces and dtype is not None:
+            nccl.check(collective, name, dtype)
+        return selection.nccl(collective, route.reason)
 
 
 def init(

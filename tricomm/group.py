@@ -15,19 +15,22 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tricomm import errors, linking, plan
-from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm import linking, nccl, plan, routing
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
+from tricomm.faults import Faults
 from tricomm.kernels import layout
+from tricomm.monitor import Native
 from tricomm.options import Options
 from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Fault
+from tricomm.store.control import ControlPage, Record
 from tricomm.store.process import forks
 from tricomm.topology import Topology
 
@@ -35,11 +38,15 @@ log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
+_ALONE = "nobody stands behind the kernels here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
-class Group:
-    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself."""
+class Group(Faults):
+    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself.
+
+    `routes` says where calls may go, and why not to the kernels; by default there is nobody behind these.
+    """
 
     def __init__(
         self,
@@ -51,6 +58,7 @@ class Group:
         options: Options,
         runtime: Runtime = PROCESSES,
         topology: Topology | None = None,
+        routes: routing.Site | None = None,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
@@ -70,17 +78,24 @@ class Group:
         self._announce = control.announcer()
         self._owned = ExitStack()
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
+        self._known: dict[tuple[Any, ...], plan.Known] = {}
+        self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
+        self.counted = True  # whether `tricomm.stats()` counts the calls here; a c10d group does that itself
         self._stream: Any = None
         self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._words[layout.ENDED] = options.first_epoch
-        self._group = self._write_table()
+        reachable = all(arena.bases)
+        self._routes = replace(
+            routes or routing.Site(device.type, self.world_size, 1, None, None, _ALONE), reachable=reachable
+        )
+        self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
-            topology=self.topology.kind if self.topology is not None else "", reachable=all(arena.bases),
+            topology=self.topology.kind if self.topology is not None else "", reachable=reachable,
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
@@ -128,7 +143,7 @@ class Group:
 
     @property
     def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_ipc or local."""
+        """How memory is shared: posix_shm, cuda_ipc or local; none where NCCL serves every call."""
         return self._arena.kind
 
     @property
@@ -146,11 +161,30 @@ class Group:
         """int64 tensor that `tricomm.kernels.primitives` take as `group`: who am I, where my peers are."""
         return self._group
 
-    def check(self) -> None:
-        """Raise the group's fault where there is one; costs two memory reads where there is none."""
-        if self._flags[_STATUS] or self._flags[_ABORT] or self._monitor.fault is not None:
-            self._diagnose()
-            self._raise()
+    @property
+    def reachable(self) -> bool:
+        """Whether every rank's memory is mapped on every other."""
+        return self._site.reachable
+
+    def announce(self, record: Record) -> None:
+        """Tell the peers of a call that all ranks make by other means, so that who makes a different one is named."""
+        self._usable()
+        if not self._turn.acquire(timeout=self._timeout):
+            raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
+        try:
+            self._sequence += 1
+            self._announce(self._sequence, record)
+        finally:
+            self._turn.release()
+
+    def withdraw(self, calls: int) -> None:
+        """Take back the last `calls` that were announced, for they were refused before anything was sent."""
+        with self._turn:
+            self._sequence -= calls
+
+    def watch(self, native: Native) -> None:
+        """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
+        self._monitor.watch(native)
 
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`.
@@ -177,6 +211,7 @@ class Group:
             undo.callback(self._control.close)
             undo.callback(self._arena.close)
             undo.callback(self._owned.close)
+            undo.callback(lambda: nccl.end(self._nccl, self._monitor.fault is not None, _LEAVE_SECONDS))
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
@@ -218,6 +253,7 @@ class Group:
             if lost is not None:
                 self._monitor.died(lost)
                 self._raise()
+            chosen.count[0] += 1
             try:
                 chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
             except BaseException as error:
@@ -227,18 +263,6 @@ class Group:
             self._turn.release()
         if self.simulated:
             self.check()
-
-    @contextmanager
-    def _or_give_up(self, what: str) -> Iterator[None]:
-        """A step of all ranks together: where it fails otherwise than jointly, the group has come apart."""
-        try:
-            yield
-        except (InvalidArgument, ResourceError):
-            raise
-        except BaseException as error:
-            kind = type(error) if isinstance(error, TricommError) else GroupAborted
-            self._monitor.give_up(self._fault(kind, f"{what} failed on rank {self.rank}: {_name(error)}"))
-            raise
 
     def _take_turn(self) -> None:
         if not self._turn.acquire(False) and not self._turn.acquire(timeout=self._timeout):
@@ -279,9 +303,6 @@ class Group:
         if self.simulated:
             self.check()
 
-    def _stopped(self, error: BaseException) -> None:
-        self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
-
     def _wait(self, timeout: float) -> None:
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
@@ -293,51 +314,6 @@ class Group:
                     raise CollectiveTimeout(f"{self}: the stream has not finished within {timeout:g} s")
                 time.sleep(2e-5)
         self.check()
-
-    # Faults
-
-    def _diagnose(self) -> None:
-        """Put what a kernel reported in the status word into words."""
-        status = int(self._words[layout.STATUS])
-        if status & 0xFF == layout.OVERLAP:
-            self._monitor.give_up(
-                self._fault(
-                    GroupAborted,
-                    "two launches of this communicator overlapped: a graph replay ran beside another call; order them "
-                    "on one stream or with an event",
-                )
-            )
-        elif status & 0xFF == layout.SPLITS:
-            peer, got = (status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF
-            text = (
-                f"rank {peer} sends rank {self.rank} {got} elements, and out_splits[{peer}] of the latter is not that; "
-                f"it must be in_splits[{self.rank}] of the former"
-            )
-            self._monitor.give_up(Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text))
-        elif status & 0xFF == layout.MISMATCH:
-            self._monitor.give_up(self._mismatch((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
-
-    def _mismatch(self, peer: int, fingerprint: int) -> Fault:
-        mine = self._control.last(self.rank)
-        theirs = self._control.called(peer, mine.sequence) if mine is not None else None
-        if theirs is None or theirs.fingerprint != fingerprint:
-            theirs = self._control.last(peer)
-        text = (
-            f"ranks made different calls: rank {self.rank} {mine.text() if mine else 'none'}; "
-            f"rank {peer} {theirs.text() if theirs else f'a call with fingerprint {fingerprint:08x}'}; "
-            "make the same call, with the same shape, on every rank"
-        )
-        return Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text)
-
-    def _fault(self, kind: type[TricommError], text: str) -> Fault:
-        return Fault(kind.__name__, self.rank, self._sequence, text)
-
-    def _raise(self) -> None:
-        fault = self._monitor.fault
-        if fault is None:  # abort without a fault can only be a fault that is being recorded this very moment
-            fault = self._monitor.give_up(self._fault(GroupAborted, "the group was given up"))
-        kind = getattr(errors, fault.kind, GroupAborted)
-        raise kind(f"{self}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator.")
 
     def _quiet(self) -> bool:
         """Let kernels in flight end before their memory goes, and tell those to leave that cannot end by themselves."""
@@ -369,10 +345,6 @@ def _architecture(device: torch.device) -> str:
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 @atexit.register

@@ -148,6 +148,9 @@ class Messages(Collectives):
     def _bind_half(
         self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None, aligned: bool
     ) -> Bound:  # fmt: skip
+        if x.dtype not in calls.DTYPES:
+            known = ", ".join(dtype.name for dtype in calls.DTYPES.values())
+            raise InvalidArgument(f"{kind}: no kernel takes {x.dtype}; there is {known}")
         choice = selection.choose(self._site, kind, x.numel() * x.itemsize, None, protocol)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype = calls.DTYPES[x.dtype]

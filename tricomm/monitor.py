@@ -14,18 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tricomm import errors
 from tricomm.kernels import layout
-from tricomm.store.control import ControlPage, Fault, State
+from tricomm.store.control import RING, ControlPage, Fault, State
 
 TICK = 0.02
 _LONGEST_TICK = 0.25
 _USER_SECONDS = 1.0
+_COMPARE_SECONDS = 0.1  # a call that takes no longer is none that waits for another one
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
@@ -38,6 +39,13 @@ class _UserCall:
     def __init__(self, peers: tuple[int, ...] | None, told: Callable[[], str] | None) -> None:
         self.peers, self.told = peers, told
         self.event: Any = None
+
+
+class Native(Protocol):
+    """Who moves data beside the kernels (NCCL): asked for its errors, and told to leave."""
+
+    def error(self) -> str | None: ...
+    def abort(self) -> None: ...
 
 
 class Monitor:
@@ -55,7 +63,8 @@ class Monitor:
         self._timeout = timeout
         self._stall = stall_timeout
         self._words = control.words()
-        self._peers = {r: control.peer_words(r) for r in range(control.world_size) if r != control.rank}
+        self._peers = {r: control.peer_words(r) for r in control.peers}
+        self._native: Native | None = None
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._running: object = None
@@ -70,6 +79,10 @@ class Monitor:
         """Begin to watch. `diagnose` is called when a kernel has reported something in the status word."""
         self._diagnose = diagnose
         self._thread.start()
+
+    def watch(self, native: Native) -> None:
+        """From now on ask `native` for its errors too, and abort it where the group is given up."""
+        self._native = native
 
     def stop(self) -> None:
         """End the thread and wait for it; idempotent."""
@@ -88,6 +101,8 @@ class Monitor:
                 self._control.raise_fault(fault)
                 self._control.set_state(State.ABORTED)
                 self._words[layout.ABORT] = 1
+                if self._native is not None:  # on a thread of its own, for NCCL does not say how long it takes
+                    threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
     @contextmanager
@@ -162,7 +177,13 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
+        error = self._native.error() if self._native is not None else None
+        if error is not None:
+            self._blame(errors.GroupAborted, self._control.rank, error)
+            return
         if self._running is None:
+            return
+        if self._elapsed > _COMPARE_SECONDS and self._diverging():
             return
         late = self.unfinished()
         for rank in late:
@@ -175,6 +196,19 @@ class Monitor:
                 return
         if self._elapsed > self._timeout:
             self._late(late)
+
+    def _diverging(self) -> bool:
+        """Compare what this rank called with what the others did, for kernels and NCCL do not meet in any mailbox."""
+        control = self._control
+        for rank in self._peers:
+            last = min(control.sequence(control.rank), control.sequence(rank))
+            for sequence in range(last, max(0, last - RING), -1):
+                mine, theirs = control.called(control.rank, sequence), control.called(rank, sequence)
+                if mine is not None and theirs is not None and mine.fingerprint != theirs.fingerprint:
+                    text = different(control.rank, mine.text(), rank, theirs.text())
+                    self.give_up(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
+                    return True
+        return False
 
     def _needs(self, rank: int) -> bool:
         """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
@@ -223,7 +257,10 @@ class Monitor:
         )
 
     def _late(self, late: list[int]) -> Fault:
-        who = "; ".join(f"rank {r} (alive) {self._told(r)}" for r in late) or "all peers have done their part"
+        who = "; ".join(f"rank {r} (alive) {self._told(r)}" for r in late)
+        if not who:
+            unseen = len(self._peers) + 1 < self._control.world_size
+            who = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
         return self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
@@ -250,6 +287,14 @@ class Monitor:
         if theirs.sequence < mine:
             return f"it last called {theirs.text()} and has not entered sequence {mine}"
         return f"its last call is {theirs.text()}"
+
+
+def different(rank: int, mine: str, other: int, theirs: str) -> str:
+    """That two ranks made different calls, in words."""
+    return (
+        f"ranks made different calls: rank {rank} {mine}; rank {other} {theirs}; "
+        "make the same call, with the same shape, on every rank"
+    )
 
 
 def _past(ended: int, started: int) -> bool:

@@ -9,22 +9,19 @@ gather, scatter and uneven exchanges are grouped sends and receives, as in Proce
 from __future__ import annotations
 
 import importlib
-import struct
-import time
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.distributed_c10d import Store
 
-from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
-from tricomm.store.deadline import Bounded, Worker, first_line
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.deadline import Worker, first_line
 
+log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
-_TEXT = 200
-_HEAD = struct.Struct(f"<4s?128s{_TEXT}s")  # magic, usable, unique id (of rank 0), why not
-_MAGIC = b"TCNC"
+_GRACE_SECONDS = 5.0
 _REDUCED = frozenset({
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
     torch.uint32, torch.uint64, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -33,46 +30,76 @@ _BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool go
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
-def open_nccl(store: Store, rank: int, world_size: int, device: torch.device, timeout: float) -> Nccl:
-    """Meet over `store` and make NCCL's communicator; every rank calls it, once for a store.
+class Meeting(Protocol):
+    """What is needed of the group's control page."""
 
-    Raises `ResourceError` on all ranks where nccl4py, libnccl or the communicator is missing or broken on one,
-    naming it; `RendezvousError` where a rank does not come within `timeout` seconds.
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]: ...
+    def agree(self, error: BaseException | None, what: str, timeout: float, heed_faults: bool = False) -> None: ...
+
+
+def load(control: Meeting, timeout: float) -> Any:
+    """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all where one has none, naming it."""
+    core, error = None, None
+    try:
+        core = _load()
+    except ResourceError as found:
+        error = found
+    control.agree(error, "NCCL (pip install 'tricomm[nccl]' on every rank)", timeout, heed_faults=True)
+    return core
+
+
+def open_nccl(control: Meeting, device: torch.device, timeout: float) -> Nccl:
+    """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order.
+
+    Raises the same error on all ranks: `ResourceError` where nccl4py, libnccl or the communicator is missing or
+    broken on one, naming it; and as `control.exchange` where a rank does not come within `timeout` seconds.
     """
-    core, fault = _load()
-    unique_id = b""
-    if core is not None and rank == 0:
+    core = load(control, timeout)
+    unique_id, error = b"", None
+    if control.rank == 0:
         try:
             unique_id = bytes(core.get_unique_id())
-        except Exception as error:
-            fault = f"libnccl gives no unique id: {first_line(error)}"
-    said = _exchange(store, rank, world_size, unique_id, fault, "open", timeout)
-    broken = [f"rank {r}: {text}" for r, (_, text) in enumerate(said) if text]
-    if broken:
-        raise ResourceError(f"NCCL cannot be used: {'; '.join(broken)}. Install it on every rank: tricomm[nccl]")
-    comm, fault = _init(core, rank, world_size, said[0][0], device, timeout)
-    said = _exchange(store, rank, world_size, b"", fault, "init", timeout)
-    broken = [f"rank {r}: {text}" for r, (_, text) in enumerate(said) if text]
-    if broken:
+        except Exception as found:
+            error = ResourceError(f"libnccl gives no unique id: {first_line(found)}")
+    control.agree(error, "NCCL", timeout, heed_faults=True)
+    unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, heed_faults=True)[0]
+    comm, error = _init(core, control.rank, control.world_size, unique_id, device, timeout)
+    try:  # who fails at once waits for those that NCCL keeps until their time is up
+        control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, heed_faults=True)
+    except BaseException:
         if comm is not None:
             comm.abort()
-        raise ResourceError(f"NCCL's communicator cannot be made: {'; '.join(broken)}")
-    return Nccl(core, comm, rank, world_size, device)
+        raise
+    return Nccl(core, comm, control.rank, control.world_size, device)
 
 
-def _load() -> tuple[Any, str]:
-    """The module, or why there is none."""
+def check(collective: str, op: str, dtype: torch.dtype) -> None:
+    """Raises `InvalidArgument` for a reduction that NCCL does not have."""
+    table = _BOOL_OPS if dtype == torch.bool else _OPS
+    if dtype not in _REDUCED or op not in table:
+        raise InvalidArgument(
+            f"{collective}: NCCL has no {op} of {dtype}; convert the tensor, or use another operation"
+        )
+
+
+def _load() -> Any:
     try:
         core: Any = importlib.import_module("nccl.core")
-        if core.get_version().libnccl is None:
-            return None, "nccl4py finds no libnccl"
+        if core.get_version().libnccl is not None:
+            return core
     except Exception as error:
-        return None, f"nccl4py cannot be used ({first_line(error)})"
-    return core, ""
+        raise ResourceError(f"nccl4py cannot be used ({first_line(error)})") from error
+    raise ResourceError("nccl4py finds no libnccl")
 
 
-def _init(core: Any, rank: int, world_size: int, unique_id: bytes, device: torch.device, timeout: float) -> Any:
-    """(communicator, "") or (None, why). NCCL waits for all ranks without a limit, so this does it with one."""
+def _init(
+    core: Any, rank: int, world_size: int, unique_id: bytes, device: torch.device, timeout: float
+) -> tuple[Any, ResourceError | None]:
+    """(communicator, None) or (None, why). NCCL waits for all ranks without a limit, so this does it with one."""
     worker = Worker("tricomm-nccl-init")
 
     def make() -> Any:
@@ -80,42 +107,11 @@ def _init(core: Any, rank: int, world_size: int, unique_id: bytes, device: torch
             return core.Communicator.init(world_size, rank, core.UniqueId.from_bytes(unique_id))
 
     try:
-        return worker.run(make, "ncclCommInitRank", timeout), ""
+        return worker.run(make, "ncclCommInitRank", timeout), None
     except Exception as error:
-        return None, first_line(error)
+        return None, ResourceError(first_line(error))
     finally:
         worker.close()
-
-
-def _exchange(
-    store: Store, rank: int, world_size: int, unique_id: bytes, fault: str, what: str, timeout: float
-) -> list[tuple[bytes, str]]:
-    """Every rank's unique id and fault."""
-    bounded = Bounded(store, timeout + 0.5)
-    end = time.monotonic() + timeout
-    try:
-        record = _HEAD.pack(_MAGIC, not fault, unique_id, fault.encode()[:_TEXT])
-        bounded.set(f"tricomm/nccl/{what}/{rank}", record)
-        said: list[tuple[bytes, str]] = []
-        while len(said) < world_size:
-            data = bounded.read(f"tricomm/nccl/{what}/{len(said)}")
-            if data is not None:
-                said.append(_parse(data, len(said)))
-            elif time.monotonic() > end:
-                raise RendezvousError(f"NCCL ({what}): rank {len(said)} did not come within {timeout:g} s")
-            else:
-                time.sleep(0.01)
-        return said
-    finally:
-        bounded.close()
-
-
-def _parse(data: bytes, rank: int) -> tuple[bytes, str]:
-    if len(data) != _HEAD.size or not data.startswith(_MAGIC):
-        raise RendezvousError(f"rank {rank} wrote {len(data)} bytes that are no NCCL record: same tricomm everywhere?")
-    _, usable, unique_id, text = _HEAD.unpack(data)
-    why = text.rstrip(b"\0").decode(errors="replace")
-    return unique_id, "" if usable else why or "unusable"
 
 
 class Nccl:
@@ -131,9 +127,9 @@ class Nccl:
         kind = self._op(op, x.dtype, "all_reduce")
         self._ready().allreduce(_flat(x), _flat(x if out is None else out), kind, stream=self._stream())
 
-    def reduce(self, x: torch.Tensor, dst: int, op: str = "sum") -> None:
+    def reduce(self, x: torch.Tensor, dst: int, op: str = "sum", out: torch.Tensor | None = None) -> None:
         kind = self._op(op, x.dtype, "reduce")
-        self._ready().reduce(_flat(x), _flat(x), kind, root=dst, stream=self._stream())
+        self._ready().reduce(_flat(x), _flat(x if out is None else out), kind, root=dst, stream=self._stream())
 
     def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "sum") -> None:
         kind = self._op(op, x.dtype, "reduce_scatter")
@@ -163,12 +159,14 @@ class Nccl:
     ) -> None:
         """Splits count rows of dimension 0."""
         row = x.nbytes // max(1, x.shape[0]) or out.nbytes // max(1, out.shape[0])
-        send, receive = _rows(x, [n * row for n in in_splits]), _rows(out, [n * row for n in out_splits])
-        self._grouped(list(enumerate(send)), list(enumerate(receive)))
+        self._exchange(x, [n * row for n in in_splits], out, [n * row for n in out_splits])
 
     def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        splits = [x.shape[0] // self.world_size] * self.world_size
-        self.all_to_all_v(x, splits, splits, out)
+        even = [x.nbytes // self.world_size] * self.world_size
+        self._exchange(x, even, out, even)
+
+    def _exchange(self, x: torch.Tensor, sent: list[int], out: torch.Tensor, received: list[int]) -> None:
+        self._grouped(list(enumerate(_rows(x, sent))), list(enumerate(_rows(out, received))))
 
     def send(self, x: torch.Tensor, dst: int) -> None:
         self._grouped([(dst, _bytes(x))], [])
@@ -181,15 +179,22 @@ class Nccl:
 
     # Life
 
+    def error(self) -> str | None:
+        """What NCCL reports of its own accord, in words; None where all is well. Any thread may ask."""
+        comm = self._comm
+        if comm is None:
+            return None
+        code = int(comm.get_async_error())
+        return None if code in (0, _IN_PROGRESS) else f"NCCL reports error {code} ({comm.get_last_error()})"
+
     def check(self) -> None:
-        """Poll NCCL's asynchronous errors; raises `GroupAborted`, and then the communicator is gone."""
+        """Raises `GroupAborted` where NCCL reports an error; then the communicator is gone."""
         if self._comm is None:
             raise GroupAborted(f"rank {self.rank}: NCCL's communicator is closed; make a new group")
-        code = int(self._comm.get_async_error())
-        if code not in (0, _IN_PROGRESS):
-            text = f"rank {self.rank}: NCCL reports error {code} ({self._comm.get_last_error()}); make a new group"
+        text = self.error()
+        if text is not None:
             self.abort()
-            raise GroupAborted(text)
+            raise GroupAborted(f"rank {self.rank}: {text}; make a new group")
 
     def abort(self) -> None:
         """Make kernels in flight leave, and forget the communicator. Idempotent."""
@@ -222,10 +227,24 @@ class Nccl:
                     comm.recv(data, peer, stream=stream)
 
     def _op(self, op: str, dtype: torch.dtype, what: str) -> Any:
-        table = _BOOL_OPS if dtype == torch.bool else _OPS
-        if dtype not in _REDUCED or op not in table:
-            raise InvalidArgument(f"{what}: NCCL has no {op} of {dtype}; convert the tensor, or use another operation")
-        return getattr(self._core, table[op])
+        check(what, op, dtype)
+        return getattr(self._core, (_BOOL_OPS if dtype == torch.bool else _OPS)[op])
+
+
+def end(there: Nccl | None, lost: bool, seconds: float) -> None:
+    """Close a communicator, or abort that of a group that is `lost`; within `seconds`, for NCCL waits for the others.
+
+    Never raises: what cannot end is left behind.
+    """
+    if there is None:
+        return
+    worker = Worker("tricomm-nccl-end")
+    try:
+        worker.run(there.abort if lost else there.close, "NCCL's end", seconds)
+    except Exception as error:
+        log.error("NCCL's communicator is left behind: %s", first_line(error))
+    finally:
+        worker.close()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Asked:
 class Plan:
     """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide.
 
-    `numel` is the kernel's count, of raw elements.
+    `numel` is the kernel's count, of raw elements; `count[0]` is how often calls of its kind were made.
     """
 
     choice: Choice
@@ -50,11 +50,25 @@ class Plan:
     numel: int
     record: Record  # what the peers read of each of its calls
     run: Call
+    count: list[int] = field(default_factory=lambda: [0])
+    mode: str = "eager"
+
+
+class Known:
+    """An all_reduce in place that has been planned: bytes of an element and of all, and the plans of tensors not
+    aligned and aligned."""
+
+    __slots__ = ("itemsize", "nbytes", "plans")
+
+    def __init__(self, itemsize: int, count: int) -> None:
+        self.itemsize, self.nbytes = itemsize, itemsize * count
+        self.plans: list[Plan | None] = [None, None]
 
 
 def make(
-    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, device: torch.device = CPU
-) -> Plan:
+    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, device: torch.device = CPU,
+    counter: list[int] | None = None,
+) -> Plan:  # fmt: skip
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
@@ -70,24 +84,30 @@ def make(
             raise InvalidArgument(f"{asked.collective}: {error}") from None
     if dtype is not None:
         values["ALIGNED"] = aligned
-    name = dtype.name if dtype is not None else "none"
     op = asked.op if kernel.reduces and asked.op is not None else "none"
-    fingerprint = calls.fingerprint(
-        choice.collective, op, name, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, choice.zero_copy,
-    )  # fmt: skip
-    descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=name,
-        algorithm=choice.algorithm, protocol=choice.protocol, count=asked.count, root=asked.root, grid=choice.blocks,
-        mode=mode,
-    )  # fmt: skip
+    fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", asked, mode)
     further: dict[str, Any] = {"root": asked.root, "table": asked.table}
     if asked.splits:
         further["splits"] = table(asked, device)
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
-    return Plan(choice, fingerprint, asked.count * (dtype.lanes if dtype is not None else 1), descriptor.record(), run)
+    numel = asked.count * (dtype.lanes if dtype is not None else 1)
+    return Plan(choice, fingerprint, numel, record, run, [0] if counter is None else counter, mode)
+
+
+def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> tuple[int, Record]:
+    """The fingerprint of a call, and what the peers read of it."""
+    fingerprint = calls.fingerprint(
+        choice.collective, op, dtype, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
+        choice.block, mode, choice.zero_copy,
+    )  # fmt: skip
+    descriptor = Descriptor(
+        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=dtype,
+        algorithm=choice.algorithm, protocol=choice.protocol, count=asked.count, root=asked.root, grid=choice.blocks,
+        mode=mode,
+    )  # fmt: skip
+    return fingerprint, descriptor.record()
 
 
 def table(asked: Asked, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Where a c10d call goes: this library's kernels, NCCL, or Gloo; and what went where so far.
+"""Where a call goes: this library's kernels, NCCL, or Gloo; and what went where so far.
 
 The decision is pure, and made of facts that all ranks share: what the ranks agreed on when the group was made
-(`Site`) and what c10d demands to be equal on all ranks (collective, dtype, op, bytes). What one rank alone knows
-(its tensor's address, its splits of an all_to_all, who it sends to) takes no part, so no rank ever goes alone.
+(`Site`) and what has to be equal on all ranks (collective, dtype, op, bytes). What one rank alone knows (its tensor's
+address, its splits of an all_to_all, who it sends to) takes no part, so no rank ever goes alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from tricomm import calls, env
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import registry
 from tricomm.kernels.collectives import COLLECTIVES
 
 KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
@@ -35,7 +36,9 @@ class Site:
     world_size  ranks of the group
     nodes       how many hosts they live on
     no_kernels  why this group has no kernels, where it has none
-    native      who serves what the kernels do not: "nccl", "gloo", or None where torch has neither
+    native      who serves what the kernels do not: "nccl", "gloo", or None
+    missing     why there is nobody, where there is nobody
+    reachable   whether every rank's memory is mapped on every other; where not, only a cube mesh's kernels go around
     """
 
     device: str
@@ -43,6 +46,8 @@ class Site:
     nodes: int
     no_kernels: str | None
     native: str | None
+    missing: str = "this torch has no native backend for it"
+    reachable: bool = True
 
 
 @dataclass(frozen=True)
@@ -54,23 +59,33 @@ class Route:
 
 
 @cache
-def decide(site: Site, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None) -> Route:
+def decide(
+    site: Site, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None, forced: bool = False
+) -> Route:
     """The route of one call. `nbytes` is the input of one rank; None where ranks may differ in it.
 
-    Raises `InvalidArgument` where neither the kernels nor anybody behind them can run the call.
+    `forced`: the caller has named a kernel. Raises `InvalidArgument` where nobody can run the call.
     """
-    reason = _why_not_kernels(site, collective, dtype, op, nbytes)
+    reason = _why_not_kernels(site, collective, dtype, op)
+    if reason is not None and forced:
+        raise InvalidArgument(
+            f"{collective}: a kernel is forced, and none can run this: {reason}; leave the choice open"
+        )
+    if reason is not None and site.native is None:
+        raise InvalidArgument(
+            f"{collective}: {reason}; nor does anybody behind the kernels take it on {site.device}: {site.missing}"
+        )
+    limit = hand_over(site.device, collective, site.world_size)
+    if reason is None and not forced and limit is not None and nbytes is not None and nbytes > limit:
+        reason = f"{nbytes} bytes are over the hand-over limit of {limit}"
     if reason is None:
         return Route(KERNELS, "the kernels cover it")
     if site.native is None:
-        raise InvalidArgument(
-            f"{collective} of {dtype} on {site.device}: {reason}, and this torch has no native backend for "
-            f"{site.device}: install one with NCCL, or pass what the kernels cover"
-        )
+        return Route(KERNELS, f"{reason}, but {site.missing}")
     return Route(site.native, reason)
 
 
-def _why_not_kernels(site: Site, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None) -> str | None:
+def _why_not_kernels(site: Site, collective: str, dtype: torch.dtype | None, op: str) -> str | None:
     if collective in POINT_TO_POINT:
         # The kernels' memory is set up by all ranks together, and here two may be the only ones that come.
         return "point to point: only two ranks call"
@@ -81,13 +96,13 @@ def _why_not_kernels(site: Site, collective: str, dtype: torch.dtype | None, op:
         return site.no_kernels
     if collective not in COLLECTIVES:
         return f"there is no {collective} kernel"
+    if not site.reachable and not any(k.needs_cube for k in registry.of(collective, site.world_size)):
+        return "not every rank reaches every other one's memory, and no kernel goes around that"
     if dtype is not None and dtype not in calls.DTYPES:
-        return f"no kernel takes {dtype}"
+        return f"no kernel takes {dtype}; there is {', '.join(d.name for d in calls.DTYPES.values())}"
     if collective in REDUCTIONS and dtype is not None and op not in calls.DTYPES[dtype].ops:
-        return f"no kernel reduces {dtype} with {op}"
-    limit = hand_over(site.device, collective, site.world_size)
-    if limit is not None and nbytes is not None and nbytes > limit:
-        return f"{nbytes} bytes are over the hand-over limit of {limit}"
+        kind = calls.DTYPES[dtype]
+        return f"op {op!r} is not defined for {kind.name}; there is {', '.join(kind.ops)}"
     return None
 
 
@@ -109,8 +124,15 @@ def _limits() -> list[dict[str, Any]]:
 def took(
     route: Route, group: str, rank: int, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
 ) -> None:
-    """Count a call; with TRICOMM_LOG=routing print it, the first time it is made in this group and on rank 0 only."""
+    """Count a call, and `print_once`."""
     counter(route.path, collective)[0] += 1
+    print_once(route, group, rank, collective, dtype, op, nbytes)
+
+
+def print_once(
+    route: Route, group: str, rank: int, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
+) -> None:
+    """With TRICOMM_LOG=routing print a call, the first time it is made in this group and on rank 0 only."""
     if rank == 0 and "routing" in (env.text("TRICOMM_LOG") or ""):
         key = (group, collective, dtype, op, nbytes, route)
         if key not in _printed:
@@ -127,7 +149,10 @@ def counter(path: str, collective: str) -> list[int]:
 
 
 def stats() -> dict[str, dict[str, int]]:
-    """How many c10d calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}."""
+    """How many calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}.
+
+    Of communicators and of c10d groups alike; a c10d call that runs over the kernels counts once.
+    """
     found: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
     for (path, collective), (count,) in list(_counts.items()):
         if count:

@@ -27,7 +27,8 @@ class Choice:
 
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile, `table` and `row`
     what decided (`row` is None where the caller forced the kernel), `runner_up` the kernel of the next row that fits,
-    `zero_copy` whether peers read the input where it lies.
+    `zero_copy` whether peers read the input where it lies. `route` is who runs it: kernels, or nccl, and then there is
+    no kernel: algorithm and protocol are "nccl", and NCCL's own choice.
     """
 
     collective: str
@@ -41,6 +42,7 @@ class Choice:
     row: int | None
     runner_up: str = ""
     zero_copy: bool = False
+    route: str = "kernels"
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ def choose(
         collective, kernel.algorithm, kernel.protocol, blocks, GPU_WARPS, tile, reason, table,
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
     )  # fmt: skip
+
+
+def nccl(collective: str, reason: str) -> Choice:
+    """What a call runs that goes to NCCL, for `reason`."""
+    return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "hand_over", None, route="nccl")
 
 
 def _in_symmetric(

@@ -20,10 +20,18 @@ class Recorder:
         self.calls = []
 
     def all_reduce(self, x, op):
-        if not x.is_contiguous() or x.requires_grad:
+        if not self.repeat(op, x):
             raise tricomm.InvalidArgument("not plain")
-        self.calls.append((x, op))
+
+    def known(self, op, dtype, count):
+        return op
+
+    def repeat(self, known, x):
+        if not x.is_contiguous() or x.requires_grad:
+            return False
+        self.calls.append((x, known))
         x.add_(100)
+        return True
 
 
 @pytest.fixture
@@ -83,5 +91,6 @@ def test_a_destroyed_group_refuses_on_the_short_way_too(group):
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_host_time_is_measured_and_says_what_it_is():
     found = c10d_overhead.measure(64, 50, 2)
-    assert found["fake_us"] > 0 and found["c10d_over_fake"] == found["c10d_us"] / found["fake_us"]
+    assert 0 < found["fake_us"] < found["c10d_us"] and found["c10d_over_fake"] > 1
+    assert found["communicator_over_fake"] > 0
     assert not dist.is_initialized()

@@ -9,6 +9,7 @@ from tricomm import errors, routing
 from tricomm.c10d import facts, on_gloo, on_kernels
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.routing import Site, decide
+from tricomm.store import process
 
 GPU = Site("cuda", 8, 1, None, "nccl")
 CPU = Site("cpu", 2, 1, None, "gloo")
@@ -87,16 +88,16 @@ def test_one_conclusion_of_what_all_ranks_say(said, nodes, cpu, cuda, check):
 
 def test_facts_that_do_not_fit_are_refused():
     good = facts._mine(1, 2)
-    assert facts._parse(good, 1, 2)[1].node == facts.node_id()
+    assert facts._parse(good, 1, 2)[1].node == process.node_id()
     for bad in (good[:-1], b"XXXX" + good[4:], facts._mine(0, 2), facts._mine(1, 3)):
         with pytest.raises(errors.RendezvousError, match="tricomm"):
             facts._parse(bad, 1, 2)
 
 
 def test_node_id(monkeypatch):
-    mine = facts.node_id()
+    mine = process.node_id()
     monkeypatch.setenv("TRICOMM_NODE_ID", "rack 7")
-    assert facts.node_id() != mine and len(facts.node_id()) == 16
+    assert process.node_id() != mine and len(process.node_id()) == 16
 
 
 def test_an_unknown_cpu_route_is_refused(monkeypatch):

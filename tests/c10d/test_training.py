@@ -72,3 +72,9 @@ def test_ops(route, url):
 
 def test_distributed_checkpoint(url, tmp_path):
     assert ranks.run(2, bodies.checkpoint, url, str(tmp_path / "saved"), timeout=120) == [True, True]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_power_sgd(route, url):
+    """Callbacks that make calls have an order that all ranks share."""
+    assert ranks.run(2, bodies.power_sgd, url, route, timeout=120) == ["same", "same"]

@@ -41,6 +41,25 @@ def test_different_calls_are_named_on_every_rank_and_the_group_goes_on(route, ur
         assert "rank 2 expects" not in said[6] and "sends 2 elements to rank 2, which expects 3" in said[6]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later"])
+def test_one_rank_in_a_kernel_and_one_in_nccl_are_named_at_once(first, url):
+    (kernel, seconds), (nccl, others) = ranks.run(2, bodies.another_way, url, first)
+    assert seconds < 10 and others < 10
+    assert nccl[0] == "left"  # it was told to
+    for kind, text in [kernel[0], kernel[1], nccl[1]]:
+        assert kind == "CollectiveMismatch"
+        assert "dtype=float32" in text and "dtype=complex32" in text and "make the same call" in text
+
+
+def test_what_nccl_refuses_on_one_rank_consumes_nothing(url):
+    assert ranks.run(2, bodies.refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
+
+
+def test_without_the_comparison_the_kernel_waits_until_its_time_is_up(url):
+    (kernel, seconds), _ = ranks.run(2, bodies.another_way, url, False, False)
+    assert kernel[0][0] == "CollectiveTimeout" and seconds > 2
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_bad_input_is_refused_and_the_group_goes_on(route, url):
     assert ranks.run(2, bodies.refusals, url, route, timeout=120) == [20, 20]

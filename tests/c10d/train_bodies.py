@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
-from tests.c10d.groups import default_group, of, same
+from tests.c10d.groups import default_group, of, refused, same
 
 
 def model(seed=1):
@@ -29,6 +29,24 @@ def _same_everywhere(net, world_size):
     rows = [torch.empty_like(flat) for _ in range(world_size)]
     dist.all_gather(rows, flat)
     return all(same(row, flat) for row in rows)
+
+
+def power_sgd(rank, world_size, tell, url, route):
+    """Gradients compressed by a hook whose futures' callbacks make calls themselves."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+    with default_group(rank, world_size, url, route, timeout=20.0) as world:
+        net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.005)  # of one size: no comparison sees them swapped
+        state = power.PowerSGDState(world, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, power.powerSGD_hook)
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(12):
+            optimiser.zero_grad()
+            (wrapped(of(rank, (8, 32), call=step)) ** 2).mean().backward()
+            optimiser.step()
+        assert state.compression_stats()[0] > 1
+        return "same" if _same_everywhere(net, world_size) else "parameters differ"
 
 
 def _steps(net, rank, world_size, steps):
@@ -192,6 +210,22 @@ def compiled(rank, world_size, tell, url, backend):
             y = torch.ops.tricomm.all_reduce(x * 2, "sum", name)
             return torch.ops.tricomm.all_gather(y, name) + 1
 
+        @torch.compile(fullgraph=True, backend=backend)
+        def others(x):
+            y = torch.ops.tricomm.reduce_scatter(x * 2, "sum", name)
+            z = torch.ops.tricomm.broadcast(x + 1, 1, name)
+            return y, z, torch.ops.tricomm.all_to_all(x - 1, [1] * world_size, [1] * world_size, name)
+
+        @torch.compile(fullgraph=True, backend=backend)
+        def in_place(x):
+            y = x + 1
+            torch.ops.tricomm.all_reduce_(y, "max", name)
+            return y * 2
+
+        y, z, w = others(x)
+        wrong += [] if same(y, 2 * total[rank : rank + 1]) and same(z, parts[1] + 1) else ["reduce_scatter, broadcast"]
+        wrong += [] if same(w, torch.stack([p[rank] for p in parts]) - 1) else ["all_to_all"]
+        wrong += [] if same(in_place(x), 2 * (torch.stack(parts).amax(0) + 1)) else ["all_reduce_"]
         wrong += [] if same(fc(x), total * 2 + 1) else ["functional"]
         wrong += [] if same(c10d(x), total * 2 + 1) else ["dist.all_reduce"]
         leaf = x.clone().requires_grad_()
@@ -237,7 +271,16 @@ def ops(rank, world_size, tell, url, route):
         o.all_reduce_(y, "max", name)
         wrong += [] if same(y, torch.stack(parts).amax(0)) else ["all_reduce_"]
         torch.library.opcheck(o.all_reduce, (parts[rank].clone().requires_grad_(), "sum", name))
-        torch.library.opcheck(o.all_gather, (parts[rank].clone(), name))
+        mine = parts[rank]
+        for op, arguments in [
+            (o.all_gather, (mine.clone(), name)), (o.reduce_scatter, (mine.clone(), "sum", name)),
+            (o.broadcast, (mine.clone(), 0, name)), (o.all_to_all, (mine.clone(), splits, splits, name)),
+        ]:  # fmt: skip
+            torch.library.opcheck(op, arguments)
+        refused(lambda: o.all_reduce(mine, "median", name), "median", "sum, avg")
+        refused(lambda: o.reduce_scatter(mine[:1], "sum", name), "multiple of")
+        leaf = mine.clone().requires_grad_()
+        refused(lambda: o.all_reduce(leaf, "max", name), "no gradient", "detach")
     return wrong
 
 

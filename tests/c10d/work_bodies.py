@@ -7,12 +7,15 @@ import os
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group, of, poisoned, refused, same
+from tricomm.c10d import arguments
+from tricomm.monitor import Monitor
 
 
 def handles(rank, world_size, tell, url, route):
@@ -187,3 +190,58 @@ def killed(rank, world_size, tell, url):
         text = refused(work.wait, "ended", f"[{world_size - 1}]", kind=tricomm.PeerDied)
         assert isinstance(work.exception(), tricomm.PeerDied)
         return text
+
+
+def another_way(rank, world_size, tell, url, first, compared=True):
+    """Rank 0's call goes to a kernel, rank 1's to NCCL (which a wait stands for): what each of them gets.
+
+    As on a GPU, where nothing is compared before a call; `first`: it is the group's first call.
+    """
+    os.environ["TRICOMM_CHECK"] = "0"
+    if not compared:
+        Monitor._diverging = lambda monitor: False
+    said, aborted = [], threading.Event()
+    with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
+        world._backends["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
+        engine = world._engine
+        if not first:
+            dist.all_reduce(torch.ones(4))
+        began = time.monotonic()
+        for dtype in (torch.complex32 if rank else torch.float32, torch.float32):
+            call = arguments.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            call.async_op = False
+            try:
+                engine.on_cuda([call], lambda: said.append("left" if aborted.wait(30) else "stuck"))
+            except tricomm.TricommError as error:
+                said.append((type(error).__name__, str(error)))
+        del world._backends["cuda"]
+        return said, time.monotonic() - began
+
+
+def refused_by_nccl(rank, world_size, tell, url):
+    """NCCL refuses a call of rank 0, which the other rank does not see; the corrected one joins it."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    said = []
+
+    def refuses():
+        said.append("refused")
+        raise RuntimeError("tensors must be contiguous")
+
+    def native():
+        said.append("native")
+
+    with default_group(rank, world_size, url, "kernels") as world:
+        engine = world._engine
+
+        def call(dtype, run):
+            made = arguments.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            made.async_op = False
+            engine.on_cuda([made], run)
+            return made.x
+
+        if rank == 0:
+            refused(lambda: call(torch.complex32, refuses), "contiguous", kind=RuntimeError)
+        call(torch.complex32, native)
+        time.sleep(0.5 * rank)  # the other one is in its kernel meanwhile, and compares
+        said.append(call(torch.float32, None)[0].item())
+    return said

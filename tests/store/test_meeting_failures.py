@@ -67,7 +67,7 @@ from tricomm.store.segments import Segment
         ),
         pytest.param(
             [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "boot"}],
-            "RendezvousError",
+            "SpansNodes",
             ["is on another host than rank", re.escape(socket.gethostname())],
             id="host",
         ),

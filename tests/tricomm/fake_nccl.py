@@ -1,13 +1,16 @@
-"""A `nccl.core` that runs on the CPU, with threads as ranks, and enforces nccl4py's rules.
+"""A `nccl.core` that runs on the CPU and enforces nccl4py's rules; ranks are threads, or processes over `STORE`.
 
 Rules: see `Communicator` of nccl4py 0.6.0. A call that the real one would refuse raises `NcclInvalid`; one that would
-hang the real one (ranks that call different things, sends nobody receives) raises on all ranks.
+hang the real one (ranks that call different things, sends nobody receives) raises on all ranks between threads, and
+hangs between processes, until it is aborted: then it returns, as a kernel that has been told to leave does.
 """
 
 from __future__ import annotations
 
+import io
 import secrets
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ import torch
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 _NO_DTYPE = (torch.int16, torch.uint16, torch.complex64, torch.complex128)
+STORE = None  # a torch Store, where ranks are processes
 _worlds: dict[bytes, _World] = {}
 _lock = threading.Lock()
 _local = threading.local()
@@ -52,16 +56,44 @@ class _World:
         self.barrier = threading.Barrier(nranks)
         self.slots = [None] * nranks
 
-    def meet(self, rank, kind, facts, work):
-        """All ranks post; the facts must be equal; `work(slots)` reads the others' data before anybody goes on."""
-        self.slots[rank] = (kind, facts, work)
+    def meet(self, comm, kind, facts, payload, do):
+        """All ranks post; the facts must be equal; `do(payloads)` reads the others' before anybody goes on."""
+        self.slots[comm.rank] = (kind, facts, payload)
         self.barrier.wait(20)
         mine = [(k, f) for k, f, _ in self.slots]
         if any(other != mine[0] for other in mine):
             raise RuntimeError(f"ranks would hang: {mine}")
-        results = work([w for *_, w in self.slots])
+        do([p for *_, p in self.slots])
         self.barrier.wait(20)
-        return results
+
+
+class _StoreWorld:
+    """Ranks that are processes."""
+
+    def __init__(self, nranks, unique_id):
+        self.nranks, self._prefix, self._step = nranks, f"fake nccl {unique_id.hex()}", 0
+
+    def meet(self, comm, kind, facts, payload, do):
+        self._step += 1
+        key = f"{self._prefix} {self._step}"
+        held = io.BytesIO()
+        torch.save((kind, facts, payload), held)
+        STORE.set(f"{key} {comm.rank}", held.getvalue())
+        end = time.monotonic() + 40
+        for rank in range(self.nranks):
+            while not STORE.check([f"{key} {rank}"]):
+                if comm.ended is not None:
+                    return
+                assert time.monotonic() < end, f"rank {rank} never came to {kind}"
+                time.sleep(2e-3)
+        held = [io.BytesIO(STORE.get(f"{key} {rank}")) for rank in range(self.nranks)]
+        said = [torch.load(data, weights_only=False) for data in held]
+        while any(other[:2] != (kind, facts) for other in said):
+            if comm.ended is not None:
+                return
+            assert time.monotonic() < end, f"nobody ended what hangs: {[other[:2] for other in said]}"
+            time.sleep(2e-3)
+        do([p for *_, p in said])
 
 
 def _buffer(x, what):
@@ -98,6 +130,8 @@ class Communicator:
 
     @classmethod
     def init(cls, nranks, rank, unique_id, config=None):
+        if STORE is not None:
+            return cls(_StoreWorld(nranks, bytes(unique_id)), rank)
         with _lock:
             world = _worlds.setdefault(bytes(unique_id), _World(nranks))
         if world.nranks != nranks or not 0 <= rank < nranks:
@@ -132,11 +166,7 @@ class Communicator:
         self._check()
         _stream(stream)
 
-        def work(others):
-            do([other.data for other in others])
-
-        work.data = None if send is None else send.clone()
-        self._world.meet(self.rank, kind, facts, work)
+        self._world.meet(self, kind, facts, None if send is None else send.clone(), do)
 
     def allreduce(self, s, r, op, *, stream=None, config=None):
         self.reduce(s, r, op, stream=stream)
@@ -199,17 +229,16 @@ class Communicator:
     def _post(self, ops):
         """In this fake, every rank takes part in a group, if only with nothing."""
 
-        def work(others):
+        def do(others):
             for kind, buffer, peer in ops:
                 wanted = "recv" if kind == "send" else "send"
-                theirs = [op for op in others[peer].ops if op[0] == wanted and op[2] == self.rank]
+                theirs = [op for op in others[peer] if op[0] == wanted and op[2] == self.rank]
                 if len(theirs) != 1 or theirs[0][1].numel() != buffer.numel():
                     raise RuntimeError(f"{kind} of {buffer.numel()} with rank {peer} has no partner: it would hang")
                 if kind == "recv":
                     buffer.copy_(theirs[0][1])
 
-        work.ops = ops
-        self._world.meet(self.rank, "group", (), work)
+        self._world.meet(self, "group", (), ops, do)
 
 
 def _fold(data, op):

@@ -1,8 +1,10 @@
 """The mapping of collectives to nccl4py, against a fake that enforces its rules; threads are ranks."""
 
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed import HashStore
 
 from tests.tricomm import fake_nccl
 from tricomm import errors, nccl
+from tricomm.store.apart import meet_apart
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16]
@@ -28,9 +31,11 @@ def everywhere(world_size, body, timeout=30.0):
     store = HashStore()
 
     def run(rank):
-        comm = nccl.open_nccl(store, rank, world_size, CPU, timeout)
+        control, _ = meet_apart(store, rank, world_size, timeout, 1)
+        comm = nccl.open_nccl(control, CPU, timeout)
         value = body(comm, rank)
         comm.close()
+        control.close()
         return value
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -153,57 +158,69 @@ def test_closed_once_and_in_order():
     assert [comm.ended for comm in kept] == ["destroyed"] * 2
 
 
-def failing(monkeypatch, rank_at_fault, name, what):
-    """`open_nccl` on two ranks, of which one's `nccl.<name>` gives `what`."""
-    real = getattr(nccl, name)
+def failing(monkeypatch, rank_at_fault, name, fault):
+    """`open_nccl` on two ranks, of which one's `nccl.<name>` does `fault`."""
+    real, here = getattr(nccl, name), threading.local()
+    monkeypatch.setattr(nccl, name, lambda *args: fault() if here.rank == rank_at_fault else real(*args))
     store = HashStore()
 
     def run(rank):
+        here.rank = rank
+        control, _ = meet_apart(store, rank, 2, 20.0, 1)
         try:
-            nccl.open_nccl(store, rank, 2, CPU, 20.0)
+            nccl.open_nccl(control, CPU, 20.0)
         except errors.TricommError as error:
             return type(error).__name__, str(error)
-
-    import threading
-
-    here = threading.local()
-    monkeypatch.setattr(nccl, name, lambda *args: what if here.rank == rank_at_fault else real(*args))
-
-    def named(rank):
-        here.rank = rank
-        return run(rank)
+        finally:
+            control.close()
 
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(named, range(2)))
+        return list(pool.map(run, range(2)))
+
+
+def missing():
+    raise errors.ResourceError("nccl4py finds no libnccl")
 
 
 @pytest.mark.parametrize("rank_at_fault", [0, 1])
 def test_where_one_rank_lacks_nccl_all_say_which(monkeypatch, rank_at_fault):
-    for kind, text in failing(monkeypatch, rank_at_fault, "_load", (None, "nccl4py finds no libnccl")):
+    for kind, text in failing(monkeypatch, rank_at_fault, "_load", missing):
         assert kind == "ResourceError"
         assert f"rank {rank_at_fault}: nccl4py finds no libnccl" in text and "tricomm[nccl]" in text
 
 
 def test_a_communicator_that_fails_on_one_rank_fails_on_all(monkeypatch):
     monkeypatch.setattr(fake_nccl.Communicator, "init", classmethod(lambda cls, n, r, u: cls(fake_nccl._World(n), r)))
-    for kind, text in failing(monkeypatch, 1, "_init", (None, "unhandled CUDA error")):
+    for kind, text in failing(monkeypatch, 1, "_init", lambda: (None, errors.ResourceError("unhandled CUDA error"))):
         assert kind == "ResourceError" and "rank 1: unhandled CUDA error" in text
+
+
+def alone(timeout=5.0):
+    return meet_apart(HashStore(), 0, 1, timeout, 1)[0]
 
 
 def test_without_nccl4py_it_is_missing_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
-    with pytest.raises(errors.ResourceError, match="rank 0: nccl4py cannot be used.*Install it on every rank"):
-        nccl.open_nccl(HashStore(), 0, 1, CPU, 5.0)
+    with pytest.raises(errors.ResourceError, match="on every rank.*rank 0: nccl4py cannot be used"):
+        nccl.open_nccl(alone(), CPU, 5.0)
 
 
-def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(errors.RendezvousError, match="rank 1 did not come within 0.3 s"):
-        nccl.open_nccl(HashStore(), 0, 2, CPU, 0.3)
+def test_a_broken_libnccl_is_named(monkeypatch):
+    monkeypatch.setattr(fake_nccl, "get_version", lambda: SimpleNamespace(libnccl=None))
+    with pytest.raises(errors.ResourceError, match="rank 0: nccl4py finds no libnccl"):
+        nccl.open_nccl(alone(), CPU, 5.0)
+
+
+def test_the_end_is_bounded_and_never_raises(caplog):
+    comm = nccl.open_nccl(alone(), CPU, 5.0)
+    comm._comm.destroy = lambda: time.sleep(5)
+    began = time.monotonic()
+    nccl.end(comm, False, 0.1)
+    assert time.monotonic() - began < 3 and "left behind" in caplog.text
 
 
 def test_the_fake_bites():
-    store = HashStore()
-    comm = nccl.open_nccl(store, 0, 1, CPU, 5.0)
+    comm = nccl.open_nccl(alone(), CPU, 5.0)
     for call in (
         lambda: comm._comm.send(torch.ones(1), 0, stream=0),
         lambda: comm._comm.allgather(torch.ones(2), torch.ones(1), stream=0),

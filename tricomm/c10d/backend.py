@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm import routing
-from tricomm.c10d import arguments, natives
+from tricomm.c10d import arguments, natives, points
 from tricomm.c10d.call import Call
 from tricomm.c10d.carriers import as_bytes
 from tricomm.c10d.engine import Engine, Place
@@ -38,7 +38,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._place = place
         self._quick = Quick(self._allreduce)
         self.allreduce = self._quick.all_reduce
-        self._engine = Engine(place, facts, options, self._quick)
+        self._engine = Engine(place, facts, options, self._quick, self._abort_nccl)
         self._backends = backends
         self._coalescing: list[Any] | None = None
         self._own = True  # whether the native backends end with this group
@@ -202,15 +202,26 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         x = self._point("send", tensors, dst)
-        return self._native(x.device).send([x], dst, tag)
+        native = self._native(x.device)
+        return points.send(native, x, dst, tag) if self._headed(x) else native.send([_bare(x)], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         x = self._point("recv", tensors, src)
-        return self._native(x.device).recv([x], src, tag)
+        native = self._native(x.device)
+        return (
+            points.recv(native, x, src, tag, str(self._place)) if self._headed(x) else native.recv([_bare(x)], src, tag)
+        )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         x = self._point("recv", tensors, None)
-        return self._native(x.device).recv_anysource([x], tag)
+        native = self._native(x.device)
+        if self._headed(x):
+            return points.recv(native, x, None, tag, str(self._place))
+        return native.recv_anysource([_bare(x)], tag)
+
+    def _headed(self, x: torch.Tensor) -> bool:
+        """Whether messages say what they are. A wrapped group's own ones do not, and may come from its other users."""
+        return self._own and self._engine.checks and x.device.type == "cpu"
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = _options(c10d.BarrierOptions, opts, None, timeout)
@@ -257,6 +268,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             for backend in self._backends.values():
                 backend.abort()
 
+    def _abort_nccl(self) -> None:
+        backend = self._backends.get("cuda")
+        if self._own and backend is not None:
+            backend.abort()
+
     def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
             return FinishedWork([])
@@ -266,11 +282,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         device = batch[0].device
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
+        backend = self._native(device)
         with _profiled(batch[0].collective):
             if device.type == "cpu":
                 work = self._engine.on_cpu(batch)
             else:
-                backend = self._native(device)
                 name = next((n for n in names if hasattr(backend, n)), names[0])
                 work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
         if self._coalescing is not None:
@@ -287,7 +303,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         found = self._backends.get(device.type)
         if found is None:
             there = ", ".join(self._backends) or "no device"
-            raise InvalidArgument(f"{self._place}: a tensor on {device} was given; this group serves {there}")
+            raise InvalidArgument(
+                f"{self._place}: a tensor on {device} was given; this group serves {there}: move the tensor, or make a "
+                f"group with a backend for {device.type}"
+            )
         return found
 
     def _root(self, opts: Any, what: str) -> int:
@@ -318,7 +337,12 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise InvalidArgument(f"{what}: a contiguous tensor is needed; pass x.contiguous() and copy from it")
         call = Call(what, x, device=x.device, count=x.numel())
         self._engine.took(call, routing.decide(self._engine.site(x.device.type), what, x.dtype, "none", x.nbytes))
-        return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
+        return x
+
+
+def _bare(x: torch.Tensor) -> torch.Tensor:
+    """Gloo lacks some types, and moves bytes."""
+    return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
 
 
 def _profiled(collective: str) -> Any:
@@ -336,7 +360,11 @@ def _options(kind: Any, given: Any, field: str | None, timeout: timedelta | None
     if isinstance(given, timedelta):
         timeout = given
     elif given is not None and field is not None:
-        setattr(options, field, given)
+        try:
+            setattr(options, field, given)
+        except TypeError:
+            needed = "a torch.distributed.ReduceOp" if field == "reduceOp" else "a rank of the group"
+            raise InvalidArgument(f"{field}={given!r}: {needed} is needed") from None
     if timeout is not None:
         options.timeout = timeout
     return options

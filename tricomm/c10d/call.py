@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from tricomm import calls
+from tricomm.store.control import Descriptor, Record
 
 
 def _nothing() -> None:
@@ -67,3 +69,16 @@ class Call:
 
     def fingerprint(self) -> int:
         return calls.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
+
+    def record(self, path: str) -> Record:
+        """What a control page shows of it where it goes to `path`, which is not the kernels."""
+        return _record(
+            path, self.fingerprint(), self.collective, self.op, str(self.dtype).removeprefix("torch."), self.count,
+            self.root,
+        )  # fmt: skip
+
+
+@lru_cache(1024)
+def _record(path: str, fingerprint: int, collective: str, op: str, dtype: str, count: int, root: int) -> Record:
+    found = Descriptor(0, fingerprint, collective, op, dtype, path, path, count, root, 0, "eager")
+    return found.record()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -55,8 +56,11 @@ class Place:
 class Engine:
     """Runs one group's calls. Collective only where a call is; what it needs is made at the first that needs it."""
 
-    def __init__(self, place: Place, facts: Facts, options: Options | None, quick: Quick) -> None:
+    def __init__(
+        self, place: Place, facts: Facts, options: Options | None, quick: Quick, abort: Callable[[], None]
+    ) -> None:
         self._place, self._facts, self._options = place, facts, options
+        self._abort = weakref.WeakMethod(abort)  # ends NCCL's part; the group's own method, a cycle would keep it
         self._lane = Lane(place.name)
         self._quick = quick
         self._streams: dict[torch.device, Streams] = {}
@@ -67,33 +71,45 @@ class Engine:
         self._lost: str | None = None
         self._closed = False
 
+    @property
+    def checks(self) -> bool:
+        """Whether ranks compare what they do before Gloo does it: TRICOMM_CHECK, the same on all of them."""
+        return self._facts.check
+
     # Routes
 
     def site(self, device: str) -> Site:
         """The facts that decide a route; the same on all ranks."""
         return Site(
             device, self._place.world_size, self._facts.nodes, self._no_kernels.get(device, f"no {device} kernels"),
-            torch_backend(device),
+            torch_backend(device), reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
         )  # fmt: skip
 
     def route(self, call: Call) -> Route:
-        """Where `call` goes. Makes the communicator where it goes to the kernels for the first time."""
-        kind = call.device.type
-        found = routing.decide(self.site(kind), call.collective, call.dtype, call.op, call.nbytes)
-        if found.path == routing.KERNELS and self._communicator(call.device) is None:
-            found = routing.decide(self.site(kind), call.collective, call.dtype, call.op, call.nbytes)
-        return found
+        """Where `call` goes. The first call makes the kernels' communicator, wherever it goes itself: a rank that
+        means another route would not come otherwise."""
+        device, facts = call.device, (call.collective, call.dtype, call.op, call.nbytes)
+        site = self.site(device.type)
+        if device in self._comms or site.no_kernels is not None or site.nodes > 1:
+            return routing.decide(site, *facts)
+        found = routing.decide(site, *facts)
+        if found.path != routing.KERNELS and self._capturing(device):
+            return found
+        self._communicator(device)
+        return routing.decide(self.site(device.type), *facts)
+
+    @staticmethod
+    def _capturing(device: torch.device) -> bool:
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def took(self, call: Call, route: Route) -> None:
         routing.took(
             route, self._place.name, self._place.rank, call.collective, call.dtype, call.op, call.nbytes
         )  # fmt: skip
 
-    def _communicator(self, device: torch.device) -> Communicator | None:
-        """The kernels' communicator; None, on all ranks, where they cannot share memory after all."""
-        if device in self._comms:
-            return self._comms[device]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _communicator(self, device: torch.device) -> None:
+        """Make the kernels' communicator; where they cannot share memory after all, all ranks know why."""
+        if self._capturing(device):
             raise InvalidArgument(
                 f"{self._place}: the first call of a group sets up its memory, and cannot be captured in a CUDA graph; "
                 "make one call before the capture"
@@ -104,13 +120,26 @@ class Engine:
             comm = Communicator(
                 store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout)
             )
+            comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
-            return None
+            return
         self._comms[device] = comm
         if device.type == "cuda":
             self._quick.use(comm, self.site("cuda"))
-        return comm
+        comm.watch(self)
+
+    # Of a communicator's monitor, about what goes to NCCL
+
+    def error(self) -> str | None:
+        """torch's own watchdog asks NCCL."""
+        return None
+
+    def abort(self) -> None:
+        """The kernels' group is given up: who is in NCCL meanwhile may be waiting for one who never comes."""
+        abort = self._abort()
+        if abort is not None:
+            abort()
 
     # The CPU
 
@@ -195,10 +224,18 @@ class Engine:
         routes = [self.route(call) for call in batch]
         for call, route in zip(batch, routes, strict=True):
             self.took(call, route)
-        if any(route.path != routing.KERNELS for route in routes):
-            return native()
         device = batch[0].device
-        comm = self._comms[device]
+        comm = self._comms.get(device)
+        if comm is None or any(route.path != routing.KERNELS for route in routes):
+            if comm is None:
+                return native()
+            for call, route in zip(batch, routes, strict=True):
+                comm.announce(call.record(route.path))
+            try:
+                return native()
+            except Exception:
+                comm.withdraw(len(batch))
+                raise
 
         def action() -> None:
             for call in batch:
@@ -236,8 +273,8 @@ class Engine:
 def options_for(given: Options | None, timeout: timedelta) -> Options:
     """The communicator's options: what the caller gave, else the group's timeout and TRICOMM_ARENA_BYTES."""
     if given is not None:
-        return given
+        return replace(given, nccl=False)  # torch's own NCCL is behind a c10d group
     limit = bounded(timeout)
-    found = Options() if limit is None else Options(timeout=limit)
+    found = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
     nbytes = env.integer("TRICOMM_ARENA_BYTES")
     return found if nbytes is None else replace(found, arena_bytes=nbytes)

@@ -7,7 +7,6 @@ really share memory shows when the kernels' communicator is made.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import struct
 import time
@@ -39,7 +38,7 @@ class Member:
 
     def ended(self) -> bool:
         """True where this process can see that the other one is gone; False says nothing across hosts."""
-        here = self.node == node_id() and self.namespace == process.pid_namespace()
+        here = self.node == process.node_id() and self.namespace == process.pid_namespace()
         return here and not process.alive(self.pid, self.started)
 
 
@@ -51,12 +50,6 @@ class Facts:
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
-
-
-def node_id() -> bytes:
-    """16 bytes that are equal exactly for the processes of one node."""
-    name = env.text("TRICOMM_NODE_ID")
-    return process.boot_id() if name is None else hashlib.sha256(name.encode()).digest()[:16]
 
 
 def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
@@ -77,7 +70,7 @@ def _mine(rank: int, world_size: int) -> bytes:
     flags |= _CPU_POSSIBLE * (interpreter.supported() is None)
     pid = os.getpid()
     where = (process.start_time(pid) or 0, rank, world_size, process.pid_namespace())
-    return _RECORD.pack(_MAGIC, _VERSION, flags, node_id(), pid, *where)
+    return _RECORD.pack(_MAGIC, _VERSION, flags, process.node_id(), pid, *where)
 
 
 def cpu_through_kernels() -> bool:

@@ -2,8 +2,11 @@
 
 All ranks must hand their collectives to Gloo, or to the kernels, in the same order. A call that blocks runs in the
 caller's thread where nothing is under way; every other one runs on a thread of the group, one after another. So
-`async_op=True` never blocks, and groups that overlap may be used in different orders. Futures are completed outside of
-that order: a `then` callback may make another call and wait for it, as PowerSGD's does.
+`async_op=True` never blocks, and groups that overlap may be used in different orders.
+
+A future's callbacks belong to its call: what they call in turn (as PowerSGD's do) runs at once, before the calls that
+are waiting, whether the callback runs on the group's thread or, as the call was over already, in the caller's. A
+callback that does not end, for it waits for one of those, is left behind after a moment.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from tricomm.c10d.works import FinishedWork, PendingWork
 from tricomm.errors import GroupAborted
 
 _JOIN_SECONDS = 2.0
-_MOST_THREADS = 8  # as deep may callbacks that wait for calls be nested
+_PATIENCE_SECONDS = 1.0  # for callbacks, where calls are waiting behind them
 _lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
@@ -31,10 +34,11 @@ class Lane:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], PendingWork] | None] = queue.SimpleQueue()
         self._turn = threading.Lock()  # held while a call runs
         self._order = threading.Lock()  # held while a call is put in its place
-        self._serving = threading.Lock()  # held by the thread that waits for the next call, and runs it
         self._pending = 0
-        self._free = 0  # threads that are not in somebody's callback
-        self._threads: list[threading.Thread] = []
+        self._server: threading.Thread | None = None  # runs the calls; callbacks too, and those make calls themselves
+        self._served = 0
+        self._callbacks = 0  # number of the call whose callbacks run now
+        self._ended = threading.Event()
         self._closed = False
         _lanes.add(self)
 
@@ -43,13 +47,18 @@ class Lane:
         with self._order:
             if self._closed:
                 raise GroupAborted(f"{what}: the group was destroyed; make a new one")
-            inline = not async_op and self._pending == 0 and self._turn.acquire(blocking=False)
+            from_callback = self._server is threading.current_thread()
+            inline = from_callback or not async_op and self._pending == 0 and self._turn.acquire(blocking=False)
             if not inline:
                 work = PendingWork(what, result)
                 self._pending += 1
                 self._jobs.put((action, work))
-                self._grow()
+                if self._server is None:
+                    self._server = self._start(self._serve)
+                    self._start(self._watch)
         if inline:
+            if from_callback:
+                self._turn.acquire()
             try:
                 action()
             finally:
@@ -65,37 +74,45 @@ class Lane:
             if self._closed:
                 return
             self._closed = True
+            self._ended.set()
             self._jobs.put(None)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_SECONDS)
-
-    def _grow(self) -> None:
-        """Under `_order`: have a thread that is free, as long as there may be more."""
-        if self._free == 0 and len(self._threads) < _MOST_THREADS:
-            thread = threading.Thread(target=self._serve, name=f"tricomm-{self._name}", daemon=True)
-            self._threads.append(thread)
-            self._free += 1
-            thread.start()
+            server = self._server
+        if server is not None and server is not threading.current_thread():
+            server.join(_JOIN_SECONDS)
 
     def _serve(self) -> None:
-        while True:
-            with self._serving:
-                job = self._jobs.get()
-                if job is None:
-                    self._jobs.put(None)  # for the next thread
-                    return
-                action, work = job
-                error = self._do(action)
+        while (job := self._jobs.get()) is not None:
+            action, work = job
+            error = self._do(action)
+            self._served += 1
+            self._callbacks = self._served
+            work.finish(error)
             with self._order:
                 self._pending -= 1
-                self._free -= 1
-                if not self._closed:
-                    self._grow()
-            work.finish(error)
+                if self._server is not threading.current_thread():
+                    return
+                self._callbacks = 0
             del job, action, work, error  # a thread that waits must not keep the last call's tensors
+
+    def _watch(self) -> None:
+        """Take over from a server whose callbacks keep calls waiting for ever, or for so long that it may be that."""
+        before = 0
+        while not self._ended.wait(_PATIENCE_SECONDS):
             with self._order:
-                self._free += 1
+                now = self._callbacks
+                if now and now == before and not self._jobs.empty() and not self._closed:
+                    self._start(self._watch)
+                    self._server, self._callbacks = threading.current_thread(), 0
+                    break
+                before = now
+        else:
+            return
+        self._serve()
+
+    def _start(self, body: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=body, name=f"tricomm-{self._name}", daemon=True)
+        thread.start()
+        return thread
 
     def _do(self, action: Callable[[], None]) -> BaseException | None:
         with self._turn:

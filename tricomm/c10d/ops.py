@@ -41,13 +41,15 @@ def _op(name: str) -> Any:
     return _OPS[name]
 
 
-def _all_reduce_(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
+def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
+    """Returns nothing: a compiler keeps an operation in the graph that writes its input, not one that returns it."""
     _group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
-    return x
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _all_reduce_(x.clone(memory_format=torch.contiguous_format), op, group)
+    out = x.clone(memory_format=torch.contiguous_format)
+    _all_reduce_(out, op, group)
+    return out
 
 
 def _broadcast(x: torch.Tensor, src: int, group: str) -> torch.Tensor:
@@ -99,7 +101,7 @@ def _define(schema: str, run: Any, fake: Any) -> None:
     register_fake(f"tricomm::{name}", fake, lib=_lib)
 
 
-_define("all_reduce_(Tensor(a!) x, str op, str group) -> Tensor(a!)", _all_reduce_, lambda x, op, group: x)
+_define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
 _define(
     "all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce,
     lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),

@@ -34,7 +34,7 @@ class Quick:
         self._otherwise = weakref.WeakMethod(otherwise)  # the group's own method: a cycle would delay its end
         self._comm: Any = None
         self._site: routing.Site | None = None
-        self._known: dict[tuple[Any, ...], str | None] = {}
+        self._known: dict[tuple[Any, ...], Any] = {}
         self._count = routing.counter(routing.KERNELS, "all_reduce")
 
     def use(self, comm: Any, site: routing.Site) -> None:
@@ -43,7 +43,7 @@ class Quick:
             self._comm, self._site = comm, site
 
     def clear(self) -> None:
-        self._comm = None
+        self._site = None
         self._known.clear()
 
     def all_reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
@@ -52,20 +52,16 @@ class Quick:
         Who calls this way orders what follows by their own stream, and finds the call's faults at the next one: a
         limit of time given with the call has nothing to limit.
         """
-        comm = self._comm
-        if comm is None or type(opts) is not _OPTIONS or opts.asyncOp or type(tensors) is not list:
+        if type(tensors) is not list or type(opts) is not _OPTIONS or opts.asyncOp:
             return self._long(tensors, opts, timeout)
-        x = tensors[0]
-        key = (x.dtype, x.numel(), hash(opts.reduceOp))
         try:
-            name = self._known[key]
+            (x,) = tensors
+            known = self._known[x.dtype, x.numel(), hash(opts.reduceOp)]
         except KeyError:
-            name = self._decide(x, opts.reduceOp, key)
-        if name is None or len(tensors) != 1:
+            return self._first(x, tensors, opts, timeout)
+        except (ValueError, AttributeError):  # not one tensor
             return self._long(tensors, opts, timeout)
-        try:
-            comm.all_reduce(x, name)
-        except InvalidArgument:  # sparse, requires grad, another device: nothing was sent, and the long way knows more
+        if known is None or not self._comm.repeat(known, x):  # sparse, requires grad, another device: the long way
             return self._long(tensors, opts, timeout)
         self._count[0] += 1
         return _FINISHED
@@ -75,8 +71,24 @@ class Quick:
         assert otherwise is not None, "a group that is called is alive"
         return otherwise(tensors, opts, timeout)
 
+    def _first(self, x: torch.Tensor, tensors: Any, opts: Any, timeout: Any) -> Any:
+        """A call of a shape that is not known yet, or that the communicator looks at closely each time."""
+        key = (x.dtype, x.numel(), hash(opts.reduceOp))
+        name = self._decide(x, opts.reduceOp, key)
+        if name is None:
+            return self._long(tensors, opts, timeout)
+        try:
+            self._comm.all_reduce(x, name)
+        except InvalidArgument:  # sparse, requires grad, another device: nothing was sent, and the long way knows more
+            return self._long(tensors, opts, timeout)
+        known = self._comm.known(name, x.dtype, x.numel())
+        if known is not None:
+            self._known[key] = known
+        self._count[0] += 1
+        return _FINISHED
+
     def _decide(self, x: torch.Tensor, op: Any, key: tuple[Any, ...]) -> str | None:
-        """The operation's name where the kernels take the call; asked once a shape."""
+        """The operation's name where the kernels take the call."""
         if self._site is None or "routing" in (env.text("TRICOMM_LOG") or ""):
             return None  # the long way prints
         try:
@@ -86,5 +98,7 @@ class Quick:
             return None
         if len(self._known) >= _MOST:
             self._known.clear()
-        self._known[key] = found = name if route.path == routing.KERNELS else None
-        return found
+        if route.path == routing.KERNELS:
+            return name
+        self._known[key] = None
+        return None

@@ -1,0 +1,118 @@
+"""Bad input that one rank alone can see, call by call: what, where and remedy; nothing is sent, the group goes on."""
+
+import errno
+import mmap
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from tricomm import InvalidArgument, ResourceError
+from tricomm.c10d import arguments, group_over
+from tricomm.c10d.backend import TricommGroup
+
+ones = torch.ones
+GAPS = ones(4, 2).t()
+
+
+@pytest.fixture
+def group():
+    found = group_over(HashStore(), 0, 1, timedelta(seconds=60))
+    yield found
+    x = ones(3)
+    found.allreduce([x]).wait()  # whatever was refused, the group goes on
+    assert x.tolist() == [1.0] * 3
+    found.shutdown()
+
+
+REFUSED = {
+    "outputs too many": (lambda g: g.allgather([[ones(3)] * 2], [ones(3)]), "list of 1 tensors.*one per rank; found 2"),
+    "outputs too few": (lambda g: g.allgather([[]], [ones(3)]), "list of 1 tensors"),
+    "gather list": (lambda g: g.gather([[ones(3)] * 2], [ones(3)]), "gather output list: a list of 1"),
+    "gather sizes": (lambda g: g.gather([[ones(2)]], [ones(3)]), "output 0 has 2 elements, the input 3"),
+    "scatter list": (lambda g: g.scatter([ones(3)], [[ones(3)] * 3]), "scatter input list: a list of 1"),
+    "scatter sizes": (lambda g: g.scatter([ones(3)], [[ones(2)]]), "input 0 has 2 elements, the output 3"),
+    "reduce_scatter list": (lambda g: g.reduce_scatter([ones(3)], [[ones(3)] * 2]), "input list: a list of 1"),
+    "all_to_all list": (lambda g: g.alltoall([ones(1)], [ones(1)] * 2), "all_to_all input list: a list of 1"),
+    "coalesced lists": (lambda g: g.allgather_coalesced([[ones(1)]], [ones(1)] * 2), "1 lists of 2 outputs"),
+    "all_gather with gaps": (
+        lambda g: g.all_gather_single(GAPS, ones(8)),
+        "all_gather_into_tensor.*not contiguous.*copy",
+    ),
+    "reduce_scatter with gaps": (lambda g: g.reduce_scatter_single(GAPS, ones(8)), "reduce_scatter_tensor.*not contig"),
+    "all_to_all with gaps": (
+        lambda g: g.all_to_all_single(GAPS, ones(2, 4), [], []),
+        "all_to_all_single.*not contiguous",
+    ),
+    "all_gather sizes": (
+        lambda g: g.all_gather_single(ones(7), ones(8)),
+        "output has 7 elements; 1 ranks with 8 each need 8",
+    ),
+    "splits": (
+        lambda g: g.all_to_all_single(ones(4), ones(4), [4], [3]),
+        "input: splits .3. do not fit 4 rows.*add up to the rows",
+    ),
+    "dtypes": (lambda g: g.all_gather_single(ones(4), ones(4).int()), "torch.int32 and torch.float32 are mixed"),
+    "several tensors": (lambda g: g.allreduce([ones(1), ones(1)]), "2 tensors were given; one per rank"),
+    "no tensor": (lambda g: g.broadcast([3]), "a torch.Tensor is needed, found int"),
+    "root": (lambda g: g.reduce([ones(1)], 1), r"root rank 1 is not in 0..0"),
+    "op": (lambda g: g.allreduce([ones(1)], "sum"), "ReduceOp is needed"),
+    "op of floats": (lambda g: g.allreduce([ones(1)], dist.ReduceOp.BAND), "band needs an integer or bool tensor"),
+    "op of complex": (lambda g: g.allreduce([ones(1) * 1j], dist.ReduceOp.MAX), "complex numbers have no order"),
+    "shared elements": (lambda g: g.allreduce([ones(1).expand(3)]), "share memory.*contiguous"),
+    "peer": (lambda g: g.send([ones(1)], 4, 0), r"rank 4 is not in 0..0"),
+    "itself": (lambda g: g.recv([ones(1)], 0, 0), "this rank itself; copy"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(group, what):
+    call, words = REFUSED[what]
+    with pytest.raises(InvalidArgument, match=words):
+        call(group)
+
+
+def test_tensors_of_a_device_that_the_group_does_not_serve(group):
+    cuda_only = TricommGroup(group._place, group._engine._facts, {"cuda": group._backends["cpu"]})
+    for call in (
+        lambda: cuda_only.allreduce([ones(3)]),
+        lambda: cuda_only.all_gather_single(ones(3), ones(3)),
+        lambda: cuda_only.broadcast([ones(3)], 0),
+    ):
+        with pytest.raises(InvalidArgument, match="on cpu was given; this group serves cuda: move the tensor.*for cpu"):
+            call()
+    cuda_only._engine.close()
+
+
+def test_devices_are_not_mixed():
+    with pytest.raises(InvalidArgument, match="tensors on cpu and meta are mixed; move them to one device"):
+        arguments.gathered_single(torch.ones(2, device="meta"), ones(2), 1)
+
+
+def test_address_space_that_is_refused_is_named(group, monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    two = group_over(HashStore(), 0, 1, timedelta(seconds=60))
+    monkeypatch.setattr(mmap, "mmap", refused)
+    with pytest.raises(ResourceError, match="recv of 4 bytes: .*Cannot allocate memory.*ulimit -v.*TRICOMM_CHECK=0"):
+        two.recv_anysource([ones(1)], 0)
+    monkeypatch.undo()
+    two.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_split_group_is_torchs_to_refuse_before_2_15():
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15):
+        pytest.skip("works from torch 2.15 on")
+    dist.init_process_group("tricomm", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="device"):
+            dist.split_group(split_ranks=[[0]])
+        x = ones(2)
+        dist.all_reduce(x, group=dist.new_group([0]))
+        assert x.tolist() == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()

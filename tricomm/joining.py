@@ -1,0 +1,111 @@
+"""How the ranks of a communicator come together, and what they have in common then: memory, or only NCCL.
+
+On a CPU the ranks share memory, or there is no group. On GPUs NCCL (`Options.nccl`) takes the groups whose ranks do
+not: those that span nodes, boxes without peer access. That is found by all ranks together, for the meeting and the
+opening of an arena end alike on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from tricomm import linking, nccl, routing
+from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
+from tricomm.kernels import layout
+from tricomm.options import Options
+from tricomm.store.apart import meet_apart
+from tricomm.store.arena import Arena, open_arena
+from tricomm.store.control import ControlPage
+from tricomm.store.hello import SpansNodes
+from tricomm.store.rendezvous import meet
+from tricomm.topology import Topology
+
+log = logging.getLogger("tricomm")
+_GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a communicator takes over."""
+
+    control: ControlPage
+    arena: Arena
+    topology: Topology | None
+    routes: routing.Site
+
+
+class NoArena:
+    """Stands for the memory of ranks that share none."""
+
+    kind = "none"
+    nbytes = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.bases = (0,) * world_size
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        raise InvalidArgument("the ranks of this communicator share no memory")
+
+    def close(self) -> None:
+        pass
+
+
+def behind(device: torch.device, options: Options) -> tuple[str | None, str]:
+    """Who serves what the kernels do not, and why there is nobody, if there is nobody."""
+    if device.type == "cpu":
+        return None, f"there is no NCCL for CPU tensors; {_GLOO}"
+    return (routing.NCCL, "") if options.nccl else (None, "Options(nccl=False)")
+
+
+def join(
+    store: Store, rank: int, world_size: int, device: torch.device, timeout: float, meeting_timeout: float,
+    options: Options, arena_layout: layout.Layout,
+) -> Joined:  # fmt: skip
+    """Meet over `store` and share memory, as `Communicator` says; every rank calls it."""
+    native, missing = behind(device, options)
+    agreed = options.agreed(arena_layout, device.type)
+    why: str | None = None
+    nodes = 1
+    with ExitStack() as undo:
+        try:
+            control = meet(store, rank, world_size, meeting_timeout, agreed)
+        except (SpansNodes, ResourceError) as error:
+            if native is None and isinstance(error, SpansNodes):
+                raise RendezvousError(f"{error}. {missing}") from error
+            if native is None:
+                raise
+            why = str(error)
+            control, nodes = meet_apart(store, rank, world_size, meeting_timeout, agreed)
+        undo.callback(control.close)
+        topology, arena = None, None
+        if why is None and world_size > layout.MAX_WORLD_SIZE:
+            why = f"the kernels take up to {layout.MAX_WORLD_SIZE} ranks, here are {world_size}"
+        if why is None:
+            topology = linking.agree(control, options, device, timeout)
+            try:
+                arena = open_arena(control, arena_layout.nbytes, device, timeout, linking.reach(topology, rank))
+            except ResourceError as error:  # the same on all ranks, with everything undone
+                if native is None:
+                    raise
+                why = f"the ranks cannot share memory: {error}"
+        if why is not None:
+            _only_nccl(control, why, timeout)
+        undo.pop_all()
+    routes = routing.Site(device.type, world_size, nodes, why, native, missing)
+    return Joined(control, arena or NoArena(world_size), topology, routes)
+
+
+def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:
+    """No call can be made without it, so that it is missing is said here, on all ranks."""
+    try:
+        nccl.load(control, timeout)
+    except ResourceError as error:
+        raise ResourceError(f"no kernel can run: {why}; and {error}") from error
+    if control.rank == 0:
+        log.warning("every call goes to NCCL: %s", why)

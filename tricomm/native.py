@@ -1,0 +1,52 @@
+"""A call that goes to NCCL, as a launch plan: announced, counted, watched and bounded like a kernel's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tricomm import nccl, plan, routing, selection
+from tricomm.monitor import Monitor
+from tricomm.nccl import Nccl
+
+Run = Callable[[Nccl, plan.Asked, torch.Tensor, torch.Tensor], None]
+
+# Of each collective: contiguous input x and output y, which are one where the collective works in place.
+TABLE: dict[str, Run] = {
+    "all_reduce": lambda n, asked, x, y: n.all_reduce(x, asked.op or "", y),
+    "all_gather": lambda n, asked, x, y: n.all_gather(x, y),
+    "reduce_scatter": lambda n, asked, x, y: n.reduce_scatter(x, y, asked.op or ""),
+    "broadcast": lambda n, asked, x, y: n.broadcast(y, asked.root),
+    "reduce": lambda n, asked, x, y: n.reduce(x, asked.root, asked.op or "", y),
+    "gather": lambda n, asked, x, y: n.gather(x, asked.root, y),
+    "scatter": lambda n, asked, x, y: n.scatter(x, asked.root, y),
+    "all_to_all": lambda n, asked, x, y: n.all_to_all(x, y),
+    "all_to_all_v": lambda n, asked, x, y: n.all_to_all_v(x, asked.splits[0], asked.splits[1], y),
+    "barrier": lambda n, asked, x, y: n.barrier(),
+}
+
+
+def make(
+    there: Nccl, monitor: Monitor, reason: str, asked: plan.Asked, dtype: torch.dtype | None, mode: str,
+    counter: list[int] | None,
+) -> plan.Plan:  # fmt: skip
+    """Bind NCCL to what was asked. Raises `InvalidArgument` for a reduction that it has not.
+
+    While a call runs, `monitor` counts its time and looks for peers that are gone, as for a user's own kernel.
+    """
+    op = asked.op or "none"
+    if asked.collective not in routing.REDUCTIONS:
+        op = "none"
+    elif dtype is not None:
+        nccl.check(asked.collective, op, dtype)
+    choice = selection.nccl(asked.collective, reason)
+    name = str(dtype).removeprefix("torch.") if dtype is not None else "none"
+    fingerprint, record = plan.announced(choice, op, name, asked, mode)
+    act = TABLE[asked.collective]
+
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
+        with monitor.user_call(there.device):
+            act(there, asked, x, y)
+
+    return plan.Plan(choice, fingerprint, asked.count, record, run, [0] if counter is None else counter, mode)

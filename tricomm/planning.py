@@ -1,0 +1,130 @@
+"""The plan of a call: who runs it, by which kernel, bound to its shape; made once, and found again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from tricomm import calls, native, nccl, plan, routing, selection
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.group import Group
+from tricomm.kernels import collectives
+
+_MOST_PLANS = 1024
+_UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
+
+
+class Planning(Group):
+    """A group that knows the plan of every call that it has made."""
+
+    def known(self, op: str, dtype: torch.dtype, count: int) -> plan.Known | None:
+        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
+        return self._known.get((op, dtype, count, None, None))
+
+    def repeat(self, known: plan.Known, x: torch.Tensor) -> bool:
+        """Make an all_reduce in place again; False, with nothing done, where `x` needs a closer look than this.
+
+        Made for speed: what a call's shape decides is decided, and what only this tensor shows is looked at.
+        """
+        if not calls.is_plain(x, self.device, known.itemsize, known.nbytes):
+            return False
+        chosen = known.plans[x.data_ptr() % 16 == 0]
+        if chosen is None or not self.simulated and torch.cuda.is_current_stream_capturing():
+            return False
+        self._usable()
+        self._launch(chosen, x, x)
+        return True
+
+    def _run(
+        self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, count: int, algorithm: str | None,
+        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """`count` elements a row, of input or output; `symmetric` is the algorithm for a handle, and its table."""
+        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
+        if collective != "all_reduce":  # rows may begin anywhere
+            aligned = aligned and count * x.itemsize % 16 == 0
+        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, (), symmetric)
+        if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
+            return
+        if collective == "all_reduce" and x is y and symmetric is None and not x.is_complex():
+            if len(self._known) >= _MOST_PLANS:
+                self._known.clear()
+            key = (op, x.dtype, count, algorithm, protocol)
+            known = self._known.setdefault(key, plan.Known(x.itemsize, count))
+            if chosen.mode == "eager":
+                known.plans[aligned] = chosen
+        self._launch(chosen, x, y)
+
+    def _plan(
+        self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
+        algorithm: str | None, protocol: str | None, root: int = -1, splits: tuple[tuple[int, ...], ...] = (),
+        symmetric: tuple[str, torch.Tensor] | None = None,
+    ) -> plan.Plan:  # fmt: skip
+        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
+        table = (symmetric[0], symmetric[1].data_ptr()) if symmetric is not None else None
+        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
+        try:
+            return self._plans[key]
+        except (KeyError, TypeError):
+            return self._new_plan(key, symmetric)
+
+    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor] | None) -> plan.Plan:
+        *key, capturing = full
+        collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
+        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
+            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
+        if capturing:
+            raise InvalidArgument(
+                f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
+            )
+        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
+        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
+        forced = algorithm is not None or protocol is not None or symmetric is not None
+        route = self._route(collective, op, dtype, None if splits else nbytes, forced)
+        fitting, table = symmetric or (None, None)
+        kind = calls.DTYPES.get(dtype) if dtype is not None else None
+        asked = plan.Asked(collective, op, kind, count, root, splits, table)
+        counter = routing.counter(route.path, collective) if self.counted else None
+        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
+        for mode in ("eager",) if self.simulated else ("eager", "graph"):
+            if route.path == routing.NCCL:
+                assert self._nccl is not None, "the route is taken where NCCL is there"
+                found = native.make(self._nccl, self._monitor, route.reason, asked, dtype, mode, counter)
+            else:
+                # Of uneven rows no rank knows the others'.
+                known = _UNKNOWN if splits else nbytes
+                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting)
+                found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.pop(next(iter(self._plans)))
+            self._plans[*key, mode == "graph"] = found
+        if self.counted:
+            size = None if splits else nbytes
+            routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", size)
+        return self._plans[*key, False]
+
+    def _route(
+        self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool
+    ) -> routing.Route:
+        """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
+        facts = (collective, dtype, op or "none", nbytes, forced)
+        found = routing.decide(self._routes, *facts)
+        if found.path == routing.NCCL and self._nccl is None:
+            if collective in routing.REDUCTIONS and dtype is not None:
+                nccl.check(collective, op or "none", dtype)
+            self._open_nccl()
+            found = routing.decide(self._routes, *facts)
+        return found
+
+    def _open_nccl(self) -> None:
+        """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
+        with self._my_turn(), self._or_give_up("NCCL"):
+            try:
+                self._nccl = nccl.open_nccl(self._control, self.device, self._timeout)
+            except ResourceError as error:
+                self._routes = replace(self._routes, native=None, missing=str(error))
+                return
+        self.watch(self._nccl)
