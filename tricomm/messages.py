@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tricomm import calls, plan, selection
+from tricomm import calls, plan, routing, selection
 from tricomm.collectives import Collectives, Tensor
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout, registry
@@ -78,7 +78,9 @@ class Messages(Collectives):
         Raises `InvalidArgument` as `send` does; `CollectiveMismatch` where what was sent has this tag and another
         dtype or size, or has other tags and leaves no room for more; `CollectiveTimeout` that names what is pending.
         """
-        if src is not None:
+        if src is None:
+            self._check_any()
+        else:
             self._check_peer(src, "recv src")
         target = self._input(x, "recv")
         calls.check_writable(target, "recv")
@@ -102,8 +104,13 @@ class Messages(Collectives):
         if not self._arena.bases[rank]:
             raise InvalidArgument(
                 f"{what}={rank}: rank {self.rank} and rank {rank} do not reach each other's memory on these devices' "
-                "links; go through a rank that both reach, or use NCCL (torch.distributed)"
+                'links; go through a rank that both reach, or use the backend "tricomm" of torch.distributed'
             )
+
+    def _check_any(self) -> None:
+        if not any(base for rank, base in enumerate(self._arena.bases) if rank != self.rank):
+            why = self._routes.no_kernels or "there is no other rank"
+            raise InvalidArgument(f"recv: no rank can send a message to rank {self.rank}: {why}")
 
     def _message(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> int:
         """Launch one half of a message; returns its number among this rank's."""
@@ -119,6 +126,8 @@ class Messages(Collectives):
                 bound.protocol, bound.count, peer, bound.grid, "eager",
             )  # fmt: skip
             self._control.announce_message(name)
+            if self.counted:
+                routing.counter(routing.KERNELS, kind)[0] += 1
             peers = (peer,) if peer >= 0 else None
             with self._monitor.user_call(self.device, peers, lambda: self._waits(name)):
                 call = (self._messages & 0x7FFFFFFF) << 32 | bound.facts

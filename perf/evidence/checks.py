@@ -21,8 +21,8 @@ from tricomm.perf.evidence import calling, uneven
 COUNTS = (1, 3, 517, 4095, 4096, 4097, 100_003, 1_000_001)
 OTHERS = (517, 4097)  # of all operations but a type's first one: each is a variant to compile
 FEW, FEW_OTHERS = (1, 37), (37,)
-OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20)
-FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64)
+OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20, nccl=False)
+FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64, nccl=False)
 # Of a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
 _FEW_KERNELS = (("all_reduce", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple"),
                 ("gather", "one_shot", "ll"), ("barrier", "one_shot", "simple"))  # fmt: skip

@@ -33,7 +33,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, one_gpu=False)
     if device != "cpu":
         torch.cuda.set_device(device)
-    options = Options(timeout=60.0, arena_bytes=1 << 20)
+    options = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False)
     with tricomm.init(url, rank, world_size, device, options=options) as comm:
         rooms = {way: comm.symmetric((world_size, _ROOM), torch.int64) for way in WAYS}
         for a, b in itertools.combinations(range(world_size), 2):

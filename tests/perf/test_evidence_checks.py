@@ -7,7 +7,7 @@ import torch
 
 import tricomm
 from tricomm.kernels import registry
-from tricomm.perf.evidence import calling, checks, uneven
+from tricomm.perf.evidence import calling, checks, messages, uneven
 
 
 def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(monkeypatch):
@@ -47,3 +47,20 @@ def test_handles_are_passed_and_what_is_wrong_with_them_is_found(kernel, monkeyp
     for whole, spoilt, calls in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
         assert not whole and len(spoilt) == calls and all("1 elements are wrong" in text for text in spoilt)
     assert all(handles)
+
+
+def test_messages_are_checked_and_what_is_wrong_with_one_is_found(monkeypatch):
+    def body(comm):
+        right = messages.sweep(comm, True)
+        real = comm.recv
+
+        def spoilt(x, *where, **how):
+            source = real(x, *where, **how)
+            x.view(torch.uint8)[:1] ^= 1
+            return source
+
+        monkeypatch.setattr(comm, "recv", spoilt)
+        return right, messages.sweep(comm, True)
+
+    for right, spoilt in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
+        assert right == (36, []) and len(spoilt[1]) >= 12 and "1 are wrong" in spoilt[1][0]

@@ -239,6 +239,29 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
         assert tricomm.simulate(body, 2, options=options)[1] == (not cleared)
 
 
+def test_messages_are_counted():
+    def body(comm):
+        before = dict(tricomm.stats()["kernels"])
+        comm.barrier()
+        if comm.rank:
+            comm.send(torch.zeros(3), 0)
+        else:
+            comm.recv(torch.zeros(3))
+        comm.barrier()
+        after = tricomm.stats()["kernels"]
+        return [after.get(name, 0) - before.get(name, 0) for name in ("send", "recv")]
+
+    assert tricomm.simulate(body, 2, options=SMALL) == [[1, 1]] * 2
+
+
+def test_alone_nobody_can_send():
+    def body(comm):
+        with pytest.raises(InvalidArgument, match="no rank can send a message to rank 0: there is no other rank"):
+            comm.recv(torch.zeros(3))
+
+    tricomm.simulate(body, 1, options=SMALL)
+
+
 def test_the_kernels_need_not_launch_the_same_grid():
     """Channels are the unit, not blocks: from any source one block takes what several have sent."""
 

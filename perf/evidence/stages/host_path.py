@@ -95,7 +95,7 @@ def _needs_gpu(settings: Settings) -> None:
 def _direct(settings: Settings) -> Data:
     _needs_gpu(settings)
     x = torch.ones(4096, device="cuda")
-    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20)) as comm:
+    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
         data = _enqueued(lambda: comm.all_reduce(x))
         comm.synchronize()
     return {**data, "target_us": 3.0}
@@ -109,7 +109,7 @@ def _triton(settings: Settings) -> Data:
     """The kernel of the direct call by `kernel[grid](...)`, which looks at its arguments every time."""
     _needs_gpu(settings)
     kernel = next(k for k in registry.KERNELS if k.collective == "barrier").function
-    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20)) as comm:
+    with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
         comm.barrier()
         group, number = comm.group_table, iter(range(2, 1 << 30))
         options = {"WORLD_SIZE": 1, "BLOCK": 512, "LANES": 256, "PTX": True, "num_warps": 8}

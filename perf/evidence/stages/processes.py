@@ -24,7 +24,8 @@ def _cases(settings: Settings) -> Iterable[Case]:
             if dry and not kernel.kind.root:
                 continue  # two groups have them all
             yield _case(kernel.name, _TASKS, world_size, settings)
-        yield _case("two groups", ("two groups",), world_size, settings)
+        for name in ("two groups", "messages"):
+            yield _case(name, (name,), world_size, settings)
     for kernel in [] if dry else checks.kernels(registry.CUBE_RANKS, dry):
         if kernel.needs_cube:
             yield _case(kernel.name, _TASKS, registry.CUBE_RANKS, settings)
