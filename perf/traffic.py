@@ -15,7 +15,7 @@ from typing import Any
 import click
 import numpy as np
 
-from tricomm.kernels import layout, registry
+from tricomm.kernels import registry
 from tricomm.perf.ranks import talk
 
 WORLDS = (2, 3, 4)
@@ -61,23 +61,26 @@ class Moved:
         others = Fraction(self.world_size - 1)
         factor = {
             "all_reduce": 2 * others / self.world_size, "all_gather": others,
-            "broadcast": Fraction(1), "reduce": Fraction(1), "gather": Fraction(1),
+            "broadcast": Fraction(1), "reduce": Fraction(1), "gather": Fraction(1), "send": Fraction(1),
         }.get(self.collective, others / self.world_size)  # fmt: skip
         return factor * self.nbytes
 
 
 class Counter:
-    """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers apart."""
+    """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers apart.
 
-    def __init__(self, peers: list[tuple[int, int]], headers_end: int) -> None:
-        self._peers, self._headers_end = peers, headers_end
+    Headers are what lies in one of `flags`, (offset, end) in an arena.
+    """
+
+    def __init__(self, peers: list[tuple[int, int]], *flags: tuple[int, int]) -> None:
+        self._peers, self._flags = peers, flags
         self.written = self.read = self.headers = 0
         self.links = [0] * len(peers)
 
     def __call__(self, kind: str, addresses: np.ndarray[Any, Any], itemsize: int) -> None:
         for number, (base, nbytes) in enumerate(self._peers):
             inside = addresses[(addresses >= base) & (addresses < base + nbytes)].astype(np.int64) - base
-            flags = int(((inside >= layout.HEADERS) & (inside < self._headers_end)).sum()) * itemsize
+            flags = sum(int(((inside >= a) & (inside < b)).sum()) for a, b in self._flags) * itemsize
             data = inside.size * itemsize - flags
             self.headers += flags
             self.links[number] += flags + data
@@ -89,7 +92,7 @@ class Counter:
 
 def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Moved]:
     """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield what each rank moved; on eight
-    ranks those of a cube mesh only.
+    ranks those of a cube mesh only. A message goes from rank 0 to rank 1, and is rank 0's.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
     """

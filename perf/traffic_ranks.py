@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 import tricomm
-from tricomm.kernels import interpreter, registry
+from tricomm.kernels import interpreter, layout, registry
 from tricomm.perf import bench_data
 from tricomm.perf.ranks import speak
 from tricomm.perf.traffic import Counter
@@ -24,21 +25,34 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     count = data["nbytes"] // 4
     with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:
         ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(comm.peer_ranges)]
+        x = torch.arange(count, dtype=torch.float32)
         for kernel in registry.KERNELS:
             if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
                 continue
-            x = torch.arange(count, dtype=torch.float32)
             names = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
             row = count // kernel.kind.rows_in(world_size)
             how = {**names, **bench_data.options(kernel.collective, "sum", world_size, 0, row)}
-            counter = Counter(ranges, comm.arena_layout.ll)
-            with interpreter.observe(counter):
-                getattr(comm, kernel.collective)(x, **how)
-            say(
-                "moved", collective=kernel.collective, **names, written=counter.written, read=counter.read,
-                headers=counter.headers, links=counter.links,
-            )  # fmt: skip
+            _count(comm, ranges, say, kernel, partial(getattr(comm, kernel.collective), x, **how))
+        for kernel in registry.of("send", world_size) if world_size < registry.CUBE_RANKS else []:
+            if rank == 0:
+                _count(comm, ranges, say, kernel, partial(comm.send, x, 1, protocol=kernel.protocol))
+            elif rank == 1:
+                comm.recv(torch.empty_like(x), 0, protocol=kernel.protocol)
         comm.barrier()
+
+
+def _count(
+    comm: tricomm.Communicator, ranges: list[tuple[int, int]], say: Callable[..., None], kernel: registry.Kernel,
+    call: Callable[[], object],
+) -> None:  # fmt: skip
+    where = comm.arena_layout
+    counter = Counter(ranges, (layout.HEADERS, where.ll), (where.lines, where.slots))
+    with interpreter.observe(counter):
+        call()
+    say(
+        "moved", collective=kernel.collective, algorithm=kernel.algorithm, protocol=kernel.protocol,
+        written=counter.written, read=counter.read, headers=counter.headers, links=counter.links,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

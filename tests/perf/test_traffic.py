@@ -18,6 +18,10 @@ def kernels(cube: bool) -> dict[str, registry.Kernel]:
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     """On every rank; where there is a root, on the busiest ones."""
     found = list(count(world_size, 16 * world_size * 24))
+    sent, found = ([m for m in found if m.kernel.pairwise is kind] for kind in (True, False))
+    assert [(m.kernel.name, m.rank, m.ratio, m.headers) for m in sent] == [
+        (f"send_{p}", 0, 1.0, 16) for p in ("ll", "simple")
+    ]
     assert {m.kernel.name for m in found} == set(kernels(False)) and len(found) == len(kernels(False)) * world_size
     for name, kernel in kernels(False).items():
         ratios = [m.ratio for m in found if m.kernel.name == name]
@@ -40,7 +44,7 @@ def test_nothing_crosses_a_link_that_a_cube_mesh_lacks() -> None:
 
 
 def test_the_counter_sees_peers_only_and_headers_apart() -> None:
-    counter = Counter([(10_000, 8192)], headers_end=4096)
+    counter = Counter([(10_000, 8192)], (1024, 4096))
     for kind, first in (("store", 10_000 + 1024), ("load", 10_000 + 4096), ("store", 10_000 + 5000), ("store", 0)):
         counter(kind, np.arange(first, first + 32, 8, dtype=np.uint64), 8)
     counter("store", np.array([18_192], dtype=np.uint64), 8)
