@@ -29,7 +29,7 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 		--sizes 1K:64K:8 --iters 5 --check
 
 test: venv  ## the tests, without those that need a GPU or hours
-	@$(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25
 
 lint: venv  ## style, types, import directions
 	@$(BIN)/ruff check .
