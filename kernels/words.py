@@ -39,15 +39,6 @@ def member(table, rank, like):
 
 
 @triton.jit
-def members(table, like, WORLD_SIZE: tl.constexpr):
-    """`member` of every rank, as a tuple."""
-    found = ()
-    for rank in tl.static_range(WORLD_SIZE):
-        found = found + (member(table, rank, like),)
-    return found
-
-
-@triton.jit
 def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
@@ -90,20 +81,6 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
 
 
 @triton.jit
-def store_everywhere(pointers, first, words, numel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED):
-    """`store_words` to each of a tuple of WORLD_SIZE pointers."""
-    BITS: tl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth
-    full = ((first + BLOCK) * (64 // BITS) <= numel) & ALIGNED
-    if full:
-        for rank in tl.static_range(WORLD_SIZE):
-            wide = tl.multiple_of(pointers[rank].to(tl.pointer_type(tl.int64)) + first, 16)
-            tl.store(wide + tl.arange(0, BLOCK), words)
-    else:
-        for rank in tl.static_range(WORLD_SIZE):
-            store_words(pointers[rank], first, words, numel, BLOCK, False)
-
-
-@triton.jit
 def load_tile(room, first, count, BLOCK: tl.constexpr):
     """Words of a `simple` mailbox (int64*, aligned): the tile at word `first` of a run of `count` words."""
     at = tl.multiple_of(room + first, 16) + tl.arange(0, BLOCK)
@@ -123,3 +100,26 @@ def store_tile(room, first, words, count, BLOCK: tl.constexpr):
         tl.store(at, words)
     else:
         tl.store(at, words, mask=tile_mask(first, count, BLOCK))
+
+
+@triton.jit
+def members(table, like, WORLD_SIZE: tl.constexpr):
+    """`member` of every rank, as a tuple."""
+    found = ()
+    for rank in tl.static_range(WORLD_SIZE):
+        found = found + (member(table, rank, like),)
+    return found
+
+
+@triton.jit
+def store_everywhere(pointers, first, words, numel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED):
+    """`store_words` to each of a tuple of WORLD_SIZE pointers."""
+    BITS: tl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth
+    full = ((first + BLOCK) * (64 // BITS) <= numel) & ALIGNED
+    if full:
+        for rank in tl.static_range(WORLD_SIZE):
+            wide = tl.multiple_of(pointers[rank].to(tl.pointer_type(tl.int64)) + first, 16)
+            tl.store(wide + tl.arange(0, BLOCK), words)
+    else:
+        for rank in tl.static_range(WORLD_SIZE):
+            store_words(pointers[rank], first, words, numel, BLOCK, False)
