@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,9 +85,11 @@ def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ..
 
 
 def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
-    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the list otherwise."""
+    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the nearest and the list otherwise."""
     if text not in allowed:
-        raise InvalidArgument(f"{what} {text!r} is unknown; there is {', '.join(allowed)}")
+        near = difflib.get_close_matches(text, allowed, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidArgument(f"{what} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
     return text
 
 
@@ -131,6 +134,11 @@ def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) 
     """The size that a row prints, and S of its bandwidths."""
     kind = facts.COLLECTIVES[collective]
     return elements * itemsize * max(kind.rows_in(world_size), kind.rows_out(world_size))
+
+
+def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
+    """What selection and tables go by: a rank's input, of a root's where there is one."""
+    return elements * itemsize * facts.COLLECTIVES[collective].rows_in(world_size)
 
 
 def algorithm_bandwidth(size: int, microseconds: float) -> float:

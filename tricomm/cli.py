@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-FAILED, UNSUPPORTED, WRONG, INTERRUPTED = 1, 3, 4, 130
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, WRONG
+from tricomm.commands.common import usage as _usage
+from tricomm.commands.predict import predict
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -89,16 +90,6 @@ def _settings(options: dict[str, Any], world_size: int) -> Any:
         return plan.Settings(cases, sizes, dtype, op, **rest)
 
     return _usage(make)
-
-
-def _usage(function: Callable[[], Any]) -> Any:
-    """The function's result; a bad argument becomes click's usage error (exit code 2)."""
-    from tricomm.errors import InvalidArgument
-
-    try:
-        return function()
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
 
 
 @cli.command()
@@ -237,6 +228,9 @@ def verify(files: tuple[Path, ...]) -> None:
         click.echo(f"{path}: {found['stage']}: {found['status']}, {len(found['cases'])} cases on {device}{label}")
     if not good:
         sys.exit(FAILED)
+
+
+cli.add_command(predict)
 
 
 def main() -> None:
