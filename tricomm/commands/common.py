@@ -21,3 +21,16 @@ def usage(function: Callable[[], Any]) -> Any:
         return function()
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
+
+
+def joined(nproc: int | None) -> tuple[int, bool, bool]:
+    """(world size, whether torchrun has started the ranks, whether this one is to be quiet). Raises click's errors."""
+    from tricomm import env
+
+    started = env.text("RANK") is not None and env.text("WORLD_SIZE") is not None
+    world_size = usage(lambda: env.integer("WORLD_SIZE")) if started else nproc or 2
+    if started and nproc not in (None, world_size):
+        raise click.UsageError(f"--nproc {nproc}: WORLD_SIZE={world_size} is set, so the ranks are already started")
+    if not 1 <= (world_size or 0) <= 8:
+        raise click.UsageError(f"WORLD_SIZE={world_size}: 1 to 8 ranks are possible")
+    return world_size, started, started and usage(lambda: env.integer("RANK")) != 0
