@@ -319,8 +319,9 @@ class Collectives(Group):
             raise InvalidArgument(
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
             )
+        bits = kind.bits if kind is not None else 32
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            choice = selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, fitting)
+            choice = selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, fitting, bits)
             found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))

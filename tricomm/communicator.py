@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import calls, env, linking, selection
+from tricomm import calls, env, linking, selection, tuned
 from tricomm.collectives import Collectives
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
@@ -25,6 +26,7 @@ from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import meet, open_store
 from tricomm.symmetric import Symmetric, check_shape
+from tricomm.table import Fingerprint, Row
 
 
 class Communicator(Collectives):
@@ -175,7 +177,8 @@ class Communicator(Collectives):
     ) -> Choice:
         """Which kernel a call with `nbytes` bytes of input would run, and why. Pure: asks no other rank.
 
-        The input is a rank's, of a root's where there is one; `mode` is eager, or graph for a captured call.
+        The input is a rank's, of a root's where there is one; `dtype` is float32 where none is given; `mode` is eager,
+        or graph for a captured call.
         """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
@@ -188,7 +191,33 @@ class Communicator(Collectives):
         name = calls.operation(op)
         if dtype is not None and collectives.find(collective).reduces:
             reduction(calls.DTYPES[dtype], name)
-        return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+        bits = calls.DTYPES[dtype].bits if dtype is not None else 32
+        return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
+
+    def use_table(self, rows: Sequence[Row], name: str) -> None:
+        """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
+
+        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks where their rows differ;
+        then nothing has changed.
+        """
+        self._usable()
+        given = tuple(rows)
+        with self._my_turn(), self._or_give_up("use_table"):
+            mine = hashlib.sha256(repr((given, name)).encode()).digest()
+            answers = self._control.exchange(mine, "use_table", self._timeout, heed_faults=True)
+            for rank, theirs in enumerate(answers):
+                if theirs != answers[0]:
+                    raise InvalidArgument(
+                        f"use_table: rank {rank} has table {theirs.hex()[:12]}, rank 0 {answers[0].hex()[:12]}; give "
+                        "all ranks the same rows"
+                    )
+            self._site = replace(self._site, tuned=given, tuned_name=name)
+            self._plans.clear()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What kind of box this group runs on: what tuning tables are keyed by."""
+        return tuned.fingerprint(self._site.device, self.device, self.world_size, self.topology)
 
 
 def init(

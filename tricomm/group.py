@@ -78,9 +78,11 @@ class Group:
         self._group = self._write_table()
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
+        table = runtime.table(control, device_class, device, self.topology, timeout)
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
             topology=self.topology.kind if self.topology is not None else "", reachable=all(arena.bases),
+            tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
