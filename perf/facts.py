@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
     return {
         "tricomm": tricomm.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "not available: torch was built without CUDA",
     }

@@ -16,6 +16,7 @@ from tricomm.commands.bench import bench
 from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED
 from tricomm.commands.common import usage as _usage
 from tricomm.commands.predict import predict
+from tricomm.commands.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -164,6 +165,7 @@ def verify(files: tuple[Path, ...]) -> None:
 
 cli.add_command(bench)
 cli.add_command(predict)
+cli.add_command(tune)
 
 
 def main() -> None:

@@ -135,6 +135,11 @@ class Group:
         return self._layout
 
     @property
+    def most_blocks(self) -> int:
+        """The largest grid whose blocks are surely resident together on every rank's device."""
+        return self._site.max_blocks
+
+    @property
     def peer_ranges(self) -> list[tuple[int, int]]:
         """(first address, bytes) of every rank's arena as mapped in this process."""
         return [(base, self._arena.nbytes) for base in self._arena.bases]
