@@ -70,7 +70,7 @@ class _Lead:
         self._right: set[tuple[Point, Candidate]] = set()
         key = settings.key(self._fingerprint.digest, table.KERNELS, facts.versions())
         self._record = Record(tuned.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
-        self._end = time.monotonic() + settings.budget
+        self._end, self._spent = time.monotonic() + settings.budget, False
 
     def run(self) -> None:
         """Search, publish, save, and say what changed."""
@@ -80,7 +80,7 @@ class _Lead:
         try:
             decisions = search(self._points, self._pool, self._in_force.__getitem__, self._prior, self._measure)
             self._publish(decisions)
-            finished = len(decisions) == len(self._points)
+            finished = not self._spent
             self._team.ask(Task("end"))
         except (RankLost, tricomm.PeerDied, tricomm.PeerStalled) as error:
             raise RankLost(f"{error}. What was measured is kept in {self._record.file}; tune again to go on") from error
@@ -124,6 +124,7 @@ class _Lead:
         if not lacking:
             return known
         if time.monotonic() > self._end:
+            self._spent = True
             raise Spent
         times = self._times(point, self._checked(point, lacking), repeats - min(len(known[c]) for c in lacking))
         self._record.append(Heat(point, tuple(lacking), tuple(times.get(c) for c in lacking)))

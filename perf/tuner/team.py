@@ -12,7 +12,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import Communicator, InvalidArgument, ResourceError, TricommError, table
+from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, table
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sampler import Sampler
 
@@ -117,6 +117,8 @@ class Team:
                     values[at].append(measure(point, task.candidates[at]))
                 except (InvalidArgument, ResourceError) as error:
                     refused[at] = str(error)
+                except (PeerDied, PeerStalled):  # no candidate's fault, and nobody to go on with
+                    raise
                 except TricommError as error:
                     return Answer(fault=f"{type(error).__name__}: {error}", at=at)
         return Answer(tuple(tuple(found) for found in values), refused)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import ResourceError, table
-from tricomm.errors import CollectiveTimeout, InvalidArgument
+from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
 from tricomm.perf.tuner import live, team
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.state import Heat, Record
@@ -242,3 +242,9 @@ def test_refused_arguments_are_told_apart_from_faults() -> None:
     answers, made = _ranks(lambda t: t.ask(Task("check", _POINT, (_A,), 1)))
     assert all(a.refused == {0: "not over these links"} and not a.fault for a in answers)
     assert [len(groups) for groups in made] == [1, 1, 1]
+
+
+def test_a_rank_that_died_is_no_fault_of_the_candidate() -> None:
+    _Sampler.ill = {(rank, _A): PeerDied("rank 1 died") for rank in range(3)}
+    with pytest.raises(PeerDied):
+        team.Team(HashStore(), 0, 1, lambda n: _Comm(0), _PATIENCE).ask(Task("check", _POINT, (_A,), 1))  # type: ignore[arg-type,return-value]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 import tricomm
 from tricomm import table, tuned
-from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
 from tricomm.kernels import registry
 from tricomm.table import Fingerprint, Row, Tuned
 from tricomm.topology_shapes import nvswitch
@@ -206,6 +207,18 @@ def test_a_table_that_is_used_changes_the_next_call_and_is_the_same_on_all_ranks
         return [before, comm.explain("all_reduce", nbytes=256).table]
 
     assert tricomm.simulate(body, 2) == [["cpu", "mine"]] * 2
+
+
+def test_ranks_with_different_tables_would_come_apart() -> None:
+    """What agreeing is for: without it, each rank runs a kernel of its own."""
+
+    def body(comm: tricomm.Communicator) -> None:
+        row = Row("all_reduce", 2, None, "two_shot" if comm.rank else "one_shot", "ll")
+        comm._site = replace(comm._site, tuned=(row,), tuned_name="mine")
+        comm.all_reduce(torch.arange(64.0))
+
+    with pytest.raises(CollectiveMismatch):
+        tricomm.simulate(body, 2)
 
 
 def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
