@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import click
@@ -58,11 +58,10 @@ def _first(box: Surface) -> Callable[[Point], Candidate]:
 
 
 def _bounded(box: Surface, most: int) -> Measure:
-    def measure(point: Point, candidates: object, repeats: int) -> dict[Candidate, list[float]]:
-        entrants = list(candidates)  # type: ignore[call-overload]
-        if box.measured + repeats * len(entrants) > most:
+    def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
+        if box.measured + repeats * len(candidates) > most:
             raise Spent
-        return box.measure(point, entrants, repeats)
+        return box.measure(point, candidates, repeats)
 
     return measure
 

@@ -20,7 +20,7 @@ from tricomm.perf.tuner.points import Candidate, Point, pool
 from tricomm.perf.tuner.race import Spent
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.state import Heat, Record
-from tricomm.perf.tuner.team import RankLost, Task, Team
+from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
 
 Say = Callable[..., None]
 _MEETING = 60.0  # seconds for all ranks to come
@@ -134,43 +134,56 @@ class _Lead:
     def _checked(self, point: Point, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that give the right result on every rank: a protocol that is broken may well be fast."""
         fresh = [c for c in candidates if (point, c) not in self._right]
-        for candidate in fresh:  # one by one: each may cost the group its life
-            why = self._verdict(point, candidate)
+        while fresh:
+            answers = self._team.ask(Task("check", point, tuple(fresh), 1))
+            at = self._lost(answers)
+            if at is None:
+                break
+            self._leave_out(point, fresh.pop(at), next(a.fault for a in answers if a.fault))
+        for at, candidate in enumerate(fresh):
+            why = _verdict(answers, at)
             if why is None:
                 self._right.add((point, candidate))
             else:
-                self._say("note", text=f"{point.collective} {point.nbytes} B, {candidate}: left out, {why}")
+                self._leave_out(point, candidate, why)
         return [c for c in candidates if (point, c) in self._right]
 
-    def _verdict(self, point: Point, candidate: Candidate) -> str | None:
-        answers = self._team.ask(Task("check", point, (candidate,), 1))
-        for rank, answer in enumerate(answers):
-            if answer.fault:
-                self._team.ask(Task("renew"))
-                return f"rank {rank}: {answer.fault}"
-            if answer.refused:
-                return f"rank {rank}: {answer.refused[0]}"
-        wrong = sum(answer.values[0][0] for answer in answers)
-        return f"{wrong:.0f} wrong elements" if wrong else None
+    def _leave_out(self, point: Point, candidate: Candidate, why: str) -> None:
+        self._right.discard((point, candidate))
+        self._say("note", text=f"{point.collective} {point.nbytes} B, {candidate}: left out, {why}")
+
+    def _lost(self, answers: Sequence[Answer]) -> int | None:
+        """The number of the candidate that cost the group its life, if one did; then there is a new group."""
+        lost = [answer.at for answer in answers if answer.fault]
+        if not lost:
+            return None
+        self._team.ask(Task("renew"))
+        return min(lost)  # a rank that was done with it met the fault in the next one
 
     def _times(self, point: Point, candidates: list[Candidate], repeats: int) -> dict[Candidate, tuple[float, ...]]:
         """The slowest rank's time of every sample."""
         if not candidates:
             return {}
         answers = self._team.ask(Task("time", point, tuple(candidates), repeats))
-        for answer in answers:
-            if answer.fault:
-                self._say("note", text=f"{candidates[answer.at]}: left out, {answer.fault}")
-                self._team.ask(Task("renew"))
-                lost = candidates[answer.at]
-                self._right.discard((point, lost))
-                return self._times(point, [c for c in candidates if c != lost], repeats)
+        at = self._lost(answers)
+        if at is not None:
+            self._leave_out(point, candidates[at], next(a.fault for a in answers if a.fault))
+            return self._times(point, [c for c in candidates if c != candidates[at]], repeats)
         refused = {at for answer in answers for at in answer.refused}
         return {
             candidate: tuple(max(sample) for sample in zip(*(a.values[at] for a in answers), strict=True))
             for at, candidate in enumerate(candidates)
             if at not in refused
         }
+
+
+def _verdict(answers: Sequence[Answer], at: int) -> str | None:
+    """What is wrong with candidate number `at`, on any rank."""
+    for rank, answer in enumerate(answers):
+        if at in answer.refused:
+            return f"rank {rank}: {answer.refused[at]}"
+    wrong = sum(answer.values[at][0] for answer in answers)
+    return f"{wrong:.0f} wrong elements" if wrong else None
 
 
 def _chosen(comm: tricomm.Communicator, point: Point) -> Candidate:

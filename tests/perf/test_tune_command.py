@@ -54,7 +54,7 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     assert all(line.startswith("simulated: ") for line in first.stdout.splitlines() if "decisions change" in line)
     known = _heats(_folder)
     assert known > 0  # the first heat is run whatever the budget
-    second = _tune("--simulated", "--budget", "90s")
+    second = _tune("--simulated", "--budget", "4s")
     assert second.returncode == 0, second.stderr
     assert "going on from" in second.stderr and "samples are known" in second.stderr
     # Whether anything is surely faster on a busy machine is no matter of this test: make it so.

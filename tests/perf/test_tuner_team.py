@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore
 
 from tricomm import ResourceError, table
 from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
@@ -66,7 +66,9 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _ranks(lead: Callable[[Team], Any], world_size: int = 3, stop: int | None = None) -> tuple[Any, list[list[_Comm]]]:
     """`lead(team)` of rank 0, while the others follow; rank `stop` never comes. Its result, and every rank's groups."""
-    store, made = HashStore(), [list[_Comm]() for _ in range(world_size)]
+    made = [list[_Comm]() for _ in range(world_size)]
+    folder = tempfile.TemporaryDirectory()
+    stores = [FileStore(f"{folder.name}/store", world_size) for _ in range(world_size)]
 
     def open_group(rank: int) -> Callable[[int], _Comm]:
         def opened(number: int) -> _Comm:
@@ -77,14 +79,14 @@ def _ranks(lead: Callable[[Team], Any], world_size: int = 3, stop: int | None = 
 
     def follow(rank: int) -> None:
         try:
-            Team(store, rank, world_size, open_group(rank), _PATIENCE).follow()  # type: ignore[arg-type]
+            Team(stores[rank], rank, world_size, open_group(rank), _PATIENCE).follow()  # type: ignore[arg-type]
         except RankLost:
             pass
 
     others = [threading.Thread(target=follow, args=(rank,)) for rank in range(1, world_size) if rank != stop]
     for thread in others:
         thread.start()
-    mine = Team(store, 0, world_size, open_group(0), _PATIENCE)  # type: ignore[arg-type]
+    mine = Team(stores[0], 0, world_size, open_group(0), _PATIENCE)  # type: ignore[arg-type]
     try:
         result = lead(mine)
         mine.ask(Task("end"))
@@ -92,6 +94,7 @@ def _ranks(lead: Callable[[Team], Any], world_size: int = 3, stop: int | None = 
         for thread in others:
             thread.join(2 * _PATIENCE + 5)
             assert not thread.is_alive()
+        folder.cleanup()
     return result, made
 
 
@@ -247,4 +250,4 @@ def test_refused_arguments_are_told_apart_from_faults() -> None:
 def test_a_rank_that_died_is_no_fault_of_the_candidate() -> None:
     _Sampler.ill = {(rank, _A): PeerDied("rank 1 died") for rank in range(3)}
     with pytest.raises(PeerDied):
-        team.Team(HashStore(), 0, 1, lambda n: _Comm(0), _PATIENCE).ask(Task("check", _POINT, (_A,), 1))  # type: ignore[arg-type,return-value]
+        _ranks(lambda t: t.ask(Task("check", _POINT, (_A,), 1)), world_size=1)
