@@ -42,11 +42,12 @@ _ALL = (
     Collective("barrier"),
 )
 COLLECTIVES = {collective.name: collective for collective in _ALL}
+MESSAGES = {name: Collective(name) for name in ("send", "recv")}  # between two ranks
 
 
 def find(name: str) -> Collective:
     """Raises `InvalidArgument` with the list of those that exist."""
-    found = COLLECTIVES.get(name) if isinstance(name, str) else None
-    if found is None:
-        raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(COLLECTIVES)}")
-    return found
+    known = COLLECTIVES | MESSAGES
+    if not isinstance(name, str) or name not in known:
+        raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(known)}")
+    return known[name]

@@ -30,9 +30,11 @@ from tricomm.kernels.broadcast_one_shot import broadcast_one_shot
 from tricomm.kernels.broadcast_two_shot_simple import broadcast_two_shot_simple
 from tricomm.kernels.collectives import Collective
 from tricomm.kernels.gather_one_shot import gather_one_shot
+from tricomm.kernels.recv import recv
 from tricomm.kernels.reduce_one_shot import reduce_one_shot
 from tricomm.kernels.reduce_scatter_one_shot import reduce_scatter_one_shot
 from tricomm.kernels.scatter_one_shot import scatter_one_shot
+from tricomm.kernels.send import send
 
 Cost = Callable[[int], Fraction]
 CUBE_RANKS = 8
@@ -62,12 +64,14 @@ class Kernel:
     def name(self) -> str:
         if self.collective == "barrier":
             return self.collective
+        if self.pairwise:
+            return f"{self.collective}_{self.protocol}"
         return f"{self.collective}_{self.algorithm}_{'zero_copy' if self.zero_copy else self.protocol}"
 
     @property
     def kind(self) -> Collective:
         """What the collective takes and gives."""
-        return collectives.COLLECTIVES[self.collective]
+        return collectives.find(self.collective)
 
     @property
     def reduces(self) -> bool:
@@ -82,6 +86,11 @@ class Kernel:
     def needs_cube(self) -> bool:
         """True for what runs over a hybrid cube mesh of eight ranks only."""
         return self.algorithm.startswith("hybrid_cube_mesh")
+
+    @property
+    def pairwise(self) -> bool:
+        """True for one half of a message between two ranks."""
+        return self.collective in collectives.MESSAGES
 
     @property
     def shards(self) -> int | None:
@@ -160,7 +169,15 @@ ZERO_COPY = (
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
 )
 
-ALL = (*KERNELS, *ZERO_COPY)
+# Between two ranks: what the busier of them writes.
+MESSAGES = (
+    Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0, {"LL": True}),
+    Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0, {"LL": False}),
+    Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0, {"LL": True}),
+    Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0, {"LL": False}),
+)
+
+ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
 
@@ -168,7 +185,7 @@ _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
 def of(collective: str, world_size: int) -> list[Kernel]:
     """The kernels of `collective` for that many ranks; those of a cube mesh need eight."""
     cube = world_size == CUBE_RANKS
-    return [k for k in KERNELS if k.collective == collective and (cube or not k.needs_cube)]
+    return [k for k in (*KERNELS, *MESSAGES) if k.collective == collective and (cube or not k.needs_cube)]
 
 
 def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:

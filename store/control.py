@@ -102,6 +102,14 @@ class ControlPage:
         """
         return self._own().announce
 
+    def announce_message(self, message: Descriptor) -> None:
+        """Say what this rank sends or receives as its message number `message.sequence`."""
+        self._own().announce_message(message)
+
+    def messages(self, rank: int) -> list[Descriptor]:
+        """The rank's last 8 messages, in order."""
+        return self._page(rank).messages()
+
     def last(self, rank: int) -> Descriptor | None:
         """The rank's latest call; None where it has made none."""
         return self._page(rank).last()

@@ -32,6 +32,7 @@ from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25  # for the last words to the store, behind the deadline
 _LOOK_SECONDS = 0.05
+_DYING_SECONDS = 0.5
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: int) -> ControlPage:
@@ -175,7 +176,7 @@ class _Meeting:
                 segment = Segment.attach(theirs.pid, theirs.start_time, theirs.fd, theirs.nbytes, readonly=True)
             except ResourceError as error:
                 self._look_for_failure()  # it may have given up since, and said why
-                self._look_for_dead({rank: said})
+                self._look_for_dying(rank, said)
                 raise ResourceError(f"rank {rank}'s control page: {error}") from error
             self._segments.append(segment)
         page = Page(segment.buffer, segment.address)
@@ -240,6 +241,14 @@ class _Meeting:
             theirs = hello_of(record)
             if not process.alive(theirs.pid, theirs.start_time):
                 raise RendezvousError(f"rank {rank} (pid {theirs.pid}) died during the meeting")
+
+    def _look_for_dying(self, rank: int, said: Record) -> None:
+        """A process that was killed lets go of its files before it counts as ended."""
+        end = time.monotonic() + min(_DYING_SECONDS, max(0.0, self._left()))
+        while time.monotonic() < end:
+            self._look_for_dead({rank: said})
+            time.sleep(0.01)
+        self._look_for_dead({rank: said})
 
     def _left(self) -> float:
         return self._timeout - (time.monotonic() - self._began)

@@ -4,6 +4,7 @@
     page 1   512 words shared between this rank and its kernels; peers read them
     page 2   ring of the last 8 descriptors, by sequence number
     page 3   exchange slot of even steps;  page 4: of odd steps
+    page 5   ring of the last 8 descriptors of messages, by the message's number
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from tricomm.errors import ResourceError
 
 PAGE_BYTES = 4096
-NBYTES = 5 * PAGE_BYTES
+NBYTES = 6 * PAGE_BYTES
 MESSAGE_BYTES = 1024
 RING = 8
 WORDS = 512
@@ -40,7 +41,7 @@ _FRAME = struct.Struct("<II")  # length, CRC
 _SEQUENCE_NUMBER = struct.Struct("<q")
 _STATE, _HEARTBEAT, _SEQUENCE, _FAULTED = 16, 17, 18, 19  # word numbers in page 0
 _FAULT_AT, _FAULT_TEXT = 256, 2048
-_DEVICE_AT, _RING_AT, _SLOTS_AT = PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES
+_DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5))
 _ENTRY = PAGE_BYTES // RING
 _TRIES = 1000
 
@@ -86,7 +87,11 @@ class Descriptor:
         return Record(text, zlib.crc32(struct.pack("<I", _DESCRIPTOR.size) + text))
 
     def text(self) -> str:
-        """For people."""
+        """For people. A message has its peer for a root and its tag for an operation."""
+        if self.collective in ("send", "recv"):
+            peer = f"rank {self.root}" if self.root >= 0 else "any rank"
+            way = f"to {peer}" if self.collective == "send" else f"from {peer}"
+            return f"{self.collective} {way} ({self.op}, dtype={self.dtype}, count={self.count}) [{self.protocol}]"
         root = f", root={self.root}" if self.root >= 0 else ""
         how = f"{self.algorithm}/{self.protocol}, grid {self.grid}, {self.mode}"
         what = f"{self.collective}(op={self.op}, dtype={self.dtype}, count={self.count}{root})"
@@ -159,14 +164,29 @@ class Page:
         _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, record.text, sequence)
         self._words[_SEQUENCE] = sequence  # behind its descriptor, so that a reader of this finds that
 
+    def announce_message(self, message: Descriptor) -> None:
+        """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
+        record = message.record()
+        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(message.sequence), record.crc)
+        at = _MESSAGES_AT + message.sequence % RING * _ENTRY
+        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, record.text, message.sequence)
+
+    def messages(self) -> list[Descriptor]:
+        """The rank's last messages, in order."""
+        found = [self._descriptor(_MESSAGES_AT + n * _ENTRY) for n in range(RING)]
+        return sorted((m for m in found if m is not None), key=lambda m: m.sequence)
+
     def called(self, sequence: int) -> Descriptor | None:
         """The call number `sequence`; None where there was none, or it is too long ago."""
-        data = self._take(_ring_at(sequence), _DESCRIPTOR.size)
+        found = self._descriptor(_ring_at(sequence))
+        return found if found is not None and found.sequence == sequence else None
+
+    def _descriptor(self, at: int) -> Descriptor | None:
+        data = self._take(at, _DESCRIPTOR.size)
         if data is None or len(data) != _DESCRIPTOR.size:
             return None
         fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
-        found = Descriptor(fields.pop(), *fields)
-        return found if found.sequence == sequence else None
+        return Descriptor(fields.pop(), *fields)
 
     def last(self) -> Descriptor | None:
         for _ in range(_TRIES):  # its rank may be calling on and on, and overwrite what we look for

@@ -14,11 +14,10 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import calls, env, linking, selection, tuned
-from tricomm.collectives import Collectives
 from tricomm.errors import InvalidArgument
-from tricomm.group import Group
 from tricomm.kernels import collectives, interpreter, layout
 from tricomm.kernels.dtypes import reduction
+from tricomm.messages import Messages
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
 from tricomm.selection import Choice
@@ -29,7 +28,7 @@ from tricomm.symmetric import Symmetric, check_shape
 from tricomm.table import Fingerprint, Row
 
 
-class Communicator(Collectives):
+class Communicator(Messages):
     """Ranks of one node that share memory and run collectives over it.
 
     `store` is any `torch.distributed` Store, used to meet and never again; `rank` and `world_size` name this process
@@ -89,7 +88,7 @@ class Communicator(Collectives):
     ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
-        Group.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
+        Messages.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
         comm._store, comm._splits = None, 0
         return comm
 

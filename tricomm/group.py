@@ -96,6 +96,8 @@ class Group:
         values[layout.CONTROL] = getattr(self._arena, "control_address", self._control.device_words)
         values[layout.LL_BASE], values[layout.LL_ROOM] = self._layout.ll, self._layout.ll_room
         values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = self._layout.simple, self._layout.simple_room
+        values[layout.LINES], values[layout.CHANNELS] = self._layout.lines, self._layout.channels
+        values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = self._layout.slots, self._layout.slot
         values[layout.EPOCH] = self.options.first_epoch
         values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
         places = linking.places(self.topology, self.world_size)
@@ -105,6 +107,8 @@ class Group:
             values[layout.OTHER : layout.OTHER + 4] = places[here.relay].quad_by_position
             values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(self.rank)
         table.copy_(torch.tensor(values, dtype=torch.int64))
+        counters = torch.tensor(self._layout.first_counters(self.options.first_epoch), dtype=torch.int64)
+        self._arena.tensor(self.rank, self._layout.lines, tuple(counters.shape), torch.int64).copy_(counters)
         if self.device.type == "cuda":  # the first kernel may run on another stream than this copy
             torch.cuda.synchronize(self.device)
         return table

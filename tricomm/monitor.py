@@ -30,9 +30,14 @@ _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
 class _UserCall:
-    """A user's own kernel: in flight until `event`, where it has one, has passed."""
+    """A kernel that moves no epoch: in flight until `event`, where it has one, has passed.
 
-    event: Any = None
+    `peers` are those that it may wait for, `told` says what it is and waits for; None: it is a user's own.
+    """
+
+    def __init__(self, peers: tuple[int, ...] | None, told: Callable[[], str] | None) -> None:
+        self.peers, self.told = peers, told
+        self.event: Any = None
 
 
 class Monitor:
@@ -56,6 +61,7 @@ class Monitor:
         self._running: object = None
         self._elapsed = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
+        self._absent: dict[int, float] = {}
         self._user_calls: list[_UserCall] = []
         self._diagnose: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
@@ -85,9 +91,14 @@ class Monitor:
             return self.fault
 
     @contextmanager
-    def user_call(self, device: torch.device) -> Iterator[None]:
-        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
-        token = _UserCall()
+    def user_call(
+        self, device: torch.device, peers: tuple[int, ...] | None = None, told: Callable[[], str] | None = None
+    ) -> Iterator[None]:
+        """While a kernel runs that moves no epoch: a user's own, or a message to or from one of `peers` (None: any).
+
+        On a GPU that is until its event has passed. `told()` says for people what a message waits for.
+        """
+        token = _UserCall(peers, told)
         self._user_calls.append(token)
         try:
             yield
@@ -100,18 +111,26 @@ class Monitor:
 
     def running(self) -> object:
         """What of this rank is under way: a user's call, the epoch of a kernel, or None."""
-        for call in list(self._user_calls):
-            if call.event is not None and call.event.query():
-                self._user_calls.remove(call)
-        if self._user_calls:
-            return self._user_calls[0]
+        for past in list(self._user_calls):
+            if past.event is not None and past.event.query():
+                self._user_calls.remove(past)
+        call = self._user_call()
+        if call is not None:
+            return call
         started = int(self._words[layout.STARTED])
         return started if started != 0 and started == int(self._words[layout.ENDED]) else None
 
+    def _user_call(self) -> _UserCall | None:
+        """The one that began first of those under way; calls end in other threads."""
+        return next(iter(list(self._user_calls)), None)
+
     def unfinished(self) -> list[int]:
         """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
+        call = self._user_call()
+        if call is not None:
+            return [r for r in self._peers if call.peers is None or r in call.peers]
         started = int(self._words[layout.STARTED])
-        return [r for r, words in self._peers.items() if self._user_calls or not _past(words[layout.ENDED], started)]
+        return [r for r, words in self._peers.items() if not _past(words[layout.ENDED], started)]
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
@@ -147,10 +166,11 @@ class Monitor:
             return
         late = self.unfinished()
         for rank in late:
-            if self._gone(rank) and self._needs(rank):
-                self.died(rank)
-                return
-            if min(self._elapsed, self._beats[rank][1]) > self._stall:
+            if self._gone(rank):
+                if self._needs(rank):
+                    self.died(rank)
+                    return
+            elif min(self._elapsed, self._beats[rank][1]) > self._stall:
                 self._stalled(rank)
                 return
         if self._elapsed > self._timeout:
@@ -158,8 +178,16 @@ class Monitor:
 
     def _needs(self, rank: int) -> bool:
         """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
-        in between. A user's kernel may not need it at all, so that gets a second to end by itself."""
-        return self._elapsed > _USER_SECONDS if self._user_calls else rank in self.unfinished()
+        in between. A kernel that moves no epoch may not need it at all (a message may have been sent before), so that
+        gets a second to end by itself, from when the rank went; a message from any rank does without those who have
+        left, while others stay."""
+        call = self._user_call()
+        if call is None:
+            return rank in self.unfinished()
+        needed = [rank]
+        if call.told is not None and call.peers is None and self._control.state(rank) == State.CLOSED:
+            needed = list(self._peers)
+        return min(self._elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
     def _count(self, tick: float) -> None:
         """Add a tick to everything that has not changed since the last one."""
@@ -170,6 +198,7 @@ class Monitor:
             beat = self._control.heartbeat(rank)
             before, age = self._beats.get(rank, (beat, 0.0))
             self._beats[rank] = (beat, age + tick if beat == before else 0.0)
+            self._absent[rank] = self._absent.get(rank, 0.0) + tick if self._gone(rank) else 0.0
 
     def _adopt(self, rank: int, fault: Fault) -> Fault:
         kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__
@@ -204,9 +233,13 @@ class Monitor:
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
         control = self._control
         own = control.last(control.rank)
-        doing = (
-            f"rank {control.rank} was in {own.text()}" if own is not None else f"rank {control.rank} made no call yet"
-        )
+        call = self._user_call()
+        if call is not None and call.told is not None:
+            doing = call.told()
+        elif own is not None:
+            doing = f"rank {control.rank} was in {own.text()}"
+        else:
+            doing = f"rank {control.rank} made no call yet"
         return self.give_up(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
 
     def _told(self, rank: int) -> str:

@@ -61,15 +61,15 @@ def make(
     in the fingerprint or in anything that a peer sees.
     """
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy)
-    constexprs = _constexprs(site, choice, kernel)
+    values = constexprs(site, choice, kernel)
     dtype = asked.dtype
     if kernel.reduces and dtype is not None:
         try:
-            constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, asked.op or "")
+            values["ELEMENT"], values["OP"] = reduction(dtype, asked.op or "")
         except InvalidArgument as error:
             raise InvalidArgument(f"{asked.collective}: {error}") from None
     if dtype is not None:
-        constexprs["ALIGNED"] = aligned
+        values["ALIGNED"] = aligned
     name = dtype.name if dtype is not None else "none"
     op = asked.op if kernel.reduces and asked.op is not None else "none"
     fingerprint = calls.fingerprint(
@@ -86,7 +86,7 @@ def make(
         further["splits"] = table(asked, device)
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
-    run = bind(kernel.function, choice.blocks, constexprs, bits, aligned, more)
+    run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
     return Plan(choice, fingerprint, asked.count * (dtype.lanes if dtype is not None else 1), descriptor.record(), run)
 
 
@@ -100,7 +100,8 @@ def table(asked: Asked, device: torch.device) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device).contiguous()
 
 
-def _constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
+def constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
+    """What `kernel` is compiled for, whatever tensors it is given."""
     gpu = site.device != "cpu"
     found: dict[str, Any] = {
         "WORLD_SIZE": site.world_size,

@@ -69,7 +69,7 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
         return
     if tile is not None and tile < GPU_TILE:
         raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {GPU_TILE} words")
-    if arena.largest_tile("two_shot", "ll") < GPU_TILE:
+    if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) < GPU_TILE:
         raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
 
 
@@ -92,9 +92,10 @@ def choose(
     if zero_copy is not None:
         return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
     fits = _allowed(site, collective, algorithm, protocol)
+    row_of = "send" if collective == "recv" else collective  # a message's two halves have one row
     found = [
         (name, number, row, k)
-        for name, number, row in _rows(site, collective, nbytes, mode, bits)
+        for name, number, row in _rows(site, row_of, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
     ]
@@ -136,7 +137,7 @@ def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str |
     """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
     known = registry.of(collective, site.world_size)
     if not site.reachable:
-        known = [k for k in known if k.needs_cube]
+        known = [k for k in known if k.needs_cube or k.pairwise]
         if not known:
             raise InvalidArgument(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel goes around that; "
@@ -164,6 +165,8 @@ def _shape(site: Site, kernel: registry.Kernel, words: int, row: Row | None = No
 
     A GPU's tiles span all threads of a block, at two words a thread, so few words take warps away.
     """
+    if kernel.pairwise:
+        return _shape_of_message(site, site.layout.slot_words(kernel.protocol), words)
     widest = site.layout.largest_tile(kernel.algorithm, kernel.protocol)
     if site.device == "cpu":
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
@@ -179,6 +182,14 @@ def _shape(site: Site, kernel: registry.Kernel, words: int, row: Row | None = No
     if site.device != "cpu":
         warps = max(1, min(warps, tile // WORDS_PER_WARP))
     return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), warps, tile
+
+
+def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int, int]:
+    """The same with as many blocks as there are channels to serve."""
+    tile = GPU_TILE if site.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
+    tile = min(site.tile or tile, widest)
+    blocks = 1 if site.device == "cpu" else min(site.layout.channels, max(1, -(-words // tile)))
+    return min(site.blocks or blocks, site.layout.channels, site.max_blocks), GPU_WARPS, tile
 
 
 def _rows(site: Site, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, Row]]:

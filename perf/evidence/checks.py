@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tricomm import Communicator, Options
+from tricomm import Communicator, Options, Symmetric
 from tricomm.kernels import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.registry import Kernel
 from tricomm.perf import bench_data
-from tricomm.perf.evidence import calling
+from tricomm.perf.evidence import calling, uneven
 
 # Elements a row. One, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
 COUNTS = (1, 3, 517, 4095, 4096, 4097, 100_003, 1_000_001)
@@ -51,6 +51,11 @@ def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
     return [k for k in registry.KERNELS if not k.needs_cube or world_size == registry.CUBE_RANKS]
 
 
+def of_processes(world_size: int, dry_run: bool) -> list[Kernel]:
+    """Those and the ones over symmetric memory, which ranks of one process have no need of."""
+    return kernels(world_size, dry_run) + list(registry.ZERO_COPY)
+
+
 def dtypes(kernel: Kernel, dry_run: bool) -> tuple[str, ...]:
     """Names of the types that the kernel takes; in a dry run a narrow one, and one of two lanes."""
     if kernel.collective == "barrier":
@@ -73,7 +78,8 @@ def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Ca
     ops = [op for op in DTYPES[dtype].ops if op != "prod" or world_size <= _EXACT_RANKS]
     first, *others = ops if kernel.reduces else ["none"]
     counts, fewer = (FEW, FEW_OTHERS) if dry_run else (COUNTS, OTHERS)
-    found = [Call(count, first, n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
+    whole = kernel.zero_copy and calling.in_place(kernel.collective, kernel)  # a handle has no offset
+    found = [Call(count, first, 0 if whole else n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
     return found + [Call(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
 
 
@@ -84,6 +90,8 @@ def sweep(comm: Communicator, kernel: Kernel, dry_run: bool) -> tuple[int, list[
         wanted = calls(kernel, comm.world_size, name, dry_run)
         found += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
         made += len(wanted)
+        if kernel.collective == "all_to_all_v":
+            found += [f"{name}: {text}" for text in uneven.wrong(comm, kernel, getattr(torch, name), dry_run)]
     return made, found
 
 
@@ -103,13 +111,13 @@ def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call,
     with comm.device:  # a row for each of eight ranks would take a CPU seconds
         data = bench_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
         exact = bench_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
-    source = target = _Memory(comm, dtype, data.numel(), call.offset)
-    if not bench_data.in_place(name):
-        target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call.offset)
+    source = target = _Shared(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
+    if not calling.in_place(name, kernel):
+        target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
     source.inside.copy_(data)
     source.note()
     target.note()
-    calling.call(comm, name, number, source.inside, target.inside, kernel, call.op)
+    calling.call(comm, name, number, source.argument, target.inside, kernel, call.op)
     comm.synchronize()
     found = []
     if bench_data.gets(name, world_size, comm.rank, number):
@@ -118,14 +126,18 @@ def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call,
         target.forget()
     found += ["memory beside the output was written"] if target.changed() else []
     found += ["the input was written"] if target is not source and source.changed() else []
+    source.close()
     return found
 
 
 class _Memory:
-    """A tensor `inside` others' memory, all of it poisoned at first."""
+    """A tensor `inside` others' memory, all of it poisoned at first, and the `argument` that it is passed as."""
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, offset: int) -> None:
-        whole = torch.empty(count + 2 * offset + _PADDING, dtype=dtype, device=comm.device)
+    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: Call) -> None:
+        self._over(torch.empty(count + 2 * call.offset + _PADDING, dtype=dtype, device=comm.device), count, call.offset)
+        self.argument: torch.Tensor | Symmetric = self.inside
+
+    def _over(self, whole: torch.Tensor, count: int, offset: int) -> None:
         bench_data.poison(whole)
         self._bytes = whole.view(torch.uint8)
         self._part = slice(offset * whole.itemsize, (offset + count) * whole.itemsize)
@@ -141,3 +153,17 @@ class _Memory:
 
     def changed(self) -> bool:
         return not torch.equal(self._bytes, self._noted)
+
+    def close(self) -> None:
+        """Nothing is to be given back."""
+
+
+class _Shared(_Memory):
+    """The whole of a symmetric tensor: a handle has no offset."""
+
+    def __init__(self, comm: Communicator, dtype: torch.dtype, call: Call) -> None:
+        self._handle = self.argument = comm.symmetric((call.count,), dtype)
+        self._over(self._handle.local, call.count, 0)
+
+    def close(self) -> None:
+        self._handle.close()

@@ -32,7 +32,8 @@ def offered(collective: str, world_size: int, dry_run: bool) -> dict[str, Make]:
     kernels = registry.of(collective, world_size)
     if len(kernels) > 1:
         few = [k for k in kernels if k in checks.kernels(world_size, dry_run)]
-        found |= {f"{OURS}_{k.algorithm}_{k.protocol}": partial(ours, kernel=k) for k in few}
+        few += [k for k in registry.ZERO_COPY if k.collective == collective]
+        found |= {k.name.replace(collective, OURS, 1): partial(ours, kernel=k) for k in few}
     found |= {"gloo": gloo, "nccl": nccl} if dry_run else {"nccl": nccl}
     if collective == "all_reduce":
         found |= {f"symm_mem_{op}": partial(symm_mem, op=op) for op in ("one_shot", "two_shot", "multimem")}
@@ -42,8 +43,10 @@ def offered(collective: str, world_size: int, dry_run: bool) -> dict[str, Make]:
 
 def ours(call: Call, kernel: Kernel | None) -> Contender:
     comm = call.ground.comm
-    x, y = calling.tensors(comm, call.collective, call.count, call.dtype)
-    return Contender(filling(x, y), lambda: calling.call(comm, call.collective, call.number(0), x, y, kernel))
+    x, y = calling.tensors(comm, call.collective, call.count, call.dtype, kernel)
+    return Contender(
+        filling(calling.local(x), y), lambda: calling.call(comm, call.collective, call.number(0), x, y, kernel)
+    )
 
 
 def gloo(call: Call) -> Contender:

@@ -37,7 +37,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
         options = replace(checks.options(data["dry_run"]), **more)
         return tricomm.init(f"{url}-{name}", rank, world_size, device, options=options)
 
-    kernel = next((k for k in registry.KERNELS if k.name == data["kernel"]), registry.KERNELS[0])
+    kernel = next((k for k in registry.ALL if k.name == data["kernel"]), registry.KERNELS[0])
     for task in data["tasks"]:
         kind, calls, wrong = _TASKS[task](join, kernel, data["dry_run"])
         say("checked", task=task, wrong=wrong, kind=kind, calls=calls)
@@ -65,7 +65,7 @@ def two_groups(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool)
     """Two communicators of the same ranks, call by call in turns, with other kernels."""
     wrong, calls = [], 0
     with join("one") as one, join("two") as two:
-        for turn, kernel in enumerate(checks.kernels(one.world_size, dry_run) * (1 if dry_run else 5)):
+        for turn, kernel in enumerate(checks.of_processes(one.world_size, dry_run) * (1 if dry_run else 5)):
             for comm in (one, two) if turn % 2 else (two, one):
                 wanted = checks.calls(kernel, comm.world_size, _NAME, True)[:2]
                 wrong += checks.wrong(comm, kernel, _DTYPE, wanted)
@@ -82,14 +82,15 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> 
     with join("graphs") as comm:
         name, world_size, wrong = kernel.collective, comm.world_size, 0
         replays, count = (2, 37) if dry_run else (4000 // world_size**2, 1000)
-        x, y = calling.tensors(comm, name, count, _DTYPE)
+        given, y = calling.tensors(comm, name, count, _DTYPE, kernel)
+        x = calling.local(given)
         data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
         checked = name != "barrier" and bench_data.gets(name, world_size, comm.rank, _ROOT)
 
         def call() -> None:
             if x is y:
                 x.copy_(data)
-            calling.call(comm, name, _ROOT, x, y, kernel)
+            calling.call(comm, name, _ROOT, given, y, kernel)
 
         stream = torch.cuda.Stream() if not dry_run else None
         with torch.cuda.stream(stream):

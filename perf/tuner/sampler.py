@@ -61,7 +61,8 @@ class Sampler:
         if point != self._point:
             dtype = getattr(torch, point.dtype)
             self._graphs.clear()
-            self._x, self._y = calling.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
+            x, self._y = calling.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
+            self._x = calling.local(x)
             self._point = point
         comm.use_table((candidate.row(point, comm.world_size, None),), str(candidate))
 

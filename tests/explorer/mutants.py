@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.explorer import bodies
 from tests.explorer.cube_mutants import CUBES
+from tests.explorer.message_mutants import MESSAGES
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
 from tests.explorer.parcel_mutants import PARCELS
@@ -250,4 +251,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PARCELS, *CUBES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PARCELS, *CUBES, *MESSAGES)}

@@ -21,7 +21,7 @@ import torch
 
 import tricomm
 from tests.explorer import pad_kernels
-from tricomm import group, kernels, plan
+from tricomm import group, kernels, messages, plan
 from tricomm.communicator import Communicator
 from tricomm.explorer import Finding, Report, allowed, campaign, shipped
 from tricomm.explorer.findings import Execution
@@ -123,9 +123,11 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
             raise ImportError(f"{folder}: no package")
         sys.modules[name] = importlib.util.module_from_spec(package)
         primitives = importlib.import_module(f"{name}.primitives")
-        allowed.copy_of_primitives(str(primitives.__file__))
+        for module in ("primitives", "channels"):
+            allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
         interpreter.substitute(primitives.pause, adapter.yield_to_others)
-        undo.enter_context(patch.object(plan, "registry", importlib.import_module(f"{name}.registry")))
+        for user in (plan, messages):
+            undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.registry")))
         for function, changed in _changed(edits).items():
             undo.enter_context(patch.object(group.Group, function, changed))
         yield importlib.import_module(f"{name}.pad_kernels")

@@ -86,7 +86,8 @@ def test_a_peer_that_takes_its_process_with_it_is_left_out_and_the_others_start_
     settings = Settings(tmp_path / "out", with_kraken(tmp_path / "peers", "dies", "right"), True)
     data = run(peers.STAGE, settings)["all_reduce/2 ranks/64 bytes"]
     assert data["kraken_two_shot_us"] > 0 and data["kraken_two_shot_graph_ratio"] > 0 and data["tricomm_us"] > 0
-    assert "ranks were lost at it: rank 1: exit code 7" in data["missing"]["kraken_one_shot"]
+    why = data["missing"]["kraken_one_shot"]  # rank 0 may have seen its peer gone before it was told to stop
+    assert "ranks were lost at it: " in why and "rank 1: exit code 7" in why
     assert not [key for key in data if key.startswith("kraken_one_shot")]
 
 

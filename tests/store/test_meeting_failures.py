@@ -26,7 +26,10 @@ from tests.store.store_ranks import (
     try_in_thread,
     try_to_meet,
 )
+from tricomm.errors import ResourceError
+from tricomm.store import process
 from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.segments import Segment
 
 
 @pytest.mark.parametrize(
@@ -222,6 +225,22 @@ def test_another_jobs_hello_is_refused():
     with nothing_left():
         name, text = try_in_thread(fresh, 0, 2, 5.0)
     assert name == "ResourceError" and "rank 1's" in text and "control page" in text
+
+
+def gone(*args, **options):
+    raise ResourceError("segment 6 of pid 7 cannot be opened")
+
+
+def test_a_rank_that_is_just_dying_is_called_dead(monkeypatch):
+    """A killed process has lost its files for a while before it counts as ended."""
+    store, fresh = HashStore(), HashStore()
+    try_in_thread(store, 1, 2, 0.2)
+    fresh.set("tricomm/1/hello/1", bytes(store.get("tricomm/1/hello/1")))
+    answers = iter([True, True, True])
+    monkeypatch.setattr(process, "alive", lambda pid, started: next(answers, False))
+    monkeypatch.setattr(Segment, "attach", gone)
+    name, text = try_in_thread(fresh, 0, 2, 5.0)
+    assert name == "RendezvousError" and "died during the meeting" in text and next(answers, None) is None
 
 
 @pytest.mark.parametrize("point", ["before hello", "after hello", "attach", "met", "confirm"])

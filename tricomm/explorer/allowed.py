@@ -13,13 +13,13 @@ leave       any of them, and a foreign value, which is what it is read for, is r
 from __future__ import annotations
 
 from tricomm.explorer.sites import Site
-from tricomm.kernels import primitives
+from tricomm.kernels import channels, primitives
 
-_files = {primitives.__file__}
+_files = {primitives.__file__, channels.__file__}
 
 
-def copy_of_primitives(file: str) -> None:
-    """Let another copy of `kernels/primitives.py` have the same rights (for mutants of it)."""
+def copy_of(file: str) -> None:
+    """Let another copy of `kernels/primitives.py` or `channels.py` have the same rights (for mutants of it)."""
     _files.add(file)
 
 
@@ -31,3 +31,7 @@ def is_ll(site: Site) -> bool:
 def is_busy_word(site: Site) -> bool:
     file, name = site.function
     return name in ("enter", "leave") and file in _files
+
+
+def may_stay_unread(site: Site) -> bool:
+    return any(name == "give_back" and file in _files for file, _, name in site.chain)

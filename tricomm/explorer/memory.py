@@ -18,7 +18,8 @@ Array = NDArray[Any]
 _TABLE = {
     layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_ROOM: "ll_room",
     layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_ROOM: "simple_room", layout.EPOCH: "epoch",
-    layout.ARRIVALS: "arrivals", layout.BUSY: "busy",
+    layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.LINES: "lines", layout.SLOT_DATA: "slot_data",
+    layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
 }  # fmt: skip
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY)
 
@@ -71,9 +72,24 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
         row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
         row, source = divmod(row, plan.world_size)
         return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
+    if offset >= plan.lines:
+        return _message_label(plan, offset)
     kind, start = ("ll", plan.ll) if offset < plan.simple else ("simple", plan.simple)
     part, at = divmod(offset - start, plan.ll_room if kind == "ll" else plan.simple_room)
     return f"{kind} mailbox, parity {part // plan.world_size}, from rank {part % plan.world_size}, byte {at}"
+
+
+def _message_label(plan: layout.Layout, offset: int) -> str:
+    if offset < plan.slots:
+        line, at = divmod(offset - plan.lines, layout.LINE)
+        rank, channel = divmod(line, plan.channels)
+        word, heads = at // 8, 2 * layout.SLOTS
+        own = {layout.SENT: "number to send", layout.NEXT: "number to take", layout.TAKEN: "taken ahead"}
+        name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
+        return f"messages with rank {rank}, channel {channel}, {name}"
+    slot, at = divmod(offset - plan.slots, plan.slot)
+    queue, slot = divmod(slot, layout.SLOTS)
+    return f"messages from rank {queue // plan.channels}, channel {queue % plan.channels}, slot {slot}, byte {at}"
 
 
 @dataclass(slots=True)

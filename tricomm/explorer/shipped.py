@@ -37,9 +37,10 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     """Those of the shipped kernels that fit; None or "all" fits all. Raises `InvalidArgument` where none does."""
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
-    found = [k for k in registry.KERNELS if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
+    known = [*registry.KERNELS, *(k for k in registry.MESSAGES if k.collective == "send")]  # with its recv
+    found = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not found:
-        names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in registry.KERNELS)
+        names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
         raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
     return found
 
@@ -53,6 +54,8 @@ def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
 def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
     if kernel.collective == "barrier":
         return comm.barrier()
+    if kernel.pairwise:
+        return _handed_on(comm, kernel.protocol, number, size)
     kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
     count = size * shards
     x = _numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
@@ -78,6 +81,25 @@ def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: d
     if not torch.equal(y, want):  # the oracle sees no uneven calls
         raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
     return y
+
+
+def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:
+    """Two messages from each rank to the next one: a word, and then `size` of them, which are taken first.
+
+    Nothing comes back but acknowledgements, so the first rank runs ahead as far as they let it.
+    """
+    results: list[torch.Tensor] = []
+    if comm.rank:
+        results = [torch.full((count,), -1, dtype=torch.int64) for count in (1, size)]
+        for tag in (1, 0):
+            comm.recv(results[tag], comm.rank - 1, tag, protocol=protocol)
+            want = _numbers(number, comm.rank - 1, len(results[tag])) + tag
+            if not torch.equal(results[tag], want):  # the oracle sees no messages
+                raise AssertionError(f"recv gave {results[tag].tolist()} instead of {want.tolist()}")
+    if comm.rank < comm.world_size - 1:
+        for tag, count in enumerate((1, size)):
+            comm.send(_numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocol)
+    return torch.cat(results) if results else None
 
 
 def _numbers(number: int, rank: int, count: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, an
 
 def _cases(settings: Settings) -> Iterable[Case]:
     for world_size in (2,) if settings.dry_run else (2, 4, 8):
-        for kernel in checks.kernels(world_size, settings.dry_run):
+        for kernel in checks.of_processes(world_size, settings.dry_run):
             yield Case(
                 f"{kernel.name}/{world_size} ranks",
                 lambda kernel=kernel, world_size=world_size: _compile(kernel, world_size, settings),  # type: ignore[misc]
@@ -70,7 +70,8 @@ def jobs(kernel: registry.Kernel, world_size: int, capability: int) -> list[Job]
         itemsize = getattr(torch, name).itemsize
         for call in checks.calls(kernel, world_size, name, False):
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
-            choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol)
+            fitting = kernel.algorithm if kernel.zero_copy else None
+            choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
             more = bench_data.options(kernel.collective, call.op, world_size, 0, call.count)
             splits = tuple(tuple(more[n]) for n in ("in_splits", "out_splits") if n in more)
             root = more.get(kernel.kind.root, -1)
@@ -82,7 +83,7 @@ def jobs(kernel: registry.Kernel, world_size: int, capability: int) -> list[Job]
 def compile_one(job: Job) -> str:
     """What went wrong, or nothing."""
     name, constexprs, bits, aligned, capability = job
-    function = next(k.function for k in registry.KERNELS if k.name == name)
+    function = next(k.function for k in registry.ALL if k.name == name)
     try:
         compile_kernel(function, constexprs, bits, aligned, capability)
     except Exception as error:  # whatever a compiler may raise

@@ -61,7 +61,7 @@ def _cases(settings: Settings) -> Iterable[Case]:
             )
     if settings.dry_run:
         return  # stage `processes` sweeps
-    for kernel in checks.kernels(worlds(gpus)[-1], False):
+    for kernel in checks.of_processes(worlds(gpus)[-1], False):
         question = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
         yield Case(
             f"sweep/{kernel.name}/{worlds(gpus)[-1]} ranks",

@@ -20,7 +20,7 @@ _TASKS = ("sweep", "graphs", "epochs")
 def _cases(settings: Settings) -> Iterable[Case]:
     dry = settings.dry_run
     for world_size in (2,) if dry else (2, 4):
-        for kernel in checks.kernels(world_size, dry):
+        for kernel in checks.of_processes(world_size, dry):
             if dry and not kernel.kind.root:
                 continue  # two groups have them all
             yield _case(kernel.name, _TASKS, world_size, settings)

@@ -1,0 +1,94 @@
+"""The table of mutants, fifth part: messages between two ranks (`kernels/channels.py`, `send.py`, `recv.py`)."""
+
+from __future__ import annotations
+
+from tests.explorer.mutation import Edit, Mutant
+
+L, S = ("send", "one_shot", "ll"), ("send", "one_shot", "simple")
+FILE, SEND, RECV = "kernels/channels.py", "kernels/send.py", "kernels/recv.py"
+RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
+LOST = frozenset({"race", "deadlock", "exception", "wrong_result"})  # whichever the schedule shows first
+NOT_TRIED = "not tried"
+
+_FREE = "            status = wait_free(group, mine, number, LANES, PTX)\n"
+_READ = "                give_back(theirs, number, LANES, PTX)\n"
+_SEEN = "    tl.debug_barrier()  # no thread reads the payload before the acquiring ones have seen the header\n"
+_LOOP = "            first = tl.zeros([], tl.int64)\n            while (first < count)"
+
+
+def _mutant(name: str, title: str, bug: str, file: str, old: str, new: str, key: tuple[str, str, str] = S,
+            expect: frozenset[str] = RACE, advice: str = "", **more: object) -> Mutant:  # fmt: skip
+    edits = (Edit(file, old, new),)
+    return Mutant(name, title, bug, edits, (key,), expect, advice, processes=NOT_TRIED, **more)  # type: ignore[arg-type]
+
+
+MESSAGES = (
+    _mutant(
+        "S01", "send: the ack is not waited for", "a slot is filled again while it is read",
+        SEND, _FREE, "", sizes=(36, 1, 40, 2),
+    ),
+    _mutant(
+        "S02", "LL send: the ack is not waited for", "words are lost before they are polled",
+        SEND, _FREE, "", L, LOST, sizes=(36, 1, 40, 2),
+    ),
+    _mutant(
+        "S03", "recv: the ack is relaxed", "the receiver's loads may come after it",
+        FILE, "(number << 32) + lane * 0, lane == 0, True, PTX)", "(number << 32) + lane * 0, lane == 0, False, PTX)",
+        advice="make it sem='release'",
+    ),
+    _mutant(
+        "S04", "recv: no block barrier before the ack", "other threads are still reading",
+        FILE, '`wait_free`."""\n    tl.debug_barrier()\n', '`wait_free`."""\n',
+        advice="put tl.debug_barrier() before the release",
+    ),
+    _mutant(
+        "S05", "send: no block barrier behind the ack", "other threads store before one has acquired",
+        FILE, "    tl.debug_barrier()  # no thread writes before the acquiring ones have seen the ack\n", "",
+    ),
+    _mutant(
+        "S06", "send: the header does not release", "the payload is not published",
+        FILE, "lane < 2, not LL, PTX)", "lane < 2, False, PTX)", advice="make it sem='release'",
+    ),
+    _mutant(
+        "S07", "send: no block barrier before the header", "other threads' payload is not ordered",
+        FILE, "        tl.debug_barrier()  # all threads' payload lies behind the release\n", "        pass\n",
+        advice="put tl.debug_barrier() before the release",
+    ),
+    _mutant(
+        "S08", "recv: no block barrier behind the header", "other threads load before one has acquired",
+        FILE, _SEEN, "",
+    ),
+    _mutant(
+        "S09", "recv: gives the slot back before it is read", "the ack stands for the reading",
+        RECV, _LOOP, f"            give_back(theirs, number, LANES, PTX)\n{_LOOP}",
+    ),
+    _mutant(
+        "S10", "recv: gives no slot back", "a sender waits for its fifth piece",
+        RECV, _READ, "", expect=DEADLOCK,
+    ),
+    _mutant(
+        "S11", "recv: takes any tag", "messages of one pair overtake each other",
+        FILE, "if (status == 0) & (theirs == (tag & LOW)):", "if status == 0:", expect=frozenset({"exception"}),
+    ),
+    _mutant(
+        "S12", "recv: forgets what it took ahead", "a piece is taken twice",
+        RECV, "            tl.store(mine + TAKEN, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
+    ),
+    _mutant(
+        "S13", "recv: does not go on", "every message is the first one",
+        RECV, "            tl.store(mine + NEXT, following)\n", "", expect=LOST,
+    ),
+    _mutant(
+        "S14", "send: does not go on", "every message has the first one's number",
+        SEND, "            tl.store(mine + SENT, number)\n", "            pass\n", expect=LOST,
+    ),
+    _mutant(
+        "S15", "numbers wrap to 0", "a slot is passed over, and the ack waited for is another one's",
+        FILE, "found - (NUMBERS - SLOTS), found)", "found - NUMBERS, found)", expect=LOST, first_epoch=2**32 - 6,
+        sizes=(1, 2, 3, 4),
+    ),
+    _mutant(
+        "S16", "LL: the payload has the number before", "a word is taken for the last piece's",
+        SEND, "put_ll(slot + 2 * first, data, number,", "put_ll(slot + 2 * first, data, number - 1,", L, DEADLOCK,
+    ),
+)  # fmt: skip

@@ -1,0 +1,211 @@
+"""Messages between two ranks: send and recv, with tags and from any source.
+
+    x -> send -> slots of the pair in the receiver's memory -> recv -> y
+
+They are no collectives: only the two ranks take part, and neither the epoch nor the sequence number of the collectives
+moves. What was said about a message lies in the control page, so that whoever waits in vain can name what is there
+instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tricomm import calls, plan, selection
+from tricomm.collectives import Collectives, Tensor
+from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm.kernels import layout, registry
+from tricomm.kernels.launch import Call
+from tricomm.store.control import Descriptor, Fault
+from tricomm.work import Work
+
+_TAGS = 1 << 32
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One half of a message, bound to a shape, a peer and a tag."""
+
+    run: Call
+    facts: int  # what both halves must have in common, but for the tag
+    numel: int  # raw elements
+    kind: str
+    dtype: str
+    protocol: str
+    count: int
+    grid: int
+
+
+class Messages(Collectives):
+    """Adds messages between two ranks to the collectives."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._messages = 0
+        self._halves: dict[tuple[Any, ...], Bound] = {}
+        self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
+        self._received: Counter[tuple[int, int]] = Counter()
+
+    def send(
+        self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
+    ) -> Any:  # fmt: skip
+        """Send `x` to rank `dst`, whose `recv` gives the same shape, dtype and tag. Returns None.
+
+        What fits into the free slots of the pair is away when this has run; a longer message ends with its receiver.
+        On a GPU it is enqueued on the current stream: calls behind it wait for its end.
+
+        Raises `InvalidArgument` for a rank that is none or this one, or a tag that is not from 0 to 2^32 - 1.
+        """
+        self._check_peer(dst, "send dst")
+        source = self._input(x, "send").contiguous()
+        self._message("send", source, dst, tag, protocol)
+        return self._finish(None, async_op)
+
+    def recv(
+        self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
+
+        Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
+        received first, as long as those before it fit into the slots of the pair. From any rank, where several have
+        sent, the lowest one's is taken. On a GPU the host waits for the source if `src` is None; with `async_op=True`
+        the `Work` gives it.
+
+        Raises `InvalidArgument` as `send` does; `CollectiveMismatch` where what was sent has this tag and another
+        dtype or size, or has other tags and leaves no room for more; `CollectiveTimeout` that names what is pending.
+        """
+        if src is not None:
+            self._check_peer(src, "recv src")
+        target = self._input(x, "recv")
+        calls.check_writable(target, "recv")
+        into = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        number = self._message("recv", into, -1 if src is None else src, tag, protocol)
+        if into is not target:
+            target.copy_(into)
+        if src is not None:
+            return self._finish(src, async_op)
+        told = layout.TOLD + number % layout.TOLD_WORDS
+        if async_op:
+            work: Work = self._finish(None, True)
+            return _FromAny(self, work._event, lambda: int(self._words[told]))
+        self.synchronize()
+        return int(self._words[told])
+
+    def _check_peer(self, rank: Any, what: str) -> None:
+        self._check_root(rank, what)
+        if rank == self.rank:
+            raise InvalidArgument(f"{what}={rank}: a rank sends no messages to itself; copy the tensor")
+        if not self._arena.bases[rank]:
+            raise InvalidArgument(
+                f"{what}={rank}: rank {self.rank} and rank {rank} do not reach each other's memory on these devices' "
+                "links; go through a rank that both reach, or use NCCL (torch.distributed)"
+            )
+
+    def _message(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> int:
+        """Launch one half of a message; returns its number among this rank's."""
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
+            raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
+        bound = self._half(kind, x, peer, tag, protocol)
+        self._take_turn()
+        try:
+            self._messages += 1
+            self._sent[peer, tag] += kind == "send"
+            name = Descriptor(
+                self._messages, self._sent[peer, tag], kind, f"tag {tag}", bound.dtype, "one_shot", protocol or
+                bound.protocol, bound.count, peer, bound.grid, "eager",
+            )  # fmt: skip
+            self._control.announce_message(name)
+            peers = (peer,) if peer >= 0 else None
+            with self._monitor.user_call(self.device, peers, lambda: self._waits(name)):
+                call = (self._messages & 0x7FFFFFFF) << 32 | bound.facts
+                self._guarded(lambda: bound.run(x, x, bound.numel, call))
+            if kind == "recv":
+                self._received[peer if peer >= 0 else self._told(), tag] += 1
+            return self._messages
+        finally:
+            self._turn.release()
+
+    def _told(self) -> int:
+        """On a CPU, whose message from any rank this was; -1 where that is not known yet."""
+        return int(self._words[layout.TOLD + self._messages % layout.TOLD_WORDS]) if self.simulated else -1
+
+    def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Bound:
+        aligned = x.data_ptr() % 16 == 0
+        key = (kind, x.dtype, x.numel(), aligned, protocol, peer, tag)
+        found = self._halves.get(key)
+        if found is None:
+            if not self.simulated and torch.cuda.is_current_stream_capturing():
+                raise InvalidArgument(f"{kind}: run this call once before capture, so that its kernel is loaded")
+            while len(self._halves) >= 1024:
+                self._halves.pop(next(iter(self._halves)))
+            found = self._halves[key] = self._bind_half(kind, x, peer, tag, protocol, aligned)
+        return found
+
+    def _bind_half(
+        self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None, aligned: bool
+    ) -> Bound:  # fmt: skip
+        choice = selection.choose(self._site, kind, x.numel() * x.itemsize, None, protocol)
+        kernel = registry.find(kind, choice.algorithm, choice.protocol)
+        dtype = calls.DTYPES[x.dtype]
+        # From any rank one block serves all channels: blocks could not agree on a source.
+        grid = choice.blocks if peer >= 0 else 1
+        constexprs = plan.constexprs(self._site, choice, kernel) | {"ALIGNED": aligned}
+        run = self._runtime.bind(
+            kernel.function, grid, constexprs, dtype.bits, aligned, (peer, tag), self._group, self._timeout
+        )
+        facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block)
+        return Bound(run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid)
+
+    # What a message waits for
+
+    def _diagnose(self) -> None:
+        status = int(self._words[layout.STATUS])
+        peer, code = (status >> 8) & 0xFF, status & 0xFF
+        if code not in (layout.PENDING, layout.UNLIKE):
+            return super()._diagnose()
+        mine = self._control.messages(self.rank)
+        what = "has this tag and is not what is asked for" if code == layout.UNLIKE else "has another tag, and no room"
+        text = f"what rank {peer} has sent {what}; {self._waits(mine[-1], peer) if mine else 'nothing is known'}"
+        self._monitor.give_up(Fault(CollectiveMismatch.__name__, peer, self._sequence, text))
+
+    def _waits(self, mine: Descriptor, peer: int = -1) -> str:
+        """What this rank's half of a message waits for, and what is there instead."""
+        text = f"rank {self.rank} was in {mine.text()}"
+        if mine.collective == "send":
+            theirs = [m for m in self._control.messages(mine.root) if m.collective == "recv"]
+            last = f"last was in {theirs[-1].text()}" if theirs else "has received nothing"
+            return f"{text}; rank {mine.root} {last}"
+        peer = mine.root if peer < 0 else peer
+        sources = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
+        pending = [f"from rank {r}: {', '.join(self._pending(r)) or 'nothing'}" for r in sources]
+        return f"{text}; pending {'; '.join(pending)}"
+
+    def _pending(self, source: int) -> list[str]:
+        """What `source` has sent to this rank and this rank has not received, of its last eight messages."""
+        sent = [m for m in self._control.messages(source) if m.collective == "send" and m.root == self.rank]
+        return [
+            f"{m.op}, dtype={m.dtype}, count={m.count} [{m.protocol}]"
+            for m in sent
+            if m.fingerprint > self._received[source, int(m.op.removeprefix("tag "))]
+        ]
+
+
+class _FromAny(Work):
+    """A message from any rank: who it was is known when it has run."""
+
+    def __init__(self, comm: Messages, event: Any, source: Any) -> None:
+        super().__init__(comm, None, event)
+        self._source = source
+
+    def wait(self, timeout: float | None = None) -> Any:
+        super().wait(timeout)
+        self._wait_on_host(self._comm._timeout if timeout is None else timeout)
+        return self.result()
+
+    def result(self) -> Any:
+        """The source's rank; None where the message has not arrived yet."""
+        return self._source() if self.is_completed() else None
