@@ -22,7 +22,7 @@ import triton.language as tl
 from tricomm.kernels.mailbox import clear_idle
 from tricomm.kernels.primitives import barrier, enter, leave
 from tricomm.kernels.reduction import reduce_words
-from tricomm.kernels.words import load_words, member, store_words
+from tricomm.kernels.words import load_words, members, store_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -36,10 +36,11 @@ def all_reduce_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     status = barrier(group, start, call, 0, WORLD_SIZE, LANES, PTX)
     if status == 0:
         words = tl.cdiv(numel, 64 // BITS)
+        everybody = members(table, x_ptr, WORLD_SIZE)
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, words, tl.num_programs(0) * BLOCK):
             parts = ()
             for r in tl.static_range(WORLD_SIZE):
-                parts = parts + (load_words(member(table, r, x_ptr), first, numel, BLOCK, True),)
+                parts = parts + (load_words(everybody[r], first, numel, BLOCK, True),)
             total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
             store_words(y_ptr, first, total, numel, BLOCK, ALIGNED)
         status = barrier(group, start, call, 1, WORLD_SIZE, LANES, PTX)

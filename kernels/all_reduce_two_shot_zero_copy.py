@@ -26,7 +26,7 @@ import triton.language as tl
 from tricomm.kernels.mailbox import clear_idle
 from tricomm.kernels.primitives import RANK, barrier, enter, leave
 from tricomm.kernels.reduction import reduce_words
-from tricomm.kernels.words import end_of, load_words, member, shard_words, store_words
+from tricomm.kernels.words import end_of, load_words, members, shard_words, store_everywhere
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -46,13 +46,12 @@ def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
         here = me * shard
         ours = tl.minimum(words - here, shard)
         limit = end_of(here + ours, numel, PACK)
+        everybody = members(table, x_ptr, WORLD_SIZE)
         for first in range(tl.program_id(0).to(tl.int64) * BLOCK, ours, tl.num_programs(0) * BLOCK):
             parts = ()
             for r in tl.static_range(WORLD_SIZE):
-                parts = parts + (load_words(member(table, r, x_ptr), here + first, limit, BLOCK, ALIGNED),)
+                parts = parts + (load_words(everybody[r], here + first, limit, BLOCK, ALIGNED),)
             total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
-            for step in range(WORLD_SIZE):
-                to = (me + step) % WORLD_SIZE
-                store_words(member(table, to, x_ptr), here + first, total, limit, BLOCK, ALIGNED)
+            store_everywhere(everybody, here + first, total, limit, WORLD_SIZE, BLOCK, ALIGNED)
         status = barrier(group, start, call, 1, WORLD_SIZE, LANES, PTX)
     leave(group, start, owner, call, 1, status)

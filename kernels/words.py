@@ -39,6 +39,15 @@ def member(table, rank, like):
 
 
 @triton.jit
+def members(table, like, WORLD_SIZE: tl.constexpr):
+    """`member` of every rank, as a tuple."""
+    found = ()
+    for rank in tl.static_range(WORLD_SIZE):
+        found = found + (member(table, rank, like),)
+    return found
+
+
+@triton.jit
 def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
@@ -78,6 +87,20 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
         for j in tl.static_range(PACK):
             at = index * PACK + j
             tl.store(raw + at, (words >> (BITS * j)).to(RAW), mask=at < numel)
+
+
+@triton.jit
+def store_everywhere(pointers, first, words, numel, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED):
+    """`store_words` to each of a tuple of WORLD_SIZE pointers."""
+    BITS: tl.constexpr = pointers[0].dtype.element_ty.primitive_bitwidth
+    full = ((first + BLOCK) * (64 // BITS) <= numel) & ALIGNED
+    if full:
+        for rank in tl.static_range(WORLD_SIZE):
+            wide = tl.multiple_of(pointers[rank].to(tl.pointer_type(tl.int64)) + first, 16)
+            tl.store(wide + tl.arange(0, BLOCK), words)
+    else:
+        for rank in tl.static_range(WORLD_SIZE):
+            store_words(pointers[rank], first, words, numel, BLOCK, False)
 
 
 @triton.jit

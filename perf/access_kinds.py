@@ -15,7 +15,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
-from tricomm.kernels import mailbox, primitives, splits, words
+from tricomm.kernels import channels, mailbox, primitives, splits, words
 from tricomm.perf.machine_code import Line
 
 
@@ -31,6 +31,11 @@ def classify(line: Line, tiles: set[Line]) -> str:
     return "body" if line in tiles or not line[1] else "scalar"
 
 
+def clears(line: Line) -> bool:
+    """True for what runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
+    return function_of(line) in ("mailbox.clear_idle", "channels.clear_stale")
+
+
 @cache
 def _source(path: str) -> tuple[str, ast.Module]:
     return Path(path).stem, ast.parse(Path(path).read_text())
@@ -39,7 +44,7 @@ def _source(path: str) -> tuple[str, ast.Module]:
 @cache
 def function_of(line: Line) -> str:
     """`module.function` for a line of the shared device functions, else an empty string."""
-    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, splits, words)):
+    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, splits, words, channels)):
         return ""
     stem, tree = _source(line[0])
     for node in tree.body:
@@ -51,7 +56,7 @@ def function_of(line: Line) -> str:
 @cache
 def _tail_lines() -> frozenset[Line]:
     path = str(Path(words.__file__ or "").resolve())
-    names = ("load_words", "store_words", "load_tile", "store_tile")
+    names = ("load_words", "store_words", "store_everywhere", "load_tile", "store_tile")
     functions = [n for n in _source(path)[1].body if isinstance(n, ast.FunctionDef) and n.name in names]
     branches = [i.orelse for f in functions for i in f.body if isinstance(i, ast.If) and i.orelse]
     return frozenset((path, n) for b in branches for n in range(b[0].lineno, (b[-1].end_lineno or 0) + 1))

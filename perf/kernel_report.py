@@ -13,7 +13,8 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf import machine_code as code
-from tricomm.perf.access_kinds import classify, function_of, place
+from tricomm.perf import steady_loop
+from tricomm.perf.access_kinds import classify, clears, function_of, place
 from tricomm.perf.kernel_compile import Variant, compile_variant, with_plain_lines
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
@@ -38,6 +39,8 @@ class Counts:
 class Report:
     """What one variant compiles to. Flags are counted in PTX; `weak_flags` names those that are not `.sys`.
 
+    `steady` is what the loops that move payload cost, in instructions for 16 bytes (`steady_loop`).
+
     `failure` says why there is nothing to report: Triton could not compile the variant.
     """
 
@@ -50,6 +53,7 @@ class Report:
     sys_relaxed: int
     weak_flags: tuple[str, ...]
     payload: bool
+    steady: int = 0
     failure: str | None = None
 
 
@@ -116,6 +120,7 @@ def examine(variant: Variant, function: Any = None) -> Report:
         sum(o == "relaxed" for o in ordered),
         tuple(dict.fromkeys(weak)),
         any(p.name == "x_ptr" for p in function.params),
+        steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", clears),
     )
 
 
@@ -130,7 +135,7 @@ def _said(error: BaseException) -> str:
 
 def _failed(variant: Variant, reason: str) -> Report:
     none = Counts(0, 0, 0, 0, 0, 0, ())
-    return Report(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, reason)
+    return Report(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
 
 
 def examine_all(found: list[Variant]) -> Iterator[Report]:

@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,22 +117,33 @@ def _ptx_bits(suffix: str) -> int:
 
 def sass_accesses(sass: str) -> list[Access]:
     """Every global load, store and atomic of a disassembly with line information (`disassemble`), in order."""
-    found, line, fresh = [], ("", 0), True
+    return [found for text, line in sass_lines(sass) if (found := sass_access(text, line)) is not None]
+
+
+def sass_lines(sass: str) -> Iterator[tuple[str, Line]]:
+    """The labels and instructions of a disassembly, each with the innermost source line that it is inlined from."""
+    line, fresh = ("", 0), True
     for text in sass.splitlines():
         where = _SASS_LINE.match(text)
         if where:
-            if fresh:  # the first of a run of these comments is the innermost inlined line
+            if fresh:  # the first of a run of these comments
                 line = (_name(where[1]), int(where[2]))
             fresh = False
-            continue
-        instruction = _SASS.match(text)
-        if instruction:
+        elif _SASS.match(text):
             fresh = True
-            name, suffix = instruction[1], instruction[2]
-            if name in ("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
-                bits = next((_BITS[p] for p in suffix.split(".") if p in _BITS), 32)
-                found.append(Access(line, name not in ("LDG", "LD"), bits, name + suffix))
-    return found
+            yield text, line
+        elif text.startswith(".L"):
+            yield text, line
+
+
+def sass_access(text: str, line: Line) -> Access | None:
+    """The instruction as an access to global memory, where it is one."""
+    instruction = _SASS.match(text)
+    if instruction is None or instruction[1] not in ("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
+        return None
+    name, suffix = instruction[1], instruction[2]
+    bits = next((_BITS[p] for p in suffix.split(".") if p in _BITS), 32)
+    return Access(line, name not in ("LDG", "LD"), bits, name + suffix)
 
 
 def tile_lines(ttgir: str) -> set[Line]:

@@ -112,7 +112,7 @@ def test_the_idle_mailbox_is_cleared_before_the_header(before, lost):
 
 
 def messages(rank: int, slots: int, taken: tuple[int, ...], acked: bool = True) -> list[Op]:
-    """Pieces 0, 1, ... from rank 0 to rank 1, taken in the order `taken`; a slot is free by its ack alone."""
+    """Pieces 0, 1, ... from rank 0 to rank 1, which takes them in the order `taken`; an ack alone frees a slot."""
     if rank == 1:
         polls = [(("poll", 0, n % slots, "piece", n + 1), ("push", 0, n % slots, "ack", n + 1)) for n in taken]
         return [op for pair in polls for op in pair]
