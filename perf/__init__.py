@@ -1,1 +1,1 @@
-"""Measuring: benchmark, environment report, kernel report. Uses the public names of tricomm and nothing below them."""
+"""Measuring: benchmark, history, cost model, tuner, reports. Uses the public names of tricomm and nothing below."""

@@ -1,60 +1,145 @@
 """The measuring loop of one rank, as nccl-tests does it: warm up, meet, time the calls back to back, check apart.
 
 Checks run in calls of their own, on fresh data, with outputs poisoned first. In place, an all-gather's input is its
-rank's own row of the output; broadcast and reduce are always in place, an all-to-all never is.
+rank's own row of the output; broadcast and reduce are always in place, an all-to-all never is. Another library's call
+is timed and checked the same way, in the one place that it knows.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tricomm import Communicator
 from tricomm.errors import ResourceError
+from tricomm.kernels import registry
 from tricomm.kernels.collectives import COLLECTIVES
-from tricomm.perf import bench_data
-from tricomm.perf.bench_plan import Case, Settings, count, total_bytes
+from tricomm.perf import bench_data, bench_timing, bounds
+from tricomm.perf.bench_others import Others
+from tricomm.perf.bench_plan import OURS, Case, Settings, count, input_bytes, total_bytes
+from tricomm.perf.evidence.ground import Contender
+from tricomm.perf.evidence.stage import Skip
 
 PLACES = ("out_of_place", "in_place")
-Call = Callable[[], Any]
+Note = Callable[[str], None]
 
 
-def measure(comm: Communicator, settings: Settings) -> Iterator[dict[str, Any]]:
-    """One record per case and size: this rank's microseconds per call and its number of wrong elements."""
-    number = 0
+@dataclass
+class Bench:
+    """What every row of this rank is measured with; `number` counts calls, so that no two have the same data."""
+
+    comm: Communicator
+    settings: Settings
+    others: Others
+    note: Note
+    number: int = 0
+    said: set[str] = field(default_factory=set)
+
+    def skip(self, why: str) -> None:
+        """Say, once, what cannot be compared."""
+        if why not in self.said:
+            self.said.add(why)
+            self.note(why)
+
+    def next_call(self) -> int:
+        """The number of a check, of which there are two."""
+        self.number += 2
+        return self.number
+
+
+def measure(comm: Communicator, settings: Settings, others: Others, note: Note) -> Iterator[dict[str, Any]]:
+    """One record per case, size and mode: this rank's microseconds per call and its number of wrong elements.
+
+    `note` is told what a library cannot do here. Raises `ResourceError` for a mode that this device has not.
+    """
+    for mode in settings.modes:
+        bench_timing.check_mode(mode, comm.simulated)
+    bench = Bench(comm, settings, others, note)
     for case in settings.cases:
         for size in settings.sizes:
-            row = _describe(comm, settings, case, size)
-            for place in PLACES:
-                number += 2
-                row[place] = _place(comm, settings, case, row["count"], place, number)
-            yield row
+            for mode in settings.modes:
+                if case.library == OURS:
+                    yield _ours(bench, case, size, mode)
+                else:
+                    yield from _theirs(bench, case, size, mode)
 
 
-def _describe(comm: Communicator, settings: Settings, case: Case, size: int) -> dict[str, Any]:
-    item = getattr(torch, settings.dtype).itemsize
-    elements = count(case.collective, size, item, comm.world_size)
-    rows = COLLECTIVES[case.collective].rows_in(comm.world_size)
-    choice = comm.explain(
-        case.collective, nbytes=rows * elements * item, dtype=getattr(torch, settings.dtype), op=settings.op,
-        algorithm=case.algorithm, protocol=case.protocol,
-    )  # fmt: skip
+def _row(bench: Bench, case: Case, size: int, mode: str) -> dict[str, Any]:
+    item, world_size = getattr(torch, case.dtype).itemsize, bench.comm.world_size
+    elements = count(case.collective, size, item, world_size)
     return {
+        "library": case.library,
         "collective": case.collective,
+        "mode": mode,
+        "size_bytes": total_bytes(case.collective, elements, item, world_size),
+        "input_bytes": input_bytes(case.collective, elements, item, world_size),
+        "count": elements,
+        "dtype": case.dtype,
+        "op": bench.settings.op if COLLECTIVES[case.collective].reduces else "none",
+        **dict.fromkeys(PLACES),
+    }
+
+
+def _ours(bench: Bench, case: Case, size: int, mode: str) -> dict[str, Any]:
+    comm, row = bench.comm, _row(bench, case, size, mode)
+    choice = comm.explain(
+        case.collective, nbytes=row["input_bytes"], dtype=getattr(torch, case.dtype), op=bench.settings.op,
+        algorithm=case.algorithm, protocol=case.protocol, mode="eager" if mode == "eager" else "graph",
+    )  # fmt: skip
+    kernel = registry.find(case.collective, choice.algorithm, choice.protocol)
+    row |= {
         "algorithm": choice.algorithm,
         "protocol": choice.protocol,
         "reason": choice.reason,
         "blocks": choice.blocks,
         "warps": choice.warps,
         "tile_words": choice.block,
-        "size_bytes": total_bytes(case.collective, elements, item, comm.world_size),
-        "count": elements,
-        "dtype": settings.dtype,
-        "op": settings.op if COLLECTIVES[case.collective].reduces else "none",
+        "moved_bytes": float(bounds.moved(kernel, comm.world_size) * row["input_bytes"]),
+        "least_bytes": float(bounds.least(case.collective, comm.world_size) * row["input_bytes"]),
+        "hops": kernel.hops,
+        "barriers": kernel.barriers,
     }
+    for place in PLACES:
+        row[place] = _place(bench, case, row["count"], place, mode)
+    return row
+
+
+def _theirs(bench: Bench, case: Case, size: int, mode: str) -> Iterator[dict[str, Any]]:
+    if COLLECTIVES[case.collective].reduces and bench.settings.op != "sum":
+        return bench.skip(f"{case.library}: sums alone are compared, not {bench.settings.op}")
+    place = "in_place" if case.collective in ("all_reduce", "broadcast", "reduce") else "out_of_place"
+    for name, how in bench.others.offered(case.library, case.collective).items():
+        row = _row(bench, case, size, mode) | {"algorithm": name, "protocol": "-"}
+        try:
+            contender = bench.others.make(how, case.collective, getattr(torch, case.dtype), row["count"])
+            row[place] = _contender(bench, case, row["count"], contender, mode)
+        except Skip as why:
+            bench.skip(str(why))
+        except (RuntimeError, TypeError, ValueError) as error:  # what torch raises for a type that a library lacks
+            bench.skip(f"{name}: no {case.collective} of {case.dtype} here: {str(error).splitlines()[0]}")
+        else:
+            yield row
+
+
+def _contender(bench: Bench, case: Case, elements: int, contender: Contender, mode: str) -> dict[str, Any]:
+    comm, dtype = bench.comm, getattr(torch, case.dtype)
+    facts = (case.collective, "sum", comm.world_size)
+
+    def check(number: int) -> int:
+        this_call = number * comm.world_size  # whose root is rank 0
+        contender.load(bench_data.values(*facts, comm.rank, this_call, elements, dtype).to(comm.device))
+        result = contender.run()
+        comm.synchronize()
+        if result is None or not bench_data.gets(case.collective, comm.world_size, comm.rank, this_call):
+            return 0
+        return bench_data.wrong(result, bench_data.expected(*facts, this_call, elements, comm.rank, dtype))
+
+    contender.load(torch.zeros(elements * COLLECTIVES[case.collective].rows_in(comm.world_size), dtype=dtype))
+    times = _timed(bench, contender.run, mode)
+    return times | {"wrong": check(bench.next_call()) if bench.settings.check else None}
 
 
 def _tensors(comm: Communicator, dtype: torch.dtype, case: Case, elements: int, place: str) -> tuple[Any, Any]:
@@ -72,10 +157,9 @@ def _tensors(comm: Communicator, dtype: torch.dtype, case: Case, elements: int, 
     return (whole, other) if rows_in > rows_out else (other, whole)
 
 
-def _place(
-    comm: Communicator, settings: Settings, case: Case, elements: int, place: str, number: int
-) -> dict[str, Any]:
-    dtype, world_size = getattr(torch, settings.dtype), comm.world_size
+def _place(bench: Bench, case: Case, elements: int, place: str, mode: str) -> dict[str, Any]:
+    comm, settings = bench.comm, bench.settings
+    dtype, world_size = getattr(torch, case.dtype), comm.world_size
     x, y = _tensors(comm, dtype, case, elements, place)
     method = getattr(comm, case.collective)
     how = {"algorithm": case.algorithm, "protocol": case.protocol}
@@ -96,21 +180,15 @@ def _place(
         return bench_data.wrong(y, bench_data.expected(*facts, this_call, elements, comm.rank, dtype))
 
     x.zero_()
-    microseconds = _time(comm, lambda: call(0), settings)
+    times = _timed(bench, lambda: call(0), mode)
+    number = bench.next_call()
     # Twice: the two calls use different mailboxes.
-    return {"time_us": microseconds, "wrong": check(number) + check(number + 1) if settings.check else None}
+    return times | {"wrong": check(number) + check(number + 1) if settings.check else None}
 
 
-def _time(comm: Communicator, call: Call, settings: Settings) -> float:
-    for _ in range(settings.warmup):
-        call()
-    comm.synchronize()
-    comm.barrier()
-    start = time.perf_counter()
-    for _ in range(settings.iters):
-        call()
-    comm.synchronize()
-    return (time.perf_counter() - start) / settings.iters * 1e6
+def _timed(bench: Bench, call: bench_timing.Call, mode: str) -> dict[str, float]:
+    run, calls = bench_timing.prepare(bench.comm, call, mode, bench.settings.warmup)
+    return bench_timing.summary(bench_timing.timed(bench.comm, run, calls, bench.settings.iters))
 
 
 def pick_device(name: str, rank: int) -> torch.device:

@@ -23,7 +23,7 @@ class Output:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         hidden = quiet or not self._console.is_terminal
         self._progress = Progress(*columns, console=self._console, transient=True, disable=hidden)
-        total = len(settings.cases) * len(settings.sizes)
+        total = settings.rows
         self._task = self._progress.add_task("joining the ranks" if joined else "starting the ranks", total=total)
 
     def __enter__(self) -> Output:
@@ -53,7 +53,12 @@ class Output:
         names = f"{row['collective']} {row['algorithm']}/{row['protocol']}"
         self._progress.update(self._task, advance=1, description=names)
 
+    def note(self, text: str) -> None:
+        """Print what cannot be compared."""
+        self._console.print(f"# {text}")
+
     def summary(self, results: Results) -> None:
         """Print the last line."""
-        text = bench_table.summary(results.header, results.rows, self._settings.check, results.wrong)
+        planned = self._settings.rows
+        text = bench_table.summary(results.header, results.rows, self._settings.check, results.wrong, planned)
         self._console.print(f"\n{text}")

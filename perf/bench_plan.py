@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives as facts
 from tricomm.kernels import registry
+from tricomm.kernels.dtypes import DTYPES, OPS, reduction
 
 MAX_RANKS = 8
+OURS = "tricomm"
+LIBRARIES = ("nccl", "gloo", "symm_mem")
+MODES = ("eager", "graph", "kernel")
 COLLECTIVES = tuple(name for name in facts.COLLECTIVES if name != "barrier")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
@@ -19,26 +24,37 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Case:
-    """One collective with the kernel that is asked for; None leaves the choice to selection."""
+    """One collective of one type with the kernel that is asked for; None leaves the choice to selection.
+
+    `library` is tricomm, or who makes the call instead.
+    """
 
     collective: str
     algorithm: str | None
     protocol: str | None
+    dtype: str = "float32"
+    library: str = OURS
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: every case at every size. Sizes in bytes, `timeout` in seconds, `device` is auto, cpu or cuda."""
+    """A run: every case at every size in every mode. Sizes in bytes, `timeout` in seconds, `device` is auto, cpu or
+    cuda. `eager` is a launch a call, `graph` a CUDA graph of one call, `kernel` one of many."""
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
-    dtype: str = "float32"
     op: str = "sum"
+    modes: tuple[str, ...] = ("eager",)
     iters: int = 20
     warmup: int = 1
     check: bool = True
     device: str = "auto"
     timeout: float = 300.0
+
+    @property
+    def rows(self) -> int:
+        """How many rows there will be, at most."""
+        return len(self.cases) * len(self.sizes) * len(self.modes)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +62,8 @@ class Settings:
     @staticmethod
     def from_json(data: dict[str, Any]) -> Settings:
         cases = tuple(Case(**case) for case in data["cases"])
-        return Settings(**{**data, "cases": cases, "sizes": tuple(data["sizes"])})
+        tuples = {name: tuple(data[name]) for name in ("sizes", "modes")}
+        return Settings(**{**data, **tuples, "cases": cases})
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -84,17 +101,36 @@ def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ..
 
 
 def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
-    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the list otherwise."""
+    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the nearest and the list otherwise."""
     if text not in allowed:
-        raise InvalidArgument(f"{what} {text!r} is unknown; there is {', '.join(allowed)}")
+        near = difflib.get_close_matches(text, allowed, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidArgument(f"{what} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
     return text
 
 
+def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:
+    """The types of a comma list; `all` stands for those for which `op` is defined, where a collective reduces.
+
+    Raises `InvalidArgument` for a type or an operation that is unknown, or that do not fit.
+    """
+    one_name(op, OPS, "op")
+    names = parse_names(text, tuple(DTYPES), "dtype")
+    if not any(facts.COLLECTIVES[name].reduces for name in collectives):
+        return names
+    if text == "all":
+        names = tuple(name for name in names if op in DTYPES[name].ops)
+    for name in names:
+        reduction(DTYPES[name], op)
+    return names
+
+
 def cases(
-    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int
-) -> tuple[Case, ...]:
-    """Every shipped kernel of `collectives` for `world_size` ranks among the comma lists (or `all`); None leaves that
-    part to selection.
+    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int,
+    dtypes: tuple[str, ...] = ("float32",), against: tuple[str, ...] = (),
+) -> tuple[Case, ...]:  # fmt: skip
+    """Every shipped kernel of `collectives` for `world_size` ranks among the comma lists (or `all`), for every type;
+    None leaves that part to selection. Then the libraries `against` which it is measured.
 
     Raises `InvalidArgument` where a collective has no such kernel, with the list of those that it has.
     """
@@ -109,8 +145,10 @@ def cases(
                 f"{collective}: no kernel fits algorithm {algorithms or 'any'}, protocol {protocols or 'any'}; "
                 f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
             )
-        for a, p in fits:
-            found.append(Case(collective, None if wanted is None else a, None if spoken is None else p))
+        for dtype in dtypes:
+            for a, p in fits:
+                found.append(Case(collective, None if wanted is None else a, None if spoken is None else p, dtype))
+            found += [Case(collective, None, None, dtype, library) for library in against]
     return tuple(dict.fromkeys(found))
 
 
@@ -131,6 +169,11 @@ def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) 
     """The size that a row prints, and S of its bandwidths."""
     kind = facts.COLLECTIVES[collective]
     return elements * itemsize * max(kind.rows_in(world_size), kind.rows_out(world_size))
+
+
+def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
+    """What selection and tables go by: a rank's input, of a root's where there is one."""
+    return elements * itemsize * facts.COLLECTIVES[collective].rows_in(world_size)
 
 
 def algorithm_bandwidth(size: int, microseconds: float) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ def versions() -> dict[str, str]:
     return {
         "tricomm": tricomm.__version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "not available: torch was built without CUDA",
     }
@@ -39,6 +41,24 @@ def installed() -> dict[str, str]:
     """Versions as the package metadata give them; they differ from the loaded ones where two copies are about."""
     names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nccl4py")
     return {name: guarded(partial(metadata.version, name)) for name in names}
+
+
+def commit() -> str:
+    """The commit of the checkout that tricomm was loaded from, `+` where files differ; empty for an installed copy."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(tricomm.__file__).resolve().parent
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    def found() -> str:
+        if not (Path(tricomm.__file__).resolve().parent.parent / ".git").exists():
+            return ""
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no") else "")
+
+    text: str = guarded(found)
+    return "" if text.startswith("not available") else text
 
 
 def processor() -> str:

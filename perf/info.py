@@ -11,19 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
-from tricomm import discovery, env, selection
+from tricomm import discovery, env, selection, tuned
 from tricomm.kernels import interpreter, layout
 from tricomm.options import Options
-from tricomm.perf import facts
+from tricomm.perf import facts, history
 from tricomm.perf.bench_plan import COLLECTIVES
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
 _LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
 _FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG")
+_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR")
 
 
 def collect() -> dict[str, Any]:
@@ -117,7 +116,8 @@ def _paths() -> dict[str, str]:
     from triton import knobs
 
     return {
-        "tricomm cache": platformdirs.user_cache_dir("tricomm"),
+        "tuning tables": str(tuned.folder()),
+        "history": str(history.default_path()),
         "triton cache": str(facts.guarded(lambda: knobs.cache.dir)),
         "package": str(Path(__file__).resolve().parent.parent),
     }
@@ -155,20 +155,31 @@ def _limit(value: int) -> int | str:
 
 def _selection() -> list[dict[str, Any]]:
     """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
-    if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
-        device = f"sm_{major}{minor}"
-    else:
-        device = "cpu"
+    sites = [_site(world_size) for world_size in (2, 4, 8)]
     found = []
     for collective in COLLECTIVES:
-        for world_size in (2, 4, 8):
-            plan = layout.plan(world_size, Options().arena_bytes)
-            site = selection.Site(device, world_size, plan, layout.MAX_BLOCKS)
+        for site in sites:
+            world_size = site.world_size
             for nbytes in SIZES:
                 choice = selection.choose(site, collective, nbytes)
                 found.append({
-                    "device": device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
+                    "device": site.device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
                     "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
                 })  # fmt: skip
     return found
+
+
+def _site(world_size: int) -> selection.Site:
+    """What a communicator of the first `world_size` devices would know, the user's tuning table among it."""
+    kind, device, topology = "cpu", torch.device("cpu"), None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        kind, device, topology = f"sm_{major}{minor}", torch.device("cuda"), discovery.read().topology
+    if topology is not None:
+        topology = topology.of(range(world_size)) if world_size <= len(topology) else None
+    mine = tuned.load(tuned.fingerprint(kind, device, world_size, topology))
+    return selection.Site(
+        kind, world_size, layout.plan(world_size, Options().arena_bytes), layout.MAX_BLOCKS,
+        topology=topology.kind if topology is not None else "",
+        tuned=mine.rows if mine is not None else (), tuned_name=mine.name if mine is not None else "",
+    )  # fmt: skip

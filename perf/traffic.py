@@ -16,6 +16,7 @@ import click
 import numpy as np
 
 from tricomm.kernels import registry
+from tricomm.perf import bounds
 from tricomm.perf.ranks import talk
 
 WORLDS = (2, 3, 4)
@@ -45,7 +46,7 @@ class Moved:
     @property
     def formula(self) -> Fraction:
         """Bytes written and read as the registry promises them."""
-        return (self.kernel.written(self.world_size) + self.kernel.read(self.world_size)) * self.nbytes
+        return bounds.moved(self.kernel, self.world_size) * self.nbytes
 
     @property
     def ratio(self) -> float:
@@ -58,12 +59,7 @@ class Moved:
     @property
     def optimum(self) -> Fraction:
         """The least that the busiest rank must send without in-network reduction, whatever the links."""
-        others = Fraction(self.world_size - 1)
-        factor = {
-            "all_reduce": 2 * others / self.world_size, "all_gather": others,
-            "broadcast": Fraction(1), "reduce": Fraction(1), "gather": Fraction(1), "send": Fraction(1),
-        }.get(self.collective, others / self.world_size)  # fmt: skip
-        return factor * self.nbytes
+        return bounds.least(self.collective, self.world_size) * self.nbytes
 
 
 class Counter:

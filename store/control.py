@@ -214,7 +214,7 @@ class ControlPage:
             if not missing:
                 return [found[r] for r in range(self.world_size)]
             if heed_faults:
-                self._refuse_apart(missing, mine.what)
+                self._refuse_apart(missing, mine)
             if lost := [gone[r] for r in missing if r in gone]:
                 raise PeerDied(f"{self._prefix(mine.what)}: {'; '.join(lost)}")
             if now - began >= timeout:
@@ -223,13 +223,17 @@ class ControlPage:
             self._pause(pause)
             pause = min(pause + 5e-5, 2e-3)
 
-    def _refuse_apart(self, missing: list[int], what: str) -> None:
+    def _refuse_apart(self, missing: list[int], mine: Message) -> None:
         for rank in missing:
             fault, call = self.fault(rank), self.last(rank)
+            ahead = call is not None and call.sequence > self.sequence(self.rank)
+            # It may have come since its slot was looked at, seen everybody there, and be in its next call by now.
+            if not (ahead or fault is not None) or self._from(rank, mine):
+                continue
             if fault is not None:
-                raise GroupAborted(f"{self._prefix(what)}: rank {rank} gave the group up: {fault.text}")
-            if call is not None and call.sequence > self.sequence(self.rank):
-                raise CollectiveMismatch(f"{self._prefix(what)}: rank {rank} is in {call.text()} instead")
+                raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} gave the group up: {fault.text}")
+            if call is not None:
+                raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is in {call.text()} instead")
 
     def _from(self, rank: int, mine: Message) -> dict[int, bytes]:
         theirs = self._page(rank).posted(mine.step)

@@ -7,98 +7,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
-FAILED, UNSUPPORTED, WRONG, INTERRUPTED = 1, 3, 4, 130
+from tricomm.commands.bench import bench
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED
+from tricomm.commands.common import usage as _usage
+from tricomm.commands.predict import predict
+from tricomm.commands.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="tricomm")
 def cli() -> None:
     """Single-node multi-GPU collectives in Triton: measure them, explain them, look at their machine code."""
-
-
-@cli.command()
-@click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
-@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, broadcast, a list, or all.")
-@click.option("--algorithm", help="one_shot, two_shot, a list, or all [default: what selection picks].")
-@click.option("--protocol", help="ll, simple, a list, or all [default: what selection picks].")
-@click.option("--dtype", default="float32", show_default=True, help="Element type.")
-@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
-@click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
-@click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
-@click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
-@click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write rows there too.")
-def bench(nproc: int | None, json_file: Path | None, **options: Any) -> None:
-    """Time the collectives and check their results, with the columns and formulas of nccl-tests.
-
-    Starts --nproc ranks on this machine, or is one of them where torchrun (RANK, WORLD_SIZE) has started it.
-    """
-    from tricomm import env
-    from tricomm.errors import ResourceError, TricommError
-    from tricomm.perf import bench as runner
-    from tricomm.perf.bench_output import Output
-
-    joined = env.text("RANK") is not None and env.text("WORLD_SIZE") is not None
-    world_size = _usage(lambda: env.integer("WORLD_SIZE")) if joined else nproc or 2
-    if joined and nproc not in (None, world_size):
-        raise click.UsageError(f"--nproc {nproc}: WORLD_SIZE={world_size} is set, so the ranks are already started")
-    if not 1 <= (world_size or 0) <= 8:
-        raise click.UsageError(f"WORLD_SIZE={world_size}: 1 to 8 ranks are possible")
-    settings = _settings(options, world_size or 2)
-    quiet = joined and _usage(lambda: env.integer("RANK")) != 0
-    with Output(settings, quiet, joined) as output:
-        try:
-            if joined:
-                results = runner.join(settings, output.header, output.row)
-            else:
-                results = runner.run(settings, world_size or 2, output.header, output.row)
-        except TricommError as error:
-            output.stop()
-            click.echo(f"tricomm bench: {error}", err=True)
-            lacking = isinstance(error, ResourceError) or getattr(error, "unsupported", False)
-            sys.exit(UNSUPPORTED if lacking else FAILED)
-    if json_file is not None and not quiet:
-        json_file.write_text(json.dumps(results.to_json(settings), indent=1) + "\n")
-    output.summary(results)
-    if results.wrong:
-        sys.exit(WRONG)
-
-
-def _settings(options: dict[str, Any], world_size: int) -> Any:
-    from tricomm.kernels.collectives import COLLECTIVES
-    from tricomm.kernels.dtypes import DTYPES, OPS, reduction
-    from tricomm.perf import bench_plan as plan
-
-    def make() -> plan.Settings:
-        dtype = plan.one_name(options["dtype"], tuple(DTYPES), "dtype")
-        op = plan.one_name(options["op"], OPS, "op")
-        collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
-        if any(COLLECTIVES[name].reduces for name in collectives):
-            reduction(DTYPES[dtype], op)
-        cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size)
-        sizes = plan.parse_sizes(options["sizes"])
-        rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
-        return plan.Settings(cases, sizes, dtype, op, **rest)
-
-    return _usage(make)
-
-
-def _usage(function: Callable[[], Any]) -> Any:
-    """The function's result; a bad argument becomes click's usage error (exit code 2)."""
-    from tricomm.errors import InvalidArgument
-
-    try:
-        return function()
-    except InvalidArgument as error:
-        raise click.UsageError(str(error)) from None
 
 
 @cli.command()
@@ -237,6 +161,11 @@ def verify(files: tuple[Path, ...]) -> None:
         click.echo(f"{path}: {found['stage']}: {found['status']}, {len(found['cases'])} cases on {device}{label}")
     if not good:
         sys.exit(FAILED)
+
+
+cli.add_command(bench)
+cli.add_command(predict)
+cli.add_command(tune)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import calls, env, joining, linking, nccl, routing, selection
+from tricomm import calls, env, joining, linking, nccl, routing, selection, tuned
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives, interpreter, layout
 from tricomm.messages import Messages
@@ -23,6 +24,7 @@ from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import open_store
 from tricomm.symmetric import Symmetric, check_shape
+from tricomm.table import Fingerprint, Row
 
 
 class Communicator(Messages):
@@ -177,8 +179,8 @@ class Communicator(Messages):
     ) -> Choice:
         """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
 
-        The input is a rank's, of a root's where there is one; `mode` is eager, or graph for a captured call. Whether
-        NCCL can be used at all shows when a call first goes there.
+        The input is a rank's, of a root's where there is one; `dtype` is float32 where none is given; `mode` is eager,
+        or graph for a captured call. Whether NCCL can be used at all shows when a call first goes there.
         """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
@@ -187,17 +189,44 @@ class Communicator(Messages):
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         name = calls.operation(op)
+        bits = calls.DTYPES[dtype].bits if dtype in calls.DTYPES else 32
         reduces = collectives.find(collective).reduces
         if collective in routing.POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         forced = algorithm is not None or protocol is not None
         size = None if collective == "all_to_all_v" else nbytes
         route = routing.decide(self._routes, collective, dtype, name if reduces else "none", size, forced)
         if route.path != routing.NCCL:
-            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode)
+            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         if reduces and dtype is not None:
             nccl.check(collective, name, dtype)
         return selection.nccl(collective, route.reason)
+
+    def use_table(self, rows: Sequence[Row], name: str) -> None:
+        """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
+
+        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks where their rows differ;
+        then nothing has changed.
+        """
+        self._usable()
+        given = tuple(rows)
+        with self._my_turn(), self._or_give_up("use_table"):
+            mine = hashlib.sha256(repr((given, name)).encode()).digest()
+            answers = self._control.exchange(mine, "use_table", self._timeout, heed_faults=True)
+            for rank, theirs in enumerate(answers):
+                if theirs != answers[0]:
+                    raise InvalidArgument(
+                        f"use_table: rank {rank} has table {theirs.hex()[:12]}, rank 0 {answers[0].hex()[:12]}; give "
+                        "all ranks the same rows"
+                    )
+            self._site = replace(self._site, tuned=given, tuned_name=name)
+            for known in (self._plans, self._known, self._halves):
+                known.clear()
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What kind of box this group runs on: what tuning tables are keyed by."""
+        return tuned.fingerprint(self._site.device, self.device, self.world_size, self.topology)
 
 
 def init(

@@ -93,9 +93,11 @@ class Group(Faults):
         self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = self._agree_on_devices()
+        table = runtime.table(control, device_class, device, self.topology, timeout)
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
             topology=self.topology.kind if self.topology is not None else "", reachable=reachable,
+            tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         self._monitor.start(self._diagnose)
@@ -150,6 +152,11 @@ class Group(Faults):
     def arena_layout(self) -> layout.Layout:
         """Where headers and mailboxes lie in an arena."""
         return self._layout
+
+    @property
+    def most_blocks(self) -> int:
+        """The largest grid whose blocks are surely resident together on every rank's device."""
+        return self._site.max_blocks
 
     @property
     def peer_ranges(self) -> list[tuple[int, int]]:

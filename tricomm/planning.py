@@ -88,6 +88,7 @@ class Planning(Group):
         kind = calls.DTYPES.get(dtype) if dtype is not None else None
         asked = plan.Asked(collective, op, kind, count, root, splits, table)
         counter = routing.counter(route.path, collective) if self.counted else None
+        bits = kind.bits if kind is not None else 32
         bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
             if route.path == routing.NCCL:
@@ -96,7 +97,7 @@ class Planning(Group):
             else:
                 # Of uneven rows no rank knows the others'.
                 known = _UNKNOWN if splits else nbytes
-                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting)
+                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting, bits)
                 found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm import tuned
 from tricomm.kernels import launch
 from tricomm.monitor import Monitor
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.symmetric import nbytes_of
+from tricomm.table import Tuned
+from tricomm.topology import Topology
 
 
 class Runtime(Protocol):
@@ -41,6 +44,11 @@ class Runtime(Protocol):
     ) -> Arena:
         """Memory for a tensor on every rank; called by all ranks together."""
 
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> Tuned | None:
+        """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
+
 
 class Processes:
     """Ranks that run by themselves."""
@@ -66,6 +74,11 @@ class Processes:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> Tuned | None:
+        return tuned.agree(control, tuned.fingerprint(kind, device, control.world_size, topology), timeout)
 
 
 PROCESSES = Processes()

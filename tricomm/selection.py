@@ -1,23 +1,24 @@
 """Which kernel a call runs, and why: a pure function, so that equal inputs give equal choices on all ranks.
 
-What only one rank knows (alignment, contiguity, its rank) takes no part in it. The shipped table is data
-(`tables/default.json`); its first row that fits the collective, the world size and the bytes decides.
+What only one rank knows (alignment, contiguity, its rank) takes no part in it. Tables are data: the first row that fits
+the collective, the world size and the bytes decides, of the user's own table for this kind of box, then of the shipped
+one (`tables/default.json`).
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives, registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout
+from tricomm.table import Row, Table, shipped
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
+WORDS_PER_WARP = GPU_TILE // GPU_WARPS
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
 
 
@@ -57,6 +58,8 @@ class Site:
     tile: int | None = None
     topology: str = ""  # `Topology.kind` of the ranks' devices; empty where nothing is known
     reachable: bool = True  # every rank's memory is mapped on every other
+    tuned: tuple[Row, ...] = ()  # of the user's own table, or of a tuner's candidate
+    tuned_name: str = ""
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -74,9 +77,11 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 def choose(
     site: Site, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
-    mode: str = "eager", zero_copy: str | None = None,
+    mode: str = "eager", zero_copy: str | None = None, bits: int = 32,
 ) -> Choice:  # fmt: skip
     """Pick the kernel for `nbytes` bytes of input per rank (of a root's where there is one), in `mode` eager or graph.
+
+    `bits` are an element's.
 
     `algorithm` and `protocol` force one. Raises `InvalidArgument` for a collective, algorithm or protocol that does
     not exist, with those that do, and for what these devices' links do not carry. `zero_copy` names the one algorithm
@@ -89,21 +94,27 @@ def choose(
     if zero_copy is not None:
         return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
     fits = _allowed(site, collective, algorithm, protocol)
-    # A message's two halves have one row.
-    table, rows = _rows(site, "send" if collective == "recv" else collective, nbytes, mode)
-    found = [(number, row, k) for number, row in rows for k in fits if (k.algorithm, k.protocol) == _key(row)]
-    number, row, kernel = found[0] if found else (-1, _NO_ROW, fits[0])
-    second = next((k for _, _, k in found[1:] if k != kernel), None)
+    row_of = "send" if collective == "recv" else collective  # a message's two halves have one row
+    found = [
+        (name, number, row, k)
+        for name, number, row in _rows(site, row_of, nbytes, mode, bits)
+        for k in fits
+        if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
+    ]
+    table, number, row, kernel = found[0] if found else ("none", -1, None, fits[0])
+    second = next((k for _, _, _, k in found[1:] if k != kernel), None)
     words = -(-nbytes // 8)
-    blocks, tile = _shape(site, kernel, -(-words // kind.rows_in(site.world_size)))
+    blocks, warps, tile = _shape(site, kernel, -(-words // kind.rows_in(site.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
+    elif row is None:
+        reason = f"no table has a row for {collective} on these devices; the first kernel that there is"
     else:
-        limit = "any size" if row["max_bytes"] is None else f"up to {row['max_bytes']} bytes"
-        reason = f"table {table!r} row {number}: {collective}, up to {row['world_size']} ranks, {limit}"
+        limit = "any size" if row.max_bytes is None else f"up to {row.max_bytes} bytes"
+        reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {limit}"
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, GPU_WARPS, tile, reason, table,
+        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, table,
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
     )  # fmt: skip
 
@@ -122,10 +133,10 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
-    blocks, tile = _shape(site, kernel, -(-nbytes // 8))
+    blocks, warps, tile = _shape(site, kernel, -(-nbytes // 8))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, GPU_WARPS, tile, reason, "none", None, zero_copy=True
+        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True
     )
 
 
@@ -156,8 +167,11 @@ def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str |
     )
 
 
-def _shape(site: Site, kernel: registry.Kernel, words: int) -> tuple[int, int]:
-    """Grid and tile for a row of `words`. Every input is the same on all ranks, and so is the grid."""
+def _shape(site: Site, kernel: registry.Kernel, words: int, row: Row | None = None) -> tuple[int, int, int]:
+    """Grid, warps and tile for a row of `words`, as `row` says or by rule. All that goes in is the same on all ranks.
+
+    A GPU's tiles span all threads of a block, at two words a thread, so few words take warps away.
+    """
     if kernel.pairwise:
         return _shape_of_message(site, site.layout.slot_words(kernel.protocol), words)
     widest = site.layout.largest_tile(kernel.algorithm, kernel.protocol)
@@ -168,42 +182,43 @@ def _shape(site: Site, kernel: registry.Kernel, words: int) -> tuple[int, int]:
         tile = GPU_TILE
         share = words if kernel.shards is None else -(-words // (kernel.shards or site.world_size))
         blocks = min(32, max(1, -(-share // tile)))
+    warps = GPU_WARPS
+    if row is not None:
+        tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = min(site.tile or tile, widest)
-    return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), tile
+    if site.device != "cpu":
+        warps = max(1, min(warps, tile // WORDS_PER_WARP))
+    return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), warps, tile
 
 
-def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int]:
+def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int, int]:
     """The same with as many blocks as there are channels to serve."""
     tile = GPU_TILE if site.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = min(site.tile or tile, widest)
     blocks = 1 if site.device == "cpu" else min(site.layout.channels, max(1, -(-words // tile)))
-    return min(site.blocks or blocks, site.layout.channels, site.max_blocks), tile
+    return min(site.blocks or blocks, site.layout.channels, site.max_blocks), GPU_WARPS, tile
 
 
-_NO_ROW = {"algorithm": "one_shot", "protocol": "simple", "max_bytes": None, "world_size": "any"}
-
-
-def _key(row: dict[str, Any]) -> tuple[str, str]:
-    return row["algorithm"], row["protocol"]
-
-
-def _rows(site: Site, collective: str, nbytes: int, mode: str) -> tuple[str, list[tuple[int, dict[str, Any]]]]:
-    """The first table for these devices, and its rows that fit, with their numbers: the first one decides."""
-    for table in _tables():
-        device = table["device"] == site.device or (table["device"] == "cuda" and site.device != "cpu")
-        if device and table.get("topology", site.topology) == site.topology:
-            found = []
-            for number, row in enumerate(table["rows"]):
-                fits = row["max_bytes"] is None or nbytes <= row["max_bytes"]
-                fits = fits and row["collective"] == collective and site.world_size <= row["world_size"]
-                if fits and row.get("mode", mode) == mode:
-                    found.append((number, row))
-            return table["name"], found
-    return "none", []
+def _rows(site: Site, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, Row]]:
+    """Rows that fit, with their table's name and their number there: the user's own, then the first shipped table's
+    for these devices. The first row decides."""
+    tables = [(site.tuned_name, site.tuned)]
+    for table in _shipped():
+        device = table.device == site.device or (table.device == "cuda" and site.device != "cpu")
+        if device and table.topology in (None, site.topology):
+            tables.append((table.name, table.rows))
+            break
+    return [
+        (name, number, row)
+        for name, rows in tables
+        for number, row in enumerate(rows)
+        if row.collective == collective and site.world_size <= row.world_size
+        if row.max_bytes is None or nbytes <= row.max_bytes
+        if row.mode in (None, mode) and row.bits in (None, bits)
+    ]
 
 
 @cache
-def _tables() -> list[dict[str, Any]]:
-    text = files("tricomm").joinpath("tables/default.json").read_text()
-    tables: list[dict[str, Any]] = json.loads(text)["tables"]
-    return tables
+def _shipped() -> tuple[Table, ...]:
+    where = "tables/default.json"
+    return shipped(files("tricomm").joinpath(where).read_bytes(), where)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tricomm.perf import bench, bench_table
+from tricomm.perf import bench, bench_table, history
 from tricomm.perf.ranks import RankFailed, talk
 
-_HEAD = ["size", "count", "type", "redop", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
+_HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
+_HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_history_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("data")
+        patch.setenv("XDG_DATA_HOME", str(folder))
+        yield folder / "tricomm" / "history.sqlite"
 
 
 def _bench(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
@@ -25,7 +36,9 @@ def _bench(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory, _no_history_of_the_user: Path
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "rows.json"
     done = _bench(
         "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
@@ -66,12 +79,69 @@ def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
         assert place["busbw_gbs"] == pytest.approx(place["algbw_gbs"] * factor)
 
 
-def test_time_is_the_slowest_rank_and_wrong_is_the_sum() -> None:
-    part = {"collective": "all_reduce", "size_bytes": 1000, "in_place": {"time_us": 1.0, "wrong": None}}
-    parts = [{**part, "out_of_place": {"time_us": float(t), "wrong": w}} for t, w in ((1, 0), (4, 2), (1, 3))]
-    assert bench.merge(parts, 3, True)["in_place"]["wrong"] is None
-    row = bench.merge(parts, 3, True)["out_of_place"]
-    assert (row["time_us"], row["avg_us"], row["wrong"], row["algbw_gbs"]) == (4.0, 2.0, 5, 0.25)
+def _part(time_us: float, wrong: int | None) -> dict[str, Any]:
+    return {"time_us": time_us, "p50_us": time_us, "p99_us": 2 * time_us, "max_us": 3 * time_us, "wrong": wrong}
+
+
+def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
+    row = {"library": "tricomm", "collective": "all_reduce", "size_bytes": 1000, "in_place": _part(1.0, None)}
+    parts = [{**row, "out_of_place": _part(t, w)} for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
+    merged = bench.merge(parts, 3, True)
+    assert merged["in_place"]["wrong"] is None and merged["simulated"] is True
+    place = merged["out_of_place"]
+    assert (place["time_us"], place["avg_us"], place["wrong"], place["algbw_gbs"]) == (4.0, 2.0, 5, 0.25)
+    assert (place["p99_us"], place["max_us"], place["skew_us"], place["slowest_rank"]) == (8.0, 12.0, 3.0, 1)
+    others = bench.merge([{**p, "library": "gloo", "in_place": None} for p in parts], 3, True)
+    assert others["in_place"] is None and others["simulated"] is False
+
+
+def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_user: Path) -> None:
+    file = tmp_path / "rows.csv"
+    done = _bench(
+        "--sizes", "1K", "--iters", "3", "--dtype", "float32,int8", "--against", "gloo,nccl", "--csv", str(file)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# nccl: these ranks run on a CPU; gloo is what to compare with there" in done.stdout
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [(r["library"], r["dtype"], r["place"], r["simulated"], r["wrong"]) for r in rows] == [
+        (library, dtype, place, str(library == "tricomm"), "0")
+        for dtype in ("float32", "int8")
+        for library, place in (("tricomm", "out_of_place"), ("tricomm", "in_place"), ("gloo", "in_place"))
+    ]
+    with history.open_history(_no_history_of_the_user) as past:  # type: ignore[union-attr]
+        found = past.read()[-len(rows) :]
+    for row, entry in zip(rows, found, strict=True):
+        assert entry.run.versions["tricomm"] and entry.run.world_size == 2 and entry.measurement.mode == "eager"
+        assert entry.measurement.library == row["library"] and entry.measurement.nbytes == int(row["size_bytes"])
+        assert entry.measurement.p50_us == float(row["p50_us"]) <= entry.measurement.p99_us <= entry.measurement.max_us
+
+
+def test_an_interrupt_loses_nothing_that_was_measured(tmp_path: Path) -> None:
+    data, rows_file = tmp_path / "rows.json", tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K:1M:2", "--iters", "40"]
+    command += ["--json", str(data), "--csv", str(rows_file)]
+    past = tmp_path / "tricomm" / "history.sqlite"
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        said = ""
+        while said.count("\n  ") < 2:
+            said += process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        said += process.stdout.read()
+        assert process.wait(timeout=30) == 130
+    # A set: the signal may come while a row is being printed, which is then printed again.
+    shown = len({line for line in said.splitlines() if line.startswith("  ")})
+    assert 2 <= shown < 11 and f"{shown} rows of 11, 0 wrong" in said
+    assert len(json.loads(data.read_text())["results"]) == shown
+    assert len(rows_file.read_text().splitlines()) == 1 + 2 * shown
+    with history.open_history(past) as found:  # type: ignore[union-attr]
+        assert len(found) == 2 * shown
+
+
+def test_a_graph_is_refused_where_there_is_none() -> None:
+    done = _bench("--sizes", "1K", "--mode", "all")
+    assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
 
 
 def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
@@ -100,6 +170,10 @@ def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
         (["--collective", "all_to_nobody"], "there is all_reduce, all_gather, reduce_scatter"),
         (["--protocol", "ll128"], "there is ll, simple"),
         (["--iters", "0"], "1<=x"),
+        (["--mode", "graphs"], "mode 'graphs' is unknown (did you mean graph?); there is eager, graph, kernel"),
+        (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
+        (["--json", "/nowhere/rows.json"], "its directory is not there"),
+        (["--csv", "/nowhere/rows.csv"], "No such file"),
     ],
 )
 def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None:

@@ -75,5 +75,23 @@ def test_bandwidths_are_those_of_nccl_tests() -> None:
 
 
 def test_settings_cross_as_json() -> None:
-    settings = Settings((Case("all_reduce", None, "ll"),), (1, 2), op="max", check=False)
+    cases = (Case("all_reduce", None, "ll", "int8"), Case("all_reduce", None, None, library="gloo"))
+    settings = Settings(cases, (1, 2), op="max", modes=("eager", "graph"), check=False)
+    assert settings.rows == 8
     assert Settings.from_json(settings.to_json()) == settings
+
+
+def test_all_types_are_those_that_have_the_operation() -> None:
+    assert "bool" not in bench_plan.parse_dtypes("all", "avg", ("all_reduce",))
+    assert "complex64" in bench_plan.parse_dtypes("all", "max", ("all_gather",))
+    with pytest.raises(InvalidArgument, match="op 'max' is not defined for complex64"):
+        bench_plan.parse_dtypes("float32,complex64", "max", ("all_gather", "reduce"))
+    with pytest.raises(InvalidArgument, match=r"dtype 'bfloat' is unknown \(did you mean bfloat16\?\)"):
+        bench_plan.parse_dtypes("bfloat", "sum", ("all_reduce",))
+
+
+def test_libraries_come_behind_the_kernels_of_each_type() -> None:
+    found = bench_plan.cases(("all_gather",), "all", "all", 2, ("int8", "int32"), ("gloo",))
+    assert [(c.library, c.dtype) for c in found] == [
+        (library, dtype) for dtype in ("int8", "int32") for library in ("tricomm", "tricomm", "gloo")
+    ]

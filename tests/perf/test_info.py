@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from tricomm import table, tuned
 from tricomm.cli import cli
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.perf import facts, info
@@ -73,3 +75,13 @@ def test_kernels_as_json() -> None:
 def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(cli, ["kernels", *arguments])
     assert done.exit_code == 2 and said in done.output
+
+
+def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
+    row = table.Row("all_reduce", 4, 2048, "two_shot", "simple")
+    tuned.save(table.make(table.Fingerprint("cpu", "", 4), (row,)))
+    found = info.collect()
+    decided = [c for c in found["selection"] if "tuned" in c["reason"]]
+    assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]
+    assert "row 0" in decided[0]["reason"] and found["paths"]["tuning tables"] == str(tmp_path)

@@ -344,3 +344,28 @@ def test_ranks_of_real_processes_see_each_other(tmp_path):
         pids = [group.message(r) for r in range(3)]
         results = [o.value for o in group.results()]
     assert [r[:2] for r in results] == [("ok", pids)] * 3
+
+
+def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
+    with pages(2) as (one, two):
+        look, looks = one._from, []
+
+        def slow_look(rank, mine):
+            found = look(rank, mine)
+            looks.append(found)
+            if len(looks) == 1:  # not there yet; it comes, sees everybody, and makes its next call
+                assert found == {}
+                assert two.exchange(b"two", "step", 5.0, heed_faults=True) == [b"one", b"two"]
+                two.announcer()(1, call(1).record())
+            return found
+
+        one._from = slow_look
+        assert one.exchange(b"one", "step", 5.0, heed_faults=True) == [b"one", b"two"]
+        assert len(looks) >= 3
+
+
+def test_a_rank_that_is_in_a_call_and_has_not_come_is_refused():
+    with pages(2) as (one, two):
+        two.announcer()(1, call(1).record())
+        with pytest.raises(CollectiveMismatch, match="rank 1 is in collective1.* instead"):
+            one.exchange(b"one", "step", 5.0, heed_faults=True)

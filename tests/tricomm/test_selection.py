@@ -1,8 +1,5 @@
 """Selection is a pure function: equal inputs, equal choices, and a reason that names what decided."""
 
-import json
-from importlib.resources import files
-
 import pytest
 
 from tricomm import selection
@@ -10,6 +7,9 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, registry
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.selection import Site, choose
+from tricomm.table import Row, Table
+
+_ANY = ("all_reduce", 16, None)
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 DEVICES = ["cpu", "sm_80", "sm_90", "sm_100"]
@@ -70,15 +70,11 @@ def test_the_grid_is_never_larger_than_what_is_resident():
 
 
 def test_the_shipped_table_is_sound():
-    data = json.loads(files("tricomm").joinpath("tables/default.json").read_text())
-    for table in data["tables"]:
-        for row in table["rows"]:
-            registry.find(row["collective"], row["algorithm"], row["protocol"])
+    for table in selection._shipped():
         for collective in set(COLLECTIVES) - {"barrier"}:
-            last = [r for r in table["rows"] if r["collective"] == collective][-1]
-            everywhere = table.get("topology") != "hybrid_cube_mesh"
-            assert last["max_bytes"] is None
-            assert last["world_size"] == layout.MAX_WORLD_SIZE or not everywhere
+            last = [r for r in table.rows if r.collective == collective][-1]
+            assert last.max_bytes is None
+            assert last.world_size == layout.MAX_WORLD_SIZE or table.topology == "hybrid_cube_mesh"
 
 
 def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
@@ -108,8 +104,45 @@ def test_the_runner_up_is_named():
 
 
 def test_a_row_may_be_for_graphs_only(monkeypatch):
-    row = {"collective": "all_reduce", "world_size": 16, "max_bytes": None, "algorithm": "one_shot"}
-    rows = [{**row, "protocol": "simple", "mode": "graph"}, {**row, "protocol": "ll"}]
-    monkeypatch.setattr(selection, "_tables", lambda: [{"name": "mine", "device": "cpu", "rows": rows}])
+    rows = (Row(*_ANY, "one_shot", "simple", mode="graph"), Row(*_ANY, "one_shot", "ll"))
+    monkeypatch.setattr(selection, "_shipped", lambda: (Table("mine", "cpu", rows),))
     found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
     assert found == ["simple", "ll"]
+
+
+# The user's own rows
+
+
+def tuned(*rows, **more):
+    return site(tuned=rows, tuned_name="tuned abc", **more)
+
+
+def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
+    here = tuned(Row("all_reduce", 4, 4096, "two_shot", "simple", blocks=5, warps=16, tile=1024))
+    choice = choose(here, "all_reduce", 4096)
+    assert (choice.algorithm, choice.protocol) == ("two_shot", "simple")
+    assert (choice.blocks, choice.warps, choice.block) == (5, 16, 1024)
+    assert choice.reason == "table 'tuned abc' row 0: all_reduce, up to 4 ranks, up to 4096 bytes"
+    assert (choice.table, choice.row) == ("tuned abc", 0)
+    assert choose(here, "all_reduce", 4097).table == "hopper"
+    assert choose(here, "all_gather", 1).table == "hopper"
+
+
+def test_a_tuned_row_may_be_for_a_width_and_a_mode():
+    narrow = Row("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
+    found = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
+    assert found == ["tuned abc", "hopper", "hopper", "hopper"]
+
+
+def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
+    cube = Row("all_reduce", 4, None, "hybrid_cube_mesh", "ll")
+    assert choose(tuned(cube), "all_reduce", 8).table == "hopper"
+    assert choose(tuned(cube), "all_reduce", 8, algorithm="one_shot").algorithm == "one_shot"
+
+
+def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
+    greedy = Row("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
+    choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
+    assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
+    small = choose(tuned(Row("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
+    assert (small.block, small.warps) == (512, 8)  # two words a thread: every thread has a part of each tile

@@ -25,6 +25,7 @@ from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, Member, Record, State
 from tricomm.store.local import LocalArena, LocalGroup, host_page_address
 from tricomm.symmetric import nbytes_of
+from tricomm.topology import Topology
 
 CPU = torch.device("cpu")
 
@@ -228,6 +229,11 @@ class RankRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._world.symmetric(self._rank, shape, dtype)
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> None:
+        """None: what is explored must not depend on what somebody has measured on this machine."""
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:

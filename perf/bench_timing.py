@@ -1,0 +1,94 @@
+"""How calls are timed: as a user makes them, one after another, and what the times of all ranks come to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tricomm import Communicator
+from tricomm.errors import ResourceError
+
+Call = Callable[[], Any]
+CALLS_PER_GRAPH = 20  # of mode `kernel`: what a launch of the graph costs is shared by so many
+
+
+def check_mode(mode: str, simulated: bool) -> None:
+    """Refuse what a CPU has not. Raises `ResourceError`."""
+    if simulated and mode != "eager":
+        raise ResourceError(f"mode {mode!r} needs CUDA graphs, and these ranks run on a CPU; use --mode eager")
+
+
+def prepare(comm: Communicator, call: Call, mode: str, warmup: int) -> tuple[Call, int]:
+    """What to time in `mode`, warmed up, and how many calls it makes. Every rank does so at the same time."""
+    for _ in range(max(warmup, mode != "eager")):  # what is captured has to be compiled and loaded
+        call()
+    comm.synchronize()
+    if mode == "eager":
+        return call, 1
+    calls = CALLS_PER_GRAPH if mode == "kernel" else 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    graph.replay()
+    comm.synchronize()
+    return graph.replay, calls
+
+
+def timed(comm: Communicator, run: Call, calls: int, iters: int) -> list[float]:
+    """Microseconds of each of `iters` runs of `calls` calls, a call. The ranks meet first, and then nothing waits for
+    them: on a GPU the runs follow each other on the stream, marked by events."""
+    comm.barrier()
+    marks = _on_cpu(run, iters) if comm.simulated else _on_gpu(comm, run, iters)
+    return [us / calls for us in marks]
+
+
+def _on_cpu(run: Call, iters: int) -> list[float]:
+    marks = [time.perf_counter()]
+    for _ in range(iters):
+        run()
+        marks.append(time.perf_counter())
+    return [(end - begin) * 1e6 for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+def _on_gpu(comm: Communicator, run: Call, iters: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    comm.synchronize()
+    torch.cuda.synchronize(comm.device)  # a library's call is not on the communicator's own books
+    return [begin.elapsed_time(end) * 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """The smallest value that `part` of all do not exceed (nearest rank)."""
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """One rank's times of a row, in microseconds: `time_us` is the mean, as nccl-tests has it."""
+    return {
+        "time_us": sum(samples) / len(samples),
+        "p50_us": quantile(samples, 0.5),
+        "p99_us": quantile(samples, 0.99),
+        "max_us": max(samples),
+    }
+
+
+def over_ranks(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """All ranks' summaries as one: the slowest rank's, the average of their means, and how far apart medians lie."""
+    found: dict[str, Any] = {name: max(part[name] for part in parts) for name in ("p50_us", "p99_us", "max_us")}
+    times, medians = [part["time_us"] for part in parts], [part["p50_us"] for part in parts]
+    return {
+        "time_us": max(times),
+        "avg_us": sum(times) / len(times),
+        **found,
+        "skew_us": max(medians) - min(medians),
+        "slowest_rank": medians.index(max(medians)),
+    }

@@ -1,0 +1,104 @@
+"""What is tuned (a point), and what can be chosen there (a candidate)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import msgspec
+
+from tricomm.kernels import collectives, registry
+from tricomm.kernels.layout import Layout
+from tricomm.perf.bench_plan import COLLECTIVES
+from tricomm.table import Row
+
+# Not all_to_all_v: no rank knows what the others send, so no size takes part in its choice.
+TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")
+DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # what stands for a width
+_BLOCKS = (1, 2, 4, 8, 16, 32, 64)
+_WARPS = (4, 8, 16)
+_TILES = (256, 512, 1024, 2048, 4096)
+_WORDS_PER_WARP = 64  # two a thread
+_CPU_TILES = (1024, 2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One decision: `nbytes` of input per rank; `bits` of an element where it is reduced, else 0; eager or graph."""
+
+    collective: str
+    bits: int
+    mode: str
+    nbytes: int
+
+    @property
+    def group(self) -> tuple[str, int, str]:
+        """Points that differ in size only."""
+        return self.collective, self.bits, self.mode
+
+    @property
+    def dtype(self) -> str:
+        """The type that is measured."""
+        return DTYPES[self.bits or 32]
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One way to run a call. `warps` and `tile` (64-bit words) are a block's."""
+
+    algorithm: str
+    protocol: str
+    blocks: int
+    warps: int
+    tile: int
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """Candidates that differ in shape only."""
+        return self.algorithm, self.protocol
+
+    def row(self, point: Point, world_size: int, max_bytes: int | None) -> Row:
+        """As a table has it."""
+        fields = {
+            "collective": point.collective, "world_size": world_size, "max_bytes": max_bytes, **asdict(self),
+            "mode": point.mode, "bits": point.bits or None,
+        }  # fmt: skip
+        return msgspec.convert(fields, Row)
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}/{self.protocol} {self.blocks}x{self.warps} tile {self.tile}"
+
+
+def points(
+    names: tuple[str, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...]
+) -> list[Point]:
+    """Every decision to be made. What is only moved is the same for every type."""
+    return [
+        Point(name, width, mode, size)
+        for name in names
+        for width in (bits if collectives.COLLECTIVES[name].reduces else (0,))
+        for mode in modes
+        for size in sorted(set(sizes))
+    ]
+
+
+def pool(kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool) -> list[Candidate]:
+    """Every shape of every kernel. A GPU's tiles span all threads of a block; a CPU has no warps."""
+    shapes = [(8, tile) for tile in _CPU_TILES] if cpu else [(w, t) for w in _WARPS for t in _TILES]
+    return [
+        Candidate(kernel.algorithm, kernel.protocol, blocks, warps, tile)
+        for kernel in kernels
+        for blocks in _BLOCKS
+        if blocks <= max_blocks and not (cpu and blocks > 2)
+        for warps, tile in shapes
+        if tile <= layout.largest_tile(kernel.algorithm, kernel.protocol)
+        if cpu or tile >= warps * _WORDS_PER_WARP
+    ]
+
+
+def neighbours(candidate: Candidate) -> Iterator[Candidate]:
+    """Shapes one step away; not all of them need exist."""
+    for name in ("blocks", "warps", "tile"):
+        value = getattr(candidate, name)
+        for other in (value // 2, value * 2):
+            yield replace(candidate, **{name: other})

@@ -1,0 +1,74 @@
+"""What a few noisy times say: a centre that outliers don't move, how far it may be off, and what a change gains.
+
+Times on a shared machine are skewed upwards: medians, and deviations from them, instead of means.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_TO_SIGMA = 1.4826  # from a median of deviations to a standard deviation, for normal noise
+_OF_MEDIAN = 1.2533  # a median's standard error over a mean's, for normal noise
+_LEAST = 0.01  # relative spread that is believed of few samples: a clock, a drift
+_OUTLIER = 5.0  # deviations
+_RESAMPLES = 400
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The centre of some times and its standard error, in their unit."""
+
+    centre: float
+    error: float
+
+    @property
+    def low(self) -> float:
+        return self.centre - 2 * self.error
+
+    @property
+    def high(self) -> float:
+        return self.centre + 2 * self.error
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Part of the time that a change saves: what is expected, and between what it lies in 95 of 100 cases."""
+
+    expected: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.expected:+.1%} (95 %: {self.low:+.1%} to {self.high:+.1%})"
+
+
+def kept(samples: Sequence[float]) -> list[float]:
+    """The samples without those that lie far above the others: an interrupt, another job."""
+    middle = median(samples)
+    spread = max(_TO_SIGMA * median(abs(s - middle) for s in samples), _LEAST * middle)
+    return [s for s in samples if s <= middle + _OUTLIER * spread]
+
+
+def estimate(samples: Sequence[float]) -> Estimate:
+    """The centre of at least one sample."""
+    good = kept(samples)
+    middle = median(good)
+    spread = max(_TO_SIGMA * median(abs(s - middle) for s in good), _LEAST * middle)
+    return Estimate(middle, _OF_MEDIAN * spread / math.sqrt(len(good)))
+
+
+def gain(old: Sequence[float], new: Sequence[float], seed: int = 0) -> Gain:
+    """What `new` saves of `old`: by resampling both, the same way for equal input."""
+    before, after, draw = kept(old), kept(new), random.Random(seed)
+
+    def once() -> float:
+        a = median(draw.choices(before, k=len(before)))
+        return 1 - median(draw.choices(after, k=len(after))) / a
+
+    found = sorted(once() for _ in range(_RESAMPLES))
+    edge = _RESAMPLES // 40
+    return Gain(1 - median(after) / median(before), found[edge], found[-edge - 1])

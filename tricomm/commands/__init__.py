@@ -1,0 +1,1 @@
+"""Commands of `tricomm` that have a file of their own."""

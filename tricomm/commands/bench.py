@@ -1,0 +1,100 @@
+"""`tricomm bench`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, WRONG, joined, usage
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
+@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, broadcast, a list, or all.")
+@click.option("--algorithm", help="one_shot, two_shot, a list, or all [default: what selection picks].")
+@click.option("--protocol", help="ll, simple, a list, or all [default: what selection picks].")
+@click.option("--dtype", default="float32", show_default=True, help="Element type, a list, or all that --op has.")
+@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
+@click.option("--mode", default="eager", show_default=True, help="eager, graph (one call), kernel (many), or all.")
+@click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
+@click.option("--against", help="Libraries in the same run: nccl, gloo, symm_mem, a list.")
+@click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
+@click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
+@click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
+@click.option("--json", "json_file", type=_FILE, help="Write rows there too, what there is of them in any case.")
+@click.option("--csv", "csv_file", type=_FILE, help="Write rows there too, each when it is measured.")
+@click.option("--history/--no-history", default=True, show_default=True, help="Append rows to the history.")
+def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, history: bool, **options: Any) -> None:
+    """Time the collectives and check their results, with the columns and formulas of nccl-tests.
+
+    Starts --nproc ranks on this machine, or is one of them where torchrun (RANK, WORLD_SIZE) has started it. Every row
+    is in the history when it is printed: an interrupt loses nothing that was measured.
+
+    \b
+    tricomm bench --nproc 4 --algorithm all --protocol all --sizes 1K:1M:4
+    tricomm bench --collective all --dtype float32,bfloat16 --mode eager,graph --against nccl,symm_mem
+    torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
+    """
+    from tricomm.errors import ResourceError, TricommError
+    from tricomm.perf import bench as runner
+    from tricomm.perf import history as past
+    from tricomm.perf.bench_files import Files
+    from tricomm.perf.bench_output import Output
+
+    world_size, started, quiet = joined(nproc)
+    settings = usage(lambda: _settings(options, world_size))
+    results = runner.Results()
+
+    def files() -> Files:
+        record = past.open_history(say=lambda text: click.echo(text, err=True)) if history and not quiet else None
+        return Files(settings, results, None if quiet else json_file, None if quiet else csv_file, record)
+
+    with usage(files) as written, Output(settings, quiet, started) as output:
+
+        def header(record: dict[str, Any]) -> None:
+            output.header(record)
+            written.header(record)
+
+        def row(record: dict[str, Any]) -> None:
+            written.row(record)
+            output.row(record)
+
+        listener = runner.Listener(header, row, output.note)
+        try:
+            if started:
+                runner.join(settings, listener, results)
+            else:
+                runner.run(settings, world_size, listener, results)
+        except TricommError as error:
+            output.stop()
+            click.echo(f"tricomm bench: {error}", err=True)
+            lacking = isinstance(error, ResourceError) or getattr(error, "unsupported", False)
+            sys.exit(UNSUPPORTED if lacking else FAILED)
+        except KeyboardInterrupt:
+            output.stop()
+            output.summary(results)
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+        output.summary(results)
+    if results.wrong:
+        sys.exit(WRONG)
+
+
+def _settings(options: dict[str, Any], world_size: int) -> Any:
+    from tricomm.perf import bench_plan as plan
+
+    collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
+    dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
+    against = plan.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
+    cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against)
+    sizes = plan.parse_sizes(options["sizes"])
+    modes = plan.parse_names(options["mode"], plan.MODES, "mode")
+    rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
+    return plan.Settings(cases, sizes, options["op"], modes, **rest)

@@ -1,0 +1,36 @@
+"""`tricomm predict`: what a box should do, without the box."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from tricomm.commands.common import usage
+
+
+@click.command()
+@click.option("--gpu", default="h100", show_default=True, help="v100, a100, h100, h200, b200, gb200, pcie3, 4 or 5.")
+@click.option("--world-size", type=click.IntRange(1, 16), default=8, show_default=True, help="Ranks.")
+@click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, a list, or all.")
+@click.option("--sizes", default="1K:64M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
+@click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
+@click.option("--check", is_flag=True, help="Set the model beside published measurements instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def predict(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, check: bool, as_json: bool
+) -> None:  # fmt: skip
+    """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
+
+    \b
+    tricomm predict --gpu h100 --world-size 8 --collective all_reduce
+    tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
+    tricomm predict --check
+    """
+    from tricomm.perf import forecast, model
+
+    if check:
+        click.echo("\n".join(model.report(model.check())))
+        return
+    found = usage(lambda: forecast.forecast(gpu, world_size, collective, sizes, mode))
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))

@@ -1,0 +1,125 @@
+"""`tricomm tune`, and what can be done with the tables that it makes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, joined, usage
+
+_FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.group(invoke_without_command=True)
+@click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
+@click.option("--collective", default="all", show_default=True, help="all_reduce, a list, or all.")
+@click.option("--bits", default="16,32", show_default=True, help="Widths of reduced elements: 8, 16, 32, 64, or all.")
+@click.option("--mode", help="eager, graph, or both in a list [default: what the device has].")
+@click.option("--sizes", default="1K:16M:4", show_default=True, help="Input bytes per rank, first:last:factor.")
+@click.option("--budget", default="5m", show_default=True, help="Time to spend: 90s, 5m, 1h.")
+@click.option("--simulated", is_flag=True, help="Tune ranks on a CPU; no GPU ever uses such a table.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--timeout", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds a call has.")
+@click.pass_context
+def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
+    """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
+
+    Every candidate's result is checked before it is timed; the slowest rank's time counts; the budget goes where a
+    decision is close. What is measured is kept: an interrupted run goes on when it is started again.
+
+    \b
+    tricomm tune --nproc 8 --budget 10m
+    tricomm tune --collective all_reduce --bits 16 --mode graph --sizes 1K:1M:2
+    tricomm tune show
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from tricomm.errors import ResourceError, TricommError
+    from tricomm.perf.tuner import plan, run
+
+    world_size, started, quiet = joined(nproc)
+    settings = usage(lambda: plan.settings(**options))
+
+    def hear(what: str, message: dict[str, Any]) -> None:
+        if quiet:
+            return
+        if what == "note":
+            click.echo(f"# {message['text']}", err=True)
+        elif what == "heat" and sys.stderr.isatty():
+            click.echo(f"\r{message['point']}: {message['candidates']} candidates\x1b[K", err=True, nl=False)
+        elif what == "result":
+            click.echo("\n".join(message["lines"]))
+            click.echo(f"written to {message['file']}" if message["file"] else "nothing to change; no table is written")
+
+    try:
+        if started:
+            run.join(settings, hear)
+        else:
+            run.run(settings, world_size, hear)
+    except TricommError as error:
+        click.echo(f"tricomm tune: {error}", err=True)
+        sys.exit(UNSUPPORTED if isinstance(error, ResourceError) or getattr(error, "unsupported", False) else FAILED)
+    except KeyboardInterrupt:
+        click.echo("interrupted; what was measured is kept, tune again to go on", err=True)
+        sys.exit(INTERRUPTED)
+
+
+@tune.command()
+@click.argument("files", nargs=-1, type=_FILES)
+def show(files: tuple[Path, ...]) -> None:
+    """Print tables: FILES, or all of the user's own, with the boxes that they are for."""
+    from tricomm import tuned
+    from tricomm.errors import InvalidArgument
+    from tricomm.perf.tuner import tables
+
+    found, broken = files or tuple(sorted(tuned.folder().glob("*.json"))), False
+    if not found:
+        click.echo(f"no tables in {tuned.folder()}; `tricomm tune` makes one")
+    for file in found:
+        try:
+            click.echo("\n".join(tables.lines(file, tuned.read(file))))
+        except InvalidArgument as error:
+            broken = True
+            click.echo(str(error), err=True)
+    if broken:
+        sys.exit(FAILED)
+
+
+@tune.command()
+@click.argument("files", nargs=-1, required=True, type=_FILES)
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not where it counts."
+)
+def merge(files: tuple[Path, ...], output: Path | None) -> None:
+    """Make one table of FILES of the same kind of box, and use it from now on.
+
+    Of a collective, width and mode, the last file that has it counts.
+    """
+    from tricomm import table, tuned
+    from tricomm.errors import ResourceError
+    from tricomm.perf.tuner import tables
+
+    found = usage(lambda: tables.merge([tuned.read(file) for file in files]))
+    try:
+        where = tuned.save(found) if output is None else output
+        if output is not None:
+            output.write_bytes(table.dumps(found))
+    except (ResourceError, OSError) as error:
+        click.echo(f"tricomm tune merge: {error}", err=True)
+        sys.exit(UNSUPPORTED)
+    click.echo(f"{len(found.rows)} rows written to {where}")
+
+
+@tune.command()
+@click.argument("file", type=_FILES)
+@click.option("--format", "form", type=click.Choice(["csv", "json"]), default="csv", show_default=True)
+def export(file: Path, form: str) -> None:
+    """Print a table: JSON, or CSV by ranges of sizes with the columns of NCCL's tuner plug-in, for people to read."""
+    from tricomm import table, tuned
+    from tricomm.perf.tuner import tables
+
+    found = usage(lambda: tuned.read(file))
+    click.echo(table.dumps(found) if form == "json" else tables.csv(found), nl=False)
