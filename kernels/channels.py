@@ -8,8 +8,10 @@
                              ◀──────── ack     the slot is free
 
 An ordered pair of ranks has a number of channels, each a queue of numbered pieces on its own: piece p of a message
-goes through channel p % channels, block b serves channels b, b + grid, and so on. So the two sides need not launch
-the same grid, and messages of different sizes never share a slot at once.
+with tag t goes through channel (p + t) % channels. The sender's block b serves the message's channels b, b + grid, and
+so on, one after another, and so does the receiver's; where that has fewer blocks, each does several blocks' channels
+in that order. So it needs as many blocks of the sender at once as it has itself, and messages of different sizes
+never share a slot at once.
 
 Number    counts the pieces of a channel, from 4 to 2^32 - 1 and round again: a multiple of 4 of them, so that the slot
           goes on by one. It is the flag of the header, of the ack and, under `ll`, of every word. The counters lie in
@@ -19,8 +21,9 @@ Waits     sender, for the ack of the piece four before: its slot has been read. 
           there too; under `ll` words carry the number themselves.
 Reuse     by acknowledgement alone, release to acquire: the receiver's loads before its ack, the sender's stores after.
           Mailboxes, headers and the epoch of the collectives are not touched.
-Stale     every 2^30 pieces a sender clears each slot before it fills it, so that a word that no message has overwritten
-          since is never taken for new when its number comes round.
+Stale     whatever lies in a slot may look like an LL word: plain data do, and so do words of a number that has come
+          round. So where `simple` was there before, and every 2^30 pieces, `ll` clears the slot first, and then its
+          header releases: who sees the header sees no word that is older. Else all old words have older numbers.
 Order     messages of one pair and one tag arrive as they were sent; another tag may be taken first, as long as no more
           than 4 pieces of a channel wait.
 """
@@ -44,6 +47,10 @@ NUMBERS = tl.constexpr(layout.EPOCH_LIMIT)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
 PENDING = tl.constexpr(layout.PENDING)
 UNLIKE = tl.constexpr(layout.UNLIKE)
+MESSAGE = tl.constexpr(layout.MESSAGE)
+MESSAGE_PEER = tl.constexpr(layout.MESSAGE_PEER)
+MESSAGE_ENDED = tl.constexpr(layout.MESSAGE_ENDED)
+MESSAGE_ARRIVALS = tl.constexpr(layout.MESSAGE_ARRIVALS)
 
 
 @triton.jit
@@ -92,25 +99,52 @@ def wait_free(group, mine, number, LANES: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def clear_stale(group, slot, number, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    """LL, where its time has come: zero the whole slot of piece `number`, which is free.
+def clear_stale(group, slot, number, plain, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """LL: zero the slot of piece `number`, which is free, where something in it may look new; True where it did.
 
-    By the same thread that then stores a word there, so the two have one order.
+    Bit s of `plain` says that slot s has held plain data since it was cleared.
     """
-    if number % CLEAR_EVERY < SLOTS:
+    stale = (number % CLEAR_EVERY < SLOTS) | (((plain >> (number % SLOTS)) & 1) == 1)
+    if stale:
         words = tl.load(group + SLOT_BYTES) // 16
         for first in range(0, words, BLOCK):
             put_ll(slot + 2 * first, tl.zeros([BLOCK], tl.int64), 0, words - first, BLOCK, PTX)
+        tl.debug_barrier()  # another thread stores the payload there
+    return stale
 
 
 @triton.jit
-def show(theirs, number, call, tag, LL: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+def show(theirs, number, call, tag, RELEASE, LANES: tl.constexpr, PTX: tl.constexpr):
     """Write the header of piece `number` beside its slot. Pairs with `find`."""
     lane = tl.arange(0, LANES)
-    if not LL:
-        tl.debug_barrier()  # all threads' payload lies behind the release
     value = (number << 32) | tl.where(lane == 0, call & LOW, tag & LOW)
-    signal(theirs + 2 * (number % SLOTS) + lane % 2, value, lane < 2, not LL, PTX)
+    place = theirs + 2 * (number % SLOTS) + lane % 2
+    if RELEASE:
+        tl.debug_barrier()  # all threads' payload lies behind the release
+        signal(place, value, lane < 2, True, PTX)
+    else:
+        signal(place, value, lane < 2, False, PTX)
+
+
+@triton.jit
+def begin(group, call, rank):
+    """Say in the control page which message runs, and with whom. Pairs with `end`."""
+    if tl.program_id(0) == 0:
+        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        tl.store(control + MESSAGE_PEER, rank)
+        tl.store(control + MESSAGE, call >> 32)
+
+
+@triton.jit
+def end(group, call, status):
+    """Say that the message has ended, once all blocks have got here. Nobody waits for it."""
+    tl.debug_barrier()
+    if status == 0:
+        arrived = tl.atomic_add(group + MESSAGE_ARRIVALS, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(0) - 1:
+            tl.debug_barrier()
+            tl.store(group + MESSAGE_ARRIVALS, 0)
+            tl.store(tl.load(group + CONTROL).to(tl.pointer_type(tl.int64)) + MESSAGE_ENDED, call >> 32)
 
 
 @triton.jit

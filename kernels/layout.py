@@ -24,7 +24,7 @@ PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_ROOM, SIMPLE_BASE, SIMPLE_ROOM, EPOCH, ARRIVALS, BUSY = range(9)
-LINES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(9, 13)
+MESSAGE_ARRIVALS, LINES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(9, 14)
 PEERS = 16
 # Of a hybrid cube mesh: the ranks of one's own quad and of the other one, by position (relay partners have the same),
 # one's own position, and one's place among the quad's ranks in ascending order.
@@ -32,15 +32,16 @@ QUAD, OTHER, POSITION, PLACE = 32, 36, 40, 41
 HEADERS = 1024
 
 # A line of messages: a header of two words for each slot, an ack for each, and the numbers of the next piece to send
-# and of the first one not taken, with a bit for each one behind it that was.
+# and of the first one not taken, with a bit for each one behind it that was; a bit for each slot with plain data in it.
 SLOTS = 4
 LINE = 128
-ACKS, SENT, NEXT, TAKEN = 8, 12, 13, 14
+ACKS, SENT, NEXT, TAKEN, PLAIN = 8, 12, 13, 14, 15
 MAX_CHANNELS = 16
 
-# Words of the control page that host and kernel share (host memory, mapped for a GPU). From TOLD on, who sent what any
-# source could have sent, by the message's number.
-ABORT, STATUS, STARTED, ENDED = range(4)
+# Words of the control page that host and kernel share (host memory, mapped for a GPU). Of messages: the number of the
+# one that runs, its peer (-1: any), the number of the last one that has ended; from TOLD on, who sent what any source
+# could have sent, by the message's number.
+ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
 TOLD, TOLD_WORDS = 64, 256
 
 # Status codes in the low byte of the status word.

@@ -117,7 +117,7 @@ def look(group, spins, late, PTX: tl.constexpr):
     """2 in every lane where the host or another block of this rank has given up, else 0. Looks now and then."""
     gone = late.to(tl.int32) * 0
     every: tl.constexpr = 256 if PTX else 4
-    if spins % every == every - 1:
+    if (spins & (every - 1)) == every - 1:  # not %: `spins` turns negative in the end
         control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
         # A tile of pointers to the same two words: every thread reads, one reduction by the caller decides.
         words = control + tl.zeros(late.shape, tl.int32)

@@ -5,8 +5,8 @@
 Bytes     8 a piece written to the sender as acknowledgement; the payload is read from own memory.
 Hops      1, the sender's.
 Waits     see `channels`.
-Any       with rank -1 one block looks at the headers of all peers in turn until one has a message of this tag, and
-          takes that; where several have, the lowest rank's. It says whose in the control page.
+Any       with rank -1 one block looks at the headers of all peers in turn, from the lowest rank on, until one has a
+          message of this tag, and takes that. It says whose in the control page.
 Reuse     see `channels`.
 Order     nothing is summed.
 """
@@ -19,6 +19,8 @@ import triton.language as tl
 from tricomm.kernels import layout
 from tricomm.kernels.channels import (
     CHANNELS,
+    begin,
+    end,
     find,
     give_back,
     later,
@@ -39,16 +41,17 @@ TOLD_WORDS = tl.constexpr(layout.TOLD_WORDS)
 
 @triton.jit
 def any_source(group, tag, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
-    """(the lowest rank with a message of this tag, status)."""
+    """(a rank with a message of this tag, status)."""
     me = tl.load(group + RANK)
     found = tl.full([], -1, tl.int64)
     status = 0
     spins = 0
     while (found < 0) & (status == 0):
         source = tl.zeros([], tl.int64)
+        channel = tag % tl.load(group + CHANNELS)
         while (source < WORLD_SIZE) & (found < 0):
             if source != me:
-                mine = line(group, group, source, 0)
+                mine = line(group, group, source, channel)
                 here = waiting(group, mine, tl.load(mine + NEXT), tl.load(mine + TAKEN), tag, LANES, PTX)
                 found = tl.where(here == 1, source, found)
             source += 1
@@ -58,18 +61,23 @@ def any_source(group, tag, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: t
     return found, status
 
 
-@triton.jit(do_not_specialize=["numel", "call", "rank", "tag"])
-def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64,
+@triton.jit(do_not_specialize=["numel", "call", "rank", "tag", "blocks"])
+def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, blocks: tl.int64,
          LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
          ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
     me = tl.load(group + RANK)
-    rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter takes a small number for 32 bits
+    rank, tag, blocks = (
+        rank.to(tl.int64),
+        tag.to(tl.int64),
+        blocks.to(tl.int64),
+    )  # the interpreter takes a small number for 32 bits
     words = tl.cdiv(numel, PACK)
     piece = piece_words(group, words, LL, BLOCK)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
     channels = tl.load(group + CHANNELS)
-    channel = tl.program_id(0).to(tl.int64)
+    begin(group, call, rank)
+    used = tl.minimum(channels, pieces)
     source = rank
     status = 0
     if rank < 0:
@@ -77,34 +85,42 @@ def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
         if status == 0:
             control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
             tl.store(control + TOLD + ((call >> 32) % TOLD_WORDS), source)
-    while (channel < tl.minimum(channels, pieces)) & (status == 0):
-        mine, theirs = line(group, group, source, channel), line(group, peer(group, source), me, channel)
-        following, taken = tl.load(mine + NEXT), tl.load(mine + TAKEN)
-        part = channel
-        while (part < pieces) & (status == 0):
-            ahead, status = find(group, mine, source, following, taken, call, tag, LANES, PTX)
-            base = part * piece
-            count = tl.maximum(tl.minimum(words - base, piece), 0)
-            number = later(following, ahead)
-            slot = slot_of(group, group, source, channel, number)
-            first = tl.zeros([], tl.int64)
-            while (first < count) & (status == 0):
-                if LL:
-                    tile = tl.multiple_of(slot + 2 * first, 16)
-                    data, status = get_ll(group, tile, 0, number, count - first, 1, BLOCK, PTX)
-                    if status == 0:
-                        store_words(y_ptr, base + first, data[0], numel, BLOCK, ALIGNED)
-                else:
-                    store_words(y_ptr, base + first, load_tile(slot, first, count, BLOCK), numel, BLOCK, ALIGNED)
-                first += BLOCK
+    block = tl.program_id(0).to(tl.int64)  # of the sender's `blocks`
+    first_part = block
+    while (block < blocks) & (status == 0):
+        if first_part < used:
+            channel = (first_part + tag) % channels
+            mine, theirs = line(group, group, source, channel), line(group, peer(group, source), me, channel)
+            following, taken = tl.load(mine + NEXT), tl.load(mine + TAKEN)
+            part = first_part
+            while (part < pieces) & (status == 0):
+                ahead, status = find(group, mine, source, following, taken, call, tag, LANES, PTX)
+                base = part * piece
+                count = tl.maximum(tl.minimum(words - base, piece), 0)
+                number = later(following, ahead)
+                slot = slot_of(group, group, source, channel, number)
+                first = tl.zeros([], tl.int64)
+                while (first < count) & (status == 0):
+                    if LL:
+                        tile = tl.multiple_of(slot + 2 * first, 16)
+                        data, status = get_ll(group, tile, 0, number, count - first, 1, BLOCK, PTX)
+                        if status == 0:
+                            store_words(y_ptr, base + first, data[0], numel, BLOCK, ALIGNED)
+                    else:
+                        store_words(y_ptr, base + first, load_tile(slot, first, count, BLOCK), numel, BLOCK, ALIGNED)
+                    first += BLOCK
+                if status == 0:
+                    give_back(theirs, number, LANES, PTX)
+                    taken |= tl.full([], 1, tl.int64) << ahead
+                    while (taken & 1) == 1:
+                        taken >>= 1
+                        following = later(following, 1)
+                    part += channels
             if status == 0:
-                give_back(theirs, number, LANES, PTX)
-                taken |= tl.full([], 1, tl.int64) << ahead
-                while (taken & 1) == 1:
-                    taken >>= 1
-                    following = later(following, 1)
-                part += channels
-        if status == 0:
-            tl.store(mine + NEXT, following)
-            tl.store(mine + TAKEN, taken)
-        channel += tl.num_programs(0)
+                tl.store(mine + NEXT, following)
+                tl.store(mine + TAKEN, taken)
+            first_part += blocks
+        else:
+            block += tl.num_programs(0)
+            first_part = block
+    end(group, call, status)

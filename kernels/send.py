@@ -4,8 +4,8 @@
 
 Bytes     n pushed, under LL twice that, and 16 a piece of header; 8 a piece come back as acknowledgement.
 Hops      1; the fifth piece of a channel and those behind it wait for an acknowledgement each, a second one.
-Waits     see `channels`. A message that fits into free slots is away when the kernel ends, whether or not the
-          receiver has asked for it; a longer one ends with its receiver.
+Waits     see `channels`. A message whose pieces find free slots is away when the kernel ends, whether or not the
+          receiver has asked for it: four short ones of a tag are. Any other ends with its receiver.
 Reuse     see `channels`.
 Order     nothing is summed.
 """
@@ -18,7 +18,10 @@ import triton.language as tl
 from tricomm.kernels import layout
 from tricomm.kernels.channels import (
     CHANNELS,
+    SLOTS,
+    begin,
     clear_stale,
+    end,
     later,
     line,
     piece_words,
@@ -30,6 +33,7 @@ from tricomm.kernels.primitives import RANK, peer, put_ll
 from tricomm.kernels.words import load_words, store_tile
 
 SENT = tl.constexpr(layout.SENT)
+PLAIN = tl.constexpr(layout.PLAIN)
 
 
 @triton.jit(do_not_specialize=["numel", "call", "rank", "tag"])
@@ -43,30 +47,38 @@ def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
     piece = piece_words(group, words, LL, BLOCK)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
     channels = tl.load(group + CHANNELS)
-    channel = tl.program_id(0).to(tl.int64)
+    begin(group, call, rank)
+    first_part = tl.program_id(0).to(tl.int64)
     status = 0
-    while (channel < tl.minimum(channels, pieces)) & (status == 0):
+    while (first_part < tl.minimum(channels, pieces)) & (status == 0):
+        channel = (first_part + tag) % channels
         mine, theirs = line(group, group, rank, channel), line(group, peer(group, rank), me, channel)
-        number = tl.load(mine + SENT)
-        part = channel
+        number, plain = tl.load(mine + SENT), tl.load(mine + PLAIN)
+        part = first_part
         while (part < pieces) & (status == 0):
             status = wait_free(group, mine, number, LANES, PTX)
             if status == 0:
                 base = part * piece
                 count = tl.maximum(tl.minimum(words - base, piece), 0)
                 slot = slot_of(group, peer(group, rank), me, channel, number)
+                bit = tl.full([], 1, tl.int64) << (number % SLOTS)
                 if LL:
-                    clear_stale(group, slot, number, BLOCK, PTX)
+                    cleared = clear_stale(group, slot, number, plain, BLOCK, PTX)
                     for first in range(0, count, BLOCK):
                         data = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
                         put_ll(slot + 2 * first, data, number, count - first, BLOCK, PTX)
+                    show(theirs, number, call, tag, cleared, LANES, PTX)
+                    plain &= ~bit
                 else:
                     for first in range(0, count, BLOCK):
                         data = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
                         store_tile(slot, first, data, count, BLOCK)
-                show(theirs, number, call, tag, LL, LANES, PTX)
+                    show(theirs, number, call, tag, True, LANES, PTX)
+                    plain |= bit
                 number = later(number, 1)
                 part += channels
         if status == 0:
             tl.store(mine + SENT, number)
-        channel += tl.num_programs(0)
+            tl.store(mine + PLAIN, plain)
+        first_part += tl.num_programs(0)
+    end(group, call, status)

@@ -20,6 +20,7 @@ from tricomm.perf.kernel_compile import Variant, compile_variant, with_plain_lin
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
+_OWN_ARRIVALS = ("primitives.leave", "channels.end")  # count a rank's own blocks
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def examine(variant: Variant, function: Any = None) -> Report:
     sass = code.disassemble(with_plain_lines(ptx, cubin, variant))
     tiles = code.tile_lines(compiled.asm["ttgir"])
     in_ptx, in_sass = code.ptx_accesses(ptx), code.sass_accesses(sass)
-    flags = [a for a in in_ptx if a.order and function_of(a.line) != "primitives.leave"]
+    flags = [a for a in in_ptx if a.order and function_of(a.line) not in _OWN_ARRIVALS]
     # Where PTX asks for `.sys`, the machine code must have it too.
     lines = {a.line for a in flags if a.system}
     weak = [f"{a.mnemonic} at {place(a.line)}" for a in flags if not a.system]

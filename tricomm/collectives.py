@@ -205,8 +205,14 @@ class Collectives(Planning):
         self, collective: str, op: str, x: Symmetric, y: torch.Tensor, algorithm: str | None, protocol: str | None
     ) -> None:
         """Over a symmetric handle: the peers read it where it lies."""
-        fitting = "two_shot" if y is x.local else "one_shot"
-        self._run(collective, op, x.local, y, x.local.numel(), algorithm, protocol, -1, (fitting, x.table))
+        if x.group != self.group:
+            raise InvalidArgument(
+                f"{collective}: this handle is of communicator {x.group}, here is {self.group} with ranks of its own; "
+                "make one with this communicator's symmetric(), or pass handle.local"
+            )
+        fitting = "two_shot" if y.data_ptr() == x.local.data_ptr() else "one_shot"
+        handle = (fitting, x.table, x.number)
+        self._run(collective, op, x.local, y, x.local.numel(), algorithm, protocol, -1, handle)
 
     def _through(
         self, kind: collectives.Collective, sources: list[torch.Tensor], targets: list[torch.Tensor], op: str,

@@ -76,7 +76,7 @@ class Communicator(Messages):
             )  # fmt: skip
             undo.pop_all()
         self._store: Store | None = store  # one that this rank hosts lives as long as somebody may be meeting there
-        self._splits = 0
+        self._splits = self._handles = 0
 
     @classmethod
     def over(
@@ -92,7 +92,7 @@ class Communicator(Messages):
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
         Messages.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
-        comm._store, comm._splits = None, 0
+        comm._store, comm._splits, comm._handles = None, 0, 0
         return comm
 
     def __enter__(self) -> Communicator:
@@ -148,7 +148,8 @@ class Communicator(Messages):
                     raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
             arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
             self._owned.callback(arena.close)
-            return Symmetric(arena, self.rank, sizes, dtype, self.device)
+            self._handles += 1
+            return Symmetric(arena, self.rank, sizes, dtype, self.device, self.group, self._handles)
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
         """Run a user's `@triton.jit` kernel where this communicator's tensors live.

@@ -69,6 +69,10 @@ class Faults:
         elif status & 0xFF == layout.MISMATCH:
             self._monitor.give_up(self._mismatch((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
 
+    def _describe(self, message: int) -> str:
+        """What a message of that number waits for; groups that have messages know more."""
+        return f"message {message}"
+
     def _mismatch(self, peer: int, fingerprint: int) -> Fault:
         mine = self._control.last(self.rank)
         theirs = self._control.called(peer, mine.sequence) if mine is not None else None

@@ -100,7 +100,7 @@ class Group(Faults):
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
-        self._monitor.start(self._diagnose)
+        self._monitor.start(self._diagnose, self._describe)
         _live.add(self)
 
     def _write_table(self) -> torch.Tensor:

@@ -49,16 +49,19 @@ class Messages(Collectives):
         self._halves: dict[tuple[Any, ...], Bound] = {}
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
+        self._unread: dict[int, FromAny] = {}  # by the word of the control page that will say whose a message was
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:  # fmt: skip
         """Send `x` to rank `dst`, whose `recv` gives the same shape, dtype and tag. Returns None.
 
-        What fits into the free slots of the pair is away when this has run; a longer message ends with its receiver.
-        On a GPU it is enqueued on the current stream: calls behind it wait for its end.
+        Up to four short messages of a tag are away when this has run, whether or not the receiver has asked for them;
+        what finds no free slot ends with its receiver, so two ranks that send each other more than that must not both
+        send first. On a GPU it is enqueued on the current stream: calls behind it wait for its end.
 
-        Raises `InvalidArgument` for a rank that is none or this one, or a tag that is not from 0 to 2^32 - 1.
+        Raises `InvalidArgument` for a rank that is none or this one, a tag that is not from 0 to 2^32 - 1, and while a
+        CUDA graph is captured.
         """
         self._check_peer(dst, "send dst")
         source = self._input(x, "send").contiguous()
@@ -71,9 +74,9 @@ class Messages(Collectives):
         """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
 
         Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
-        received first, as long as those before it fit into the slots of the pair. From any rank, where several have
-        sent, the lowest one's is taken. On a GPU the host waits for the source if `src` is None; with `async_op=True`
-        the `Work` gives it.
+        received first, as long as those before it fit into the slots of the pair. From any rank, those are looked at
+        from the lowest on. On a GPU the host waits for the source if `src` is None; with `async_op=True` the `Work`
+        gives it.
 
         Raises `InvalidArgument` as `send` does; `CollectiveMismatch` where what was sent has this tag and another
         dtype or size, or has other tags and leaves no room for more; `CollectiveTimeout` that names what is pending.
@@ -90,12 +93,9 @@ class Messages(Collectives):
             target.copy_(into)
         if src is not None:
             return self._finish(src, async_op)
-        told = layout.TOLD + number % layout.TOLD_WORDS
-        if async_op:
-            work: Work = self._finish(None, True)
-            return _FromAny(self, work._event, lambda: int(self._words[told]))
-        self.synchronize()
-        return int(self._words[told])
+        work: Work = self._finish(None, True)
+        found = self._unread[number % layout.TOLD_WORDS] = FromAny(self, work, number, tag)
+        return found if async_op else found.wait()
 
     def _check_peer(self, rank: Any, what: str) -> None:
         self._check_root(rank, what)
@@ -116,39 +116,48 @@ class Messages(Collectives):
         """Launch one half of a message; returns its number among this rank's."""
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
             raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
+        if not self.simulated and torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                f"{kind}: a message cannot be captured: a replay beside another message of the pair would not be seen; "
+                "capture a collective, or send outside of the graph"
+            )
         bound = self._half(kind, x, peer, tag, protocol)
         self._take_turn()
         try:
-            self._messages += 1
+            number = self._messages + 1
+            older = self._unread.pop(number % layout.TOLD_WORDS, None)
+            if older is not None:
+                older.keep()
+            self._messages = number
             self._sent[peer, tag] += kind == "send"
-            name = Descriptor(
-                self._messages, self._sent[peer, tag], kind, f"tag {tag}", bound.dtype, "one_shot", protocol or
-                bound.protocol, bound.count, peer, bound.grid, "eager",
+            self._control.announce_message(
+                Descriptor(
+                    number, self._sent[peer, tag], kind, f"tag {tag}", bound.dtype, "one_shot", bound.protocol,
+                    bound.count, peer, bound.grid, "eager",
+                )
             )  # fmt: skip
-            self._control.announce_message(name)
             if self.counted:
                 routing.counter(routing.KERNELS, kind)[0] += 1
-            peers = (peer,) if peer >= 0 else None
-            with self._monitor.user_call(self.device, peers, lambda: self._waits(name)):
-                call = (self._messages & 0x7FFFFFFF) << 32 | bound.facts
-                self._guarded(lambda: bound.run(x, x, bound.numel, call))
-            if kind == "recv":
-                self._received[peer if peer >= 0 else self._told(), tag] += 1
-            return self._messages
+            self._guarded(lambda: bound.run(x, x, bound.numel, number << 32 | bound.facts))
+            if kind == "recv" and peer >= 0:
+                self.received(peer, tag)
+            return number
         finally:
             self._turn.release()
 
-    def _told(self) -> int:
-        """On a CPU, whose message from any rank this was; -1 where that is not known yet."""
-        return int(self._words[layout.TOLD + self._messages % layout.TOLD_WORDS]) if self.simulated else -1
+    def received(self, source: int, tag: int) -> None:
+        """Note for what is said of pending messages that one has been taken."""
+        self._received[source, tag] += 1
+
+    def told(self, number: int) -> int:
+        """Whose the message `number`, from any rank, was; where that has run."""
+        return int(self._words[layout.TOLD + number % layout.TOLD_WORDS])
 
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Bound:
         aligned = x.data_ptr() % 16 == 0
         key = (kind, x.dtype, x.numel(), aligned, protocol, peer, tag)
         found = self._halves.get(key)
         if found is None:
-            if not self.simulated and torch.cuda.is_current_stream_capturing():
-                raise InvalidArgument(f"{kind}: run this call once before capture, so that its kernel is loaded")
             while len(self._halves) >= 1024:
                 self._halves.pop(next(iter(self._halves)))
             found = self._halves[key] = self._bind_half(kind, x, peer, tag, protocol, aligned)
@@ -166,10 +175,11 @@ class Messages(Collectives):
         # From any rank one block serves all channels: blocks could not agree on a source.
         grid = choice.blocks if peer >= 0 else 1
         constexprs = plan.constexprs(self._site, choice, kernel) | {"ALIGNED": aligned}
+        more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
         run = self._runtime.bind(
-            kernel.function, grid, constexprs, dtype.bits, aligned, (peer, tag), self._group, self._timeout
+            kernel.function, grid, constexprs, dtype.bits, aligned, more, self._group, self._timeout
         )
-        facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block)
+        facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         return Bound(run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid)
 
     # What a message waits for
@@ -179,17 +189,19 @@ class Messages(Collectives):
         peer, code = (status >> 8) & 0xFF, status & 0xFF
         if code not in (layout.PENDING, layout.UNLIKE):
             return super()._diagnose()
-        mine = self._control.messages(self.rank)
         what = "has this tag and is not what is asked for" if code == layout.UNLIKE else "has another tag, and no room"
-        text = f"what rank {peer} has sent {what}; {self._waits(mine[-1], peer) if mine else 'nothing is known'}"
+        text = f"what rank {peer} has sent {what}; {self._describe(int(self._words[layout.MESSAGE]), peer)}"
         self._monitor.give_up(Fault(CollectiveMismatch.__name__, peer, self._sequence, text))
 
-    def _waits(self, mine: Descriptor, peer: int = -1) -> str:
+    def _describe(self, message: int, peer: int = -1) -> str:
         """What this rank's half of a message waits for, and what is there instead."""
+        mine = next((m for m in self._control.messages(self.rank) if m.sequence == message), None)
+        if mine is None:
+            return f"rank {self.rank} was in message {message}"
         text = f"rank {self.rank} was in {mine.text()}"
         if mine.collective == "send":
             theirs = [m for m in self._control.messages(mine.root) if m.collective == "recv"]
-            last = f"last was in {theirs[-1].text()}" if theirs else "has received nothing"
+            last = f"last asked for {theirs[-1].text()}" if theirs else "has not asked for a message lately"
             return f"{text}; rank {mine.root} {last}"
         peer = mine.root if peer < 0 else peer
         sources = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
@@ -206,18 +218,32 @@ class Messages(Collectives):
         ]
 
 
-class _FromAny(Work):
+class FromAny(Work):
     """A message from any rank: who it was is known when it has run."""
 
-    def __init__(self, comm: Messages, event: Any, source: Any) -> None:
-        super().__init__(comm, None, event)
-        self._source = source
+    def __init__(self, comm: Messages, work: Work, number: int, tag: int) -> None:
+        super().__init__(comm, None, work._event)
+        self._messages, self._number, self._tag = comm, number, tag
+        self._source: int | None = None
 
-    def wait(self, timeout: float | None = None) -> Any:
-        super().wait(timeout)
-        self._wait_on_host(self._comm._timeout if timeout is None else timeout)
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait on the host, and return the source's rank; raises as `Work.wait` does."""
+        super().wait(self._comm._timeout if timeout is None else timeout)
+        self.keep()
         return self.result()
 
-    def result(self) -> Any:
-        """The source's rank; None where the message has not arrived yet."""
-        return self._source() if self.is_completed() else None
+    def result(self) -> int:
+        """The source's rank. Raises the group's fault, and `InvalidArgument` where the message has not arrived yet."""
+        if self._source is None:
+            if not self.is_completed():
+                raise InvalidArgument("recv: this message has not arrived yet; call wait() first")
+            self.keep()
+        return self._source  # type: ignore[return-value]
+
+    def keep(self) -> None:
+        """Read who it was, before the word that says so serves another message."""
+        if self._source is None:
+            self._wait_on_host(self._comm._timeout)
+            self._comm.check()
+            self._source = self._messages.told(self._number)
+            self._messages.received(self._source, self._tag)

@@ -31,14 +31,9 @@ _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
 class _UserCall:
-    """A kernel that moves no epoch: in flight until `event`, where it has one, has passed.
+    """A kernel that says nothing of itself: in flight until `event`, where it has one, has passed."""
 
-    `peers` are those that it may wait for, `told` says what it is and waits for; None: it is a user's own.
-    """
-
-    def __init__(self, peers: tuple[int, ...] | None, told: Callable[[], str] | None) -> None:
-        self.peers, self.told = peers, told
-        self.event: Any = None
+    event: Any = None
 
 
 class Native(Protocol):
@@ -73,11 +68,13 @@ class Monitor:
         self._absent: dict[int, float] = {}
         self._user_calls: list[_UserCall] = []
         self._diagnose: Callable[[], None] = lambda: None
+        self._describe: Callable[[int], str] = str
         self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
 
-    def start(self, diagnose: Callable[[], None]) -> None:
-        """Begin to watch. `diagnose` is called when a kernel has reported something in the status word."""
-        self._diagnose = diagnose
+    def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
+        """Begin to watch. `diagnose` is called when a kernel has reported something in the status word; `describe`
+        says of a message, by its number, what it waits for."""
+        self._diagnose, self._describe = diagnose, describe
         self._thread.start()
 
     def watch(self, native: Native) -> None:
@@ -90,8 +87,8 @@ class Monitor:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
         # Views keep a mapping alive, and the group and its monitor know each other: let go of both here.
-        self._words, self._peers = np.zeros(layout.ENDED + 1, np.int64), {}
-        self._diagnose = lambda: None
+        self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
+        self._diagnose, self._describe = lambda: None, str
 
     def give_up(self, fault: Fault) -> Fault:
         """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
@@ -106,46 +103,51 @@ class Monitor:
             return self.fault
 
     @contextmanager
-    def user_call(
-        self, device: torch.device, peers: tuple[int, ...] | None = None, told: Callable[[], str] | None = None
-    ) -> Iterator[None]:
-        """While a kernel runs that moves no epoch: a user's own, or a message to or from one of `peers` (None: any).
-
-        On a GPU that is until its event has passed. `told()` says for people what a message waits for.
-        """
-        token = _UserCall(peers, told)
+    def user_call(self, device: torch.device) -> Iterator[None]:
+        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
+        token = _UserCall()
         self._user_calls.append(token)
         try:
             yield
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                token.event = torch.cuda.Event()
-                token.event.record()
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(device))
+                token.event = event  # only now: one that is not recorded yet counts as passed
         finally:
             if token.event is None:
                 self._user_calls.remove(token)
 
     def running(self) -> object:
-        """What of this rank is under way: a user's call, the epoch of a kernel, or None."""
+        """What of this rank is under way: the epoch of a kernel, a message, a user's call, or None.
+
+        What is queued behind a kernel has no say while that runs.
+        """
         for past in list(self._user_calls):
             if past.event is not None and past.event.query():
                 self._user_calls.remove(past)
-        call = self._user_call()
-        if call is not None:
-            return call
-        started = int(self._words[layout.STARTED])
-        return started if started != 0 and started == int(self._words[layout.ENDED]) else None
+        if self._in_epoch():
+            return int(self._words[layout.STARTED])
+        message = self.message()
+        if message is not None:
+            return "message", message
+        return next(iter(list(self._user_calls)), None)  # calls end in other threads
 
-    def _user_call(self) -> _UserCall | None:
-        """The one that began first of those under way; calls end in other threads."""
-        return next(iter(list(self._user_calls)), None)
+    def message(self) -> int | None:
+        """Number of the message that runs."""
+        number = int(self._words[layout.MESSAGE])
+        return number if number != int(self._words[layout.MESSAGE_ENDED]) else None
+
+    def _in_epoch(self) -> bool:
+        started = int(self._words[layout.STARTED])
+        return started != 0 and started == int(self._words[layout.ENDED])
 
     def unfinished(self) -> list[int]:
         """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
-        call = self._user_call()
-        if call is not None:
-            return [r for r in self._peers if call.peers is None or r in call.peers]
-        started = int(self._words[layout.STARTED])
-        return [r for r, words in self._peers.items() if not _past(words[layout.ENDED], started)]
+        if self._in_epoch():
+            started = int(self._words[layout.STARTED])
+            return [r for r, words in self._peers.items() if not _past(words[layout.ENDED], started)]
+        peer = int(self._words[layout.MESSAGE_PEER]) if self.message() is not None else -1
+        return [r for r in self._peers if peer in (-1, r)]
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
@@ -212,15 +214,14 @@ class Monitor:
 
     def _needs(self, rank: int) -> bool:
         """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
-        in between. A kernel that moves no epoch may not need it at all (a message may have been sent before), so that
-        gets a second to end by itself, from when the rank went; a message from any rank does without those who have
+        in between. A message may have been sent before, and a user's kernel may not need it at all, so those get a
+        second to end by themselves, from when the rank went; a message from any rank does without those who have
         left, while others stay."""
-        call = self._user_call()
-        if call is None:
+        if self._in_epoch():
             return rank in self.unfinished()
-        needed = [rank]
-        if call.told is not None and call.peers is None and self._control.state(rank) == State.CLOSED:
-            needed = list(self._peers)
+        from_any = self.message() is not None and int(self._words[layout.MESSAGE_PEER]) < 0
+        leaver = self._control.state(rank) == State.CLOSED
+        needed = list(self._peers) if from_any and leaver else [rank]
         return min(self._elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
     def _count(self, tick: float) -> None:
@@ -269,10 +270,9 @@ class Monitor:
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
         control = self._control
-        own = control.last(control.rank)
-        call = self._user_call()
-        if call is not None and call.told is not None:
-            doing = call.told()
+        own, message = control.last(control.rank), self.message() if not self._in_epoch() else None
+        if message is not None:
+            doing = self._describe(message)
         elif own is not None:
             doing = f"rank {control.rank} was in {own.text()}"
         else:

@@ -36,6 +36,7 @@ class Asked:
     root: int = -1
     splits: tuple[tuple[int, ...], ...] = ()  # in and out, in rows; each rank has its own
     table: torch.Tensor | None = None  # of a symmetric handle
+    handle: int = 0  # its number, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> t
     """The fingerprint of a call, and what the peers read of it."""
     fingerprint = calls.fingerprint(
         choice.collective, op, dtype, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, choice.zero_copy,
+        choice.block, mode, asked.handle,
     )  # fmt: skip
     descriptor = Descriptor(
         sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=dtype,

@@ -40,9 +40,9 @@ class Planning(Group):
 
     def _run(
         self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, count: int, algorithm: str | None,
-        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor] | None = None,
+        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> None:  # fmt: skip
-        """`count` elements a row, of input or output; `symmetric` is the algorithm for a handle, and its table."""
+        """`count` elements a row, of input or output; `symmetric` is of a handle: algorithm, table, number."""
         aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
         if collective != "all_reduce":  # rows may begin anywhere
             aligned = aligned and count * x.itemsize % 16 == 0
@@ -61,17 +61,17 @@ class Planning(Group):
     def _plan(
         self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
         algorithm: str | None, protocol: str | None, root: int = -1, splits: tuple[tuple[int, ...], ...] = (),
-        symmetric: tuple[str, torch.Tensor] | None = None,
+        symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> plan.Plan:  # fmt: skip
         capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
-        table = (symmetric[0], symmetric[1].data_ptr()) if symmetric is not None else None
+        table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
         key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
         try:
             return self._plans[key]
         except (KeyError, TypeError):
             return self._new_plan(key, symmetric)
 
-    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor] | None) -> plan.Plan:
+    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor, int] | None) -> plan.Plan:
         *key, capturing = full
         collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
         if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
@@ -84,9 +84,9 @@ class Planning(Group):
         nbytes = rows * count * dtype.itemsize if dtype is not None else 0
         forced = algorithm is not None or protocol is not None or symmetric is not None
         route = self._route(collective, op, dtype, None if splits else nbytes, forced)
-        fitting, table = symmetric or (None, None)
+        fitting, table, handle = symmetric or (None, None, 0)
         kind = calls.DTYPES.get(dtype) if dtype is not None else None
-        asked = plan.Asked(collective, op, kind, count, root, splits, table)
+        asked = plan.Asked(collective, op, kind, count, root, splits, table, handle)
         counter = routing.counter(route.path, collective) if self.counted else None
         bits = kind.bits if kind is not None else 32
         bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)

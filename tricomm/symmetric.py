@@ -22,13 +22,16 @@ class Symmetric:
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
 
-    It lives until `close()` or until its communicator is closed. Its memory starts zeroed.
+    It lives until `close()` or until its communicator is closed. Its memory starts zeroed. `group` and `number` name it
+    on all ranks alike: the communicator's, and which of that one's it is.
     """
 
     def __init__(
-        self, arena: Arena, rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
+        self, arena: Arena, rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        group: str, number: int,
+    ) -> None:  # fmt: skip
         self._arena = arena
+        self.group, self.number = group, number
         self._closed = False
         self.shape = shape
         self.dtype = dtype

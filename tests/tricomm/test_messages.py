@@ -101,6 +101,32 @@ def test_tags_are_taken_in_any_order_and_messages_of_one_tag_in_theirs(protocol)
     assert tricomm.simulate(body, 2, options=SMALL)[1] == [3, 0, 1, 2]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept):
+    """What `simple` leaves in a slot may look like a coming number: small integers do."""
+    first = 4
+
+    def body(comm):
+        wrong = 0
+        for turn in range(8):
+            protocol, count = ("simple", 64) if turn < 4 else ("ll", 28)
+            x = torch.full((count,), first + 4 + turn if turn < 4 else 100 + turn, dtype=torch.int32)
+            if comm.rank == 0:
+                comm.send(x, 1, protocol=protocol)
+            else:
+                y = poisoned(count, torch.int32)
+                comm.recv(y, 0, protocol=protocol)
+                wrong += not torch.equal(x, y)
+        return wrong
+
+    edits = () if kept else (Edit("kernels/send.py", "plain |= bit", "plain |= 0"),)
+    options = tricomm.Options(arena_bytes=64 << 10, tile=4, first_epoch=first)
+    with loaded(edits):
+        report = tricomm.check(body, 2, schedules=12, options=options, identical=False)
+        found = [tricomm.simulate(body, 2, seed=seed, options=options)[1] for seed in range(4)]
+    assert (report.ok and not any(found)) == kept, report
+
+
 def test_from_any_source():
     """Of several that have sent, the lowest rank's; of others than with this tag, none."""
 
@@ -211,7 +237,7 @@ def test_two_that_both_send_more_than_fits_are_told_so():
         comm.send(torch.zeros(100_000), 1 - comm.rank, 9)
         comm.recv(torch.zeros(100_000), 1 - comm.rank, 9)
 
-    with pytest.raises(TricommError, match="was in send to rank . .tag 9.*rank . has received nothing"):
+    with pytest.raises(TricommError, match="was in send to rank . .tag 9.*rank . has not asked for a message"):
         tricomm.simulate(body, 2, options=SMALL)
 
 

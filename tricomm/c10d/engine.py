@@ -186,9 +186,14 @@ class Engine:
     def _diagnosed(self, error: RuntimeError, batch: list[Call], waited: float) -> TricommError:
         """Gloo's failure in words of ours. Gloo's connections are gone after it, and with them the group."""
         what = f"{self._place}, call {self._number} ({batch[0].text()})"
-        dead = [r for r, member in enumerate(self._facts.members) if member.ended()]
+        dead = self._ended()
         absent = self._absent()
         timed_out = "imed out" in str(error) or "timeout" in str(error)
+        if not timed_out:  # a process that was killed loses its connections a moment before it counts as ended
+            end = time.monotonic() + _SECOND_LOOK
+            while not dead and absent and time.monotonic() < end:
+                time.sleep(0.01)
+                dead = self._ended()
         if dead:
             found: TricommError = PeerDied(f"{what}: the process of rank(s) {dead} has ended")
         elif timed_out:
@@ -198,6 +203,9 @@ class Engine:
             found = GroupAborted(f"{what}: the connection failed: {first_line(error)}")
         self._lost = str(found)
         return type(found)(f"{found}. The group is lost; make a new one")
+
+    def _ended(self) -> list[int]:
+        return [r for r, member in enumerate(self._facts.members) if member.ended()]
 
     def _absent(self) -> list[int]:
         """Ranks that do not say within a moment that this very call failed for them too."""

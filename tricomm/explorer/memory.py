@@ -20,8 +20,9 @@ _TABLE = {
     layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_ROOM: "simple_room", layout.EPOCH: "epoch",
     layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.LINES: "lines", layout.SLOT_DATA: "slot_data",
     layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
+    layout.MESSAGE_ARRIVALS: "message_arrivals",
 }  # fmt: skip
-_CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY)
+_CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
 
 @dataclass(eq=False)
@@ -84,7 +85,8 @@ def _message_label(plan: layout.Layout, offset: int) -> str:
         line, at = divmod(offset - plan.lines, layout.LINE)
         rank, channel = divmod(line, plan.channels)
         word, heads = at // 8, 2 * layout.SLOTS
-        own = {layout.SENT: "number to send", layout.NEXT: "number to take", layout.TAKEN: "taken ahead"}
+        own = {layout.SENT: "number to send", layout.NEXT: "number to take", layout.TAKEN: "taken ahead",
+               layout.PLAIN: "slots with plain data"}  # fmt: skip
         name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
         return f"messages with rank {rank}, channel {channel}, {name}"
     slot, at = divmod(offset - plan.slots, plan.slot)

@@ -187,8 +187,8 @@ class SimulatedControl(ControlPage):
 class SimulatedMonitor(Monitor):
     """A monitor without a thread: it looks when time passes."""
 
-    def start(self, diagnose: Callable[[], None]) -> None:
-        self._diagnose = diagnose
+    def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
+        self._diagnose, self._describe = diagnose, describe
 
     def look(self, seconds: float) -> None:
         if self.fault is None and not self._stop.is_set():
