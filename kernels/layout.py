@@ -95,6 +95,16 @@ class Layout:
         return [[line] * self.channels] * self.world_size
 
 
+def unread(line: list[int]) -> bool:
+    """True where a piece that was sent through a line has not been acknowledged."""
+    for back in range(1, SLOTS + 1):
+        number = line[SENT] - back
+        number += (EPOCH_LIMIT - SLOTS) if number < SLOTS else 0
+        if (line[ACKS + number % SLOTS] >> 32) & (EPOCH_LIMIT - 1) != number:
+            return True
+    return False
+
+
 def plan(world_size: int, arena_bytes: int) -> Layout:
     """Divide `arena_bytes` between the two mailboxes, and what rounding leaves of it among messages; raises
     `InvalidArgument` where it is too small for the group."""

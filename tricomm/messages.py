@@ -9,6 +9,7 @@ instead.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -181,6 +182,22 @@ class Messages(Collectives):
         )
         facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         return Bound(run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid)
+
+    def unread(self) -> list[int]:
+        """Ranks that have not taken all of what this one has sent them."""
+        where = self._layout
+        shape = (self.world_size, where.channels, layout.LINE // 8)
+        lines = self._arena.tensor(self.rank, where.lines, shape, torch.int64).cpu()
+        return [rank for rank in range(self.world_size) if any(map(layout.unread, lines[rank].tolist()))]
+
+    def _settled(self, seconds: float) -> bool:
+        """A message that is taken later is acknowledged here: on a GPU, into memory that would be gone."""
+        end = time.monotonic() + seconds
+        while not self.simulated and self._routes.no_kernels is None and self.unread():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True
 
     # What a message waits for
 

@@ -11,9 +11,9 @@ LOST = frozenset({"race", "deadlock", "exception", "wrong_result"})  # whichever
 NOT_TRIED = "not tried"
 
 _FREE = "            status = wait_free(group, mine, number, LANES, PTX)\n"
-_READ = "                give_back(theirs, number, LANES, PTX)\n"
+_READ = "                    give_back(theirs, number, LANES, PTX)\n"
 _SEEN = "    tl.debug_barrier()  # no thread reads the payload before the acquiring ones have seen the header\n"
-_LOOP = "            first = tl.zeros([], tl.int64)\n            while (first < count)"
+_LOOP = "                first = tl.zeros([], tl.int64)\n                while (first < count)"
 
 
 def _mutant(name: str, title: str, bug: str, file: str, old: str, new: str, key: tuple[str, str, str] = S,
@@ -47,7 +47,8 @@ MESSAGES = (
     ),
     _mutant(
         "S06", "send: the header does not release", "the payload is not published",
-        FILE, "lane < 2, not LL, PTX)", "lane < 2, False, PTX)", advice="make it sem='release'",
+        FILE, "signal(place, value, lane < 2, True, PTX)", "signal(place, value, lane < 2, False, PTX)",
+        advice="make it sem='release'",
     ),
     _mutant(
         "S07", "send: no block barrier before the header", "other threads' payload is not ordered",
@@ -60,7 +61,7 @@ MESSAGES = (
     ),
     _mutant(
         "S09", "recv: gives the slot back before it is read", "the ack stands for the reading",
-        RECV, _LOOP, f"            give_back(theirs, number, LANES, PTX)\n{_LOOP}",
+        RECV, _LOOP, f"                give_back(theirs, number, LANES, PTX)\n{_LOOP}",
     ),
     _mutant(
         "S10", "recv: gives no slot back", "a sender waits for its fifth piece",
@@ -72,15 +73,15 @@ MESSAGES = (
     ),
     _mutant(
         "S12", "recv: forgets what it took ahead", "a piece is taken twice",
-        RECV, "            tl.store(mine + TAKEN, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
+        RECV, "                tl.store(mine + TAKEN, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
     ),
     _mutant(
         "S13", "recv: does not go on", "every message is the first one",
-        RECV, "            tl.store(mine + NEXT, following)\n", "", expect=LOST,
+        RECV, "                tl.store(mine + NEXT, following)\n", "", expect=LOST,
     ),
     _mutant(
         "S14", "send: does not go on", "every message has the first one's number",
-        SEND, "            tl.store(mine + SENT, number)\n", "            pass\n", expect=LOST,
+        SEND, "            tl.store(mine + SENT, number)\n", "", expect=LOST,
     ),
     _mutant(
         "S15", "numbers wrap to 0", "a slot is passed over, and the ack waited for is another one's",
@@ -90,5 +91,9 @@ MESSAGES = (
     _mutant(
         "S16", "LL: the payload has the number before", "a word is taken for the last piece's",
         SEND, "put_ll(slot + 2 * first, data, number,", "put_ll(slot + 2 * first, data, number - 1,", L, DEADLOCK,
+    ),
+    _mutant(
+        "S17", "a message's arrivals are not reset", "from the second message on nobody is its last block",
+        FILE, "            tl.store(group + MESSAGE_ARRIVALS, 0)\n", "", expect=frozenset({"leftover", "exception"}),
     ),
 )  # fmt: skip

@@ -260,7 +260,7 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
         return bool(((words >> 32) == first + 8).any())
 
     options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
-    edits = () if cleared else (Edit("kernels/channels.py", "if number % CLEAR_EVERY < SLOTS:", "if number < 0:"),)
+    edits = () if cleared else (Edit("kernels/channels.py", "(number % CLEAR_EVERY < SLOTS)", "(number < 0)"),)
     with loaded(edits):
         assert tricomm.simulate(body, 2, options=options)[1] == (not cleared)
 
@@ -278,6 +278,40 @@ def test_messages_are_counted():
         return [after.get(name, 0) - before.get(name, 0) for name in ("send", "recv")]
 
     assert tricomm.simulate(body, 2, options=SMALL) == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("first", [1, 2**31 - 3, 2**32 - 3])
+def test_what_has_not_been_taken_is_known(first):
+    def body(comm):
+        seen = [comm.unread()]
+        for turn in range(7):
+            if comm.rank == 0:
+                comm.send(torch.ones(3), 2, turn)
+                seen.append(comm.unread())
+                comm.barrier()
+                comm.barrier()
+                seen.append(comm.unread())
+            else:
+                comm.barrier()
+                if comm.rank == 2:
+                    comm.recv(torch.zeros(3), 0, turn)
+                comm.barrier()
+        return seen
+
+    options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
+    assert tricomm.simulate(body, 3, options=options) == [[[]] + [[2], []] * 7, [[]], [[]]]
+
+
+def test_a_message_is_not_captured(monkeypatch):
+    def body(comm):
+        comm.simulated = False
+        for call in (lambda: comm.send(torch.ones(3), 1 - comm.rank), lambda: comm.recv(torch.ones(3))):
+            with pytest.raises(InvalidArgument, match="a message cannot be captured"):
+                call()
+        comm.simulated = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tricomm.simulate(body, 2, options=SMALL)
 
 
 def test_alone_nobody_can_send():

@@ -105,3 +105,35 @@ def test_what_a_handle_cannot_do_is_refused_with_what_can():
         return comm.broadcast(w, 1).local.tolist(), comm.all_reduce(w.local, protocol="ll").tolist()
 
     assert tricomm.simulate(body, 2, options=replace(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2
+
+
+def test_a_view_of_the_handle_is_in_place():
+    def body(comm):
+        w = comm.symmetric((40,), torch.int64)
+        w.local.copy_(torch.arange(40) + comm.rank)
+        assert comm.all_reduce(w, out=w.local.view(40)).data_ptr() == w.local.data_ptr()
+        return w.local.tolist()
+
+    report = tricomm.check(body, 2, schedules=6, options=OPTIONS)
+    assert report.ok, report
+    assert tricomm.simulate(body, 2, options=OPTIONS) == [[2 * n + 1 for n in range(40)]] * 2
+
+
+def test_ranks_that_pass_other_handles_are_told():
+    def body(comm):
+        handles = [comm.symmetric((4,), torch.int64) for _ in range(2)]
+        comm.all_reduce(handles[comm.rank])
+
+    with pytest.raises(tricomm.CollectiveMismatch, match="ranks made different calls"):
+        tricomm.simulate(body, 2, options=OPTIONS)
+
+
+def test_a_handle_of_another_communicator_is_refused():
+    def body(comm):
+        w = comm.symmetric((4,), torch.int64)
+        w.group = "0123abcd"
+        for call in (comm.all_reduce, comm.all_gather):
+            with pytest.raises(InvalidArgument, match="this handle is of communicator 0123abcd"):
+                call(w)
+
+    tricomm.simulate(body, 2, options=OPTIONS)

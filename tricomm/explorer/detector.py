@@ -27,6 +27,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.access import Access
 
 _MOST = 20
+_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 _RELEASES = ("release", "acq_rel")
 
 
@@ -175,7 +176,7 @@ class Detector:
         for region in arenas:
             words = region.bytes[: layout.HEADERS].view(np.int64)
             epochs.append(int(words[layout.EPOCH]))
-            for word, name in ((layout.ARRIVALS, "arrivals"), (layout.BUSY, "busy")):
+            for word, name in _AT_REST.items():
                 if words[word]:
                     self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
         if len(set(epochs)) > 1:
