@@ -6,7 +6,8 @@
     ...
 
 Bytes     per rank 6 n written to its quad, 2 n to its relay (half of them flags); for types narrower than 32 bits the
-          sum crosses in accumulators: 4 n for 16 bits, 8 n for 8. Nothing crosses a link that is not there.
+          sum crosses in accumulators: 4 n for 16 bits, 8 n for 8 (not for bitwise operations and bool). Nothing
+          crosses a link that is not there.
 Hops      2, both one way.
 Waits     header, along links: the peer made the same call. Of the quad before its sum is passed on, of the relay
           before the other sum is used. word: its flag is this epoch; flag and payload are one access.

@@ -6,7 +6,8 @@
     ...
 
 Bytes     per rank 3 n written to its quad and n to its relay; for types narrower than 32 bits the sum crosses in
-          accumulators: 2 n for 16 bits, 4 n for 8. Nothing crosses a link that is not there.
+          accumulators: 2 n for 16 bits, 4 n for 8 (not for bitwise operations and bool). Nothing crosses a link
+          that is not there.
 Hops      2 one-way pushes, each followed by a barrier along its links.
 Waits     header of the quad, release to acquire at `.sys`: what block b of each pushed here is visible. Header of the
           relay: so is its quad's sum.

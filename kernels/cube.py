@@ -13,8 +13,9 @@ Headers   to the quad first, and to the relay (or again to the quad) only after 
           that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
           the second headers release and the block meets before them, under LL as well: they pass on that others have
           read, and one that is relaxed would order nothing behind what it has acquired.
-Rooms     by a sender's place, its number among the quad's ranks in ascending order: the four rooms of a quad lie
-          side by side in the order of summation. What comes over the relay link has the rooms behind them.
+Rooms     of an all-reduce by a sender's place, its number among the quad's ranks in ascending order: the four rooms of
+          a quad lie side by side in the order of summation. What comes over the relay link has the rooms behind
+          them. Of an all-gather by the rank whose data they are.
 Source    pytorch#114001 (hybrid cube mesh all-reduce, since removed); here by push, and summed in rank order, so
           that all ranks hold the same bits.
 """

@@ -107,6 +107,10 @@ class Driver:
         finally:
             self._call("cuCtxPopCurrent")
 
+    def relax_capture(self) -> None:
+        """From now on this thread may ask about events while another one captures a CUDA graph, without ending that."""
+        self._call("cuThreadExchangeStreamCaptureMode", self._bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+
     # Everything below works in the current context.
 
     def mem_alloc(self, nbytes: int) -> int:

@@ -13,14 +13,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tricomm import errors
+from tricomm.errors import ResourceError
 from tricomm.kernels import layout
+from tricomm.store.cuda_driver import load_driver
 from tricomm.store.control import RING, ControlPage, Fault, State
 
 TICK = 0.02
@@ -67,6 +69,7 @@ class Monitor:
         self._beats: dict[int, tuple[int, float]] = {}
         self._absent: dict[int, float] = {}
         self._user_calls: list[_UserCall] = []
+        self._relaxed = False
         self._diagnose: Callable[[], None] = lambda: None
         self._describe: Callable[[int], str] = str
         self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
@@ -123,7 +126,7 @@ class Monitor:
         What is queued behind a kernel has no say while that runs.
         """
         for past in list(self._user_calls):
-            if past.event is not None and past.event.query():
+            if past.event is not None and self._passed(past.event):
                 self._user_calls.remove(past)
         if self._in_epoch():
             return int(self._words[layout.STARTED])
@@ -131,6 +134,13 @@ class Monitor:
         if message is not None:
             return "message", message
         return next(iter(list(self._user_calls)), None)  # calls end in other threads
+
+    def _passed(self, event: torch.cuda.Event) -> bool:
+        if not self._relaxed:  # or a look at an event would end another thread's capture of a graph
+            self._relaxed = True
+            with suppress(ResourceError):
+                load_driver().relax_capture()
+        return event.query()
 
     def message(self) -> int | None:
         """Number of the message that runs."""

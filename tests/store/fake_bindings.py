@@ -99,6 +99,7 @@ class Bindings:
 
     CUresult = CUresult
     CUipcMemHandle = CUipcMemHandle
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16)
 
     def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
@@ -109,6 +110,7 @@ class Bindings:
         self.failures: dict[tuple[str, int], str] = {}
         self.loses_writes_to_peers = False
         self.kernel_running = False
+        self.capture_mode = 0  # global
         self._initialised = False
         self._retained: Counter[int] = Counter()
         self._stack = threading.local()
@@ -135,6 +137,11 @@ class Bindings:
     @_call
     def cuInit(self, flags: int) -> None:
         self._initialised = True
+
+    @_call
+    def cuThreadExchangeStreamCaptureMode(self, mode: int) -> int:
+        before, self.capture_mode = self.capture_mode, mode
+        return before
 
     @_call
     def cuDeviceGetCount(self) -> int:
