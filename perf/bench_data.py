@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tricomm.explorer import oracle
+from tricomm.kernels import reference
 from tricomm.kernels.collectives import COLLECTIVES
 
 _POISON = 0x5A
@@ -56,7 +56,7 @@ def expected(
     wide = torch.bool if dtype == torch.bool else torch.int64
     facts = (call, count, dtype)
     parts = [values(collective, op, world_size, r, *facts).to(wide) for r in range(world_size)]
-    return oracle.expected(collective, op, parts, rank, root(world_size, call))
+    return reference.expected(collective, op, parts, rank, root(world_size, call))
 
 
 def options(collective: str, op: str, world_size: int, call: int, count: int) -> dict[str, Any]:

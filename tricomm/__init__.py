@@ -4,6 +4,8 @@ The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) ->
 `tricomm.kernels` -> peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures it from outside.
 """
 
+from typing import TYPE_CHECKING
+
 from tricomm import c10d as _c10d
 from tricomm.c10d import ddp_hook, wrap
 from tricomm.communicator import Communicator, init
@@ -18,13 +20,28 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.explorer import Finding, Report, check, simulate
 from tricomm.local import local
 from tricomm.options import Options
 from tricomm.routing import stats
 from tricomm.selection import Choice
 from tricomm.symmetric import Symmetric
 from tricomm.work import Work
+
+if TYPE_CHECKING:
+    from tricomm.explorer import Finding, Report, check, simulate
+else:  # when first asked for: what runs kernels on GPUs must not need greenlet
+    _FROM_EXPLORER = {"Finding", "Report", "check", "simulate"}
+
+    def __getattr__(name):
+        if name not in _FROM_EXPLORER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tricomm import explorer
+
+        return getattr(explorer, name)
+
+    def __dir__():
+        return sorted(_FROM_EXPLORER.union(globals()))
+
 
 __version__ = "0.1.0"
 

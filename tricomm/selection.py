@@ -220,5 +220,4 @@ def _rows(site: Site, collective: str, nbytes: int, mode: str, bits: int) -> lis
 
 @cache
 def _shipped() -> tuple[Table, ...]:
-    where = "tables/default.json"
-    return shipped(files("tricomm").joinpath(where).read_bytes(), where)
+    return shipped(files("tricomm").joinpath("tables/default.json").read_bytes())

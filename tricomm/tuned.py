@@ -1,6 +1,8 @@
 """A user's own tuning tables: one file for each kind of box, in the XDG cache directory or TRICOMM_TUNING_DIR.
 
-All ranks of a group use the same one, or none: where they find different ones, the shipped tables decide on all.
+All ranks of a group use the same one, or none: where they find different ones, the shipped tables decide on all. What
+finding, reading and writing one needs (platformdirs, msgspec, filelock) is imported there: a machine with only a
+checkout has no such table, and must not need them.
 """
 
 from __future__ import annotations
@@ -9,13 +11,12 @@ import logging
 import os
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-import filelock
-import platformdirs
 import torch
 
-from tricomm import env, table
+from tricomm import env
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.table import Fingerprint, Tuned
 
@@ -28,9 +29,15 @@ _PATIENCE = 10.0  # seconds for another process to finish writing
 
 
 def folder() -> Path:
-    """Where tables are looked for and written."""
+    """Where tables are looked for and written. Raises `ResourceError` where nobody says."""
     given = env.text("TRICOMM_TUNING_DIR")
-    return Path(given) if given is not None else Path(platformdirs.user_cache_dir("tricomm")) / "tables"
+    if given is not None:
+        return Path(given)
+    try:
+        import platformdirs
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"no folder for tuning tables: {error}; set TRICOMM_TUNING_DIR") from None
+    return Path(platformdirs.user_cache_dir("tricomm")) / "tables"
 
 
 def path(fingerprint: Fingerprint) -> Path:
@@ -47,23 +54,30 @@ def fingerprint(kind: str, device: torch.device, world_size: int, topology: Topo
 
 
 def read(file: Path) -> Tuned:
-    """The table in `file`. Raises `InvalidArgument` that names it and says what is wrong."""
+    """The table in `file`. Raises `InvalidArgument` that names it and says what is wrong, `ResourceError` where msgspec
+    is missing."""
+    table_file = _table_file(file)
     try:
         with file.open("rb") as stream:
-            text = stream.read(table.MAX_BYTES + 1)
+            text = stream.read(table_file.MAX_BYTES + 1)
     except OSError as error:
         raise InvalidArgument(f"tuning table {file}: {error.strerror}") from None
-    return table.loads(text, f"tuning table {file}")
+    found: Tuned = table_file.loads(text, f"tuning table {file}")
+    return found
 
 
 def load(wanted: Fingerprint) -> Tuned | None:
-    """The table of this kind of box; None, with a warning, for one that is broken or was measured on another kind."""
-    file = path(wanted)
+    """The table of this kind of box; None where no folder is known; None, with a warning, for a table that is broken,
+    cannot be read here, or was measured on another kind."""
+    try:
+        file = path(wanted)
+    except ResourceError:
+        return None
     if not os.path.exists(file):  # also where its directory may not be entered
         return None
     try:
         found = read(file)
-    except InvalidArgument as error:
+    except (InvalidArgument, ResourceError) as error:
         log.warning("%s; it is ignored, the shipped tables decide", error)
         return None
     if found.fingerprint != wanted:
@@ -77,18 +91,29 @@ def load(wanted: Fingerprint) -> Tuned | None:
 
 def save(tuned: Tuned) -> Path:
     """Write the table where `load` finds it, whole or not at all. Raises `ResourceError` where it cannot be written."""
+    import filelock
+
     file = path(tuned.fingerprint)
+    text = _table_file(file).dumps(tuned)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(f"{file}.lock", timeout=_PATIENCE):
             partial = file.with_name(f"{file.name}.{os.getpid()}.part")
-            partial.write_bytes(table.dumps(tuned))
+            partial.write_bytes(text)
             os.replace(partial, file)
     except OSError as error:  # filelock's timeout among them
         raise ResourceError(
             f"tuning table {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
         ) from None
     return file
+
+
+def _table_file(file: Path) -> ModuleType:
+    try:
+        from tricomm import table_file
+    except ModuleNotFoundError as error:
+        raise ResourceError(f"tuning table {file}: {error}; pip install msgspec") from None
+    return table_file
 
 
 def agree(control: ControlPage, wanted: Fingerprint, timeout: float) -> Tuned | None:

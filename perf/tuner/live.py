@@ -9,7 +9,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import tricomm
-from tricomm import InvalidArgument, ResourceError, table, tuned
+from tricomm import InvalidArgument, ResourceError, table_file, tuned
 from tricomm.kernels import registry
 from tricomm.perf import facts, history, model
 from tricomm.perf.bench_measure import pick_device
@@ -21,6 +21,7 @@ from tricomm.perf.tuner.race import Spent
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.state import Heat, Record
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
+from tricomm.table import Tuned
 
 Say = Callable[..., None]
 _MEETING = 60.0  # seconds for all ranks to come
@@ -68,7 +69,7 @@ class _Lead:
         self._in_force = {point: _chosen(comm, point) for point in self._points}
         self._machine = _like(self._fingerprint.device, self._fingerprint.topology)
         self._right: set[tuple[Point, Candidate]] = set()
-        key = settings.key(self._fingerprint.digest, table.KERNELS, facts.versions())
+        key = settings.key(self._fingerprint.digest, table_file.KERNELS, facts.versions())
         self._record = Record(tuned.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
         self._end, self._spent = time.monotonic() + settings.budget, False
 
@@ -95,8 +96,8 @@ class _Lead:
         if not any(d.changed for d in decisions):
             self._say("result", lines=lines, file=None)
             return
-        found = table.make(self._fingerprint, rows, history.now(), facts.versions())
-        for rank, answer in enumerate(self._team.ask(Task("table", table=table.dumps(found).decode()))):
+        found = Tuned(self._fingerprint, rows, history.now(), facts.versions())
+        for rank, answer in enumerate(self._team.ask(Task("table", table=table_file.dumps(found).decode()))):
             if answer.digest != found.digest.hex():
                 raise RankLost(f"rank {rank} has table {answer.digest[:12]}, rank 0 {found.digest.hex()[:12]}")
         self._say("result", lines=lines, file=str(tuned.save(found)))

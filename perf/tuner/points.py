@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from tricomm.kernels import collectives, registry
 from tricomm.kernels.layout import Layout
@@ -59,11 +57,8 @@ class Candidate:
 
     def row(self, point: Point, world_size: int, max_bytes: int | None) -> Row:
         """As a table has it."""
-        fields = {
-            "collective": point.collective, "world_size": world_size, "max_bytes": max_bytes, **asdict(self),
-            "mode": point.mode, "bits": point.bits or None,
-        }  # fmt: skip
-        return msgspec.convert(fields, Row)
+        kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
+        return Row(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape)
 
     def __str__(self) -> str:
         return f"{self.algorithm}/{self.protocol} {self.blocks}x{self.warps} tile {self.tile}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tricomm import table
 from tricomm.errors import InvalidArgument
 from tricomm.perf.tuner.result import merged
 from tricomm.table import Row, Tuned
@@ -50,7 +49,7 @@ def merge(found: Sequence[Tuned]) -> Tuned:
         if one.fingerprint != first.fingerprint:
             raise InvalidArgument(f"tables of different boxes cannot be merged: {first.fingerprint}; {one.fingerprint}")
         rows = merged(rows, one.rows)
-    return table.make(first.fingerprint, rows, found[-1].date, found[-1].versions)
+    return Tuned(first.fingerprint, rows, found[-1].date, found[-1].versions)
 
 
 def _ranges(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:

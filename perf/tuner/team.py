@@ -12,7 +12,7 @@ from datetime import timedelta
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, table
+from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, table_file
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sampler import Sampler
 
@@ -95,7 +95,7 @@ class Team:
             case "time" if task.point is not None:
                 return self._each(task.point, task, self._sampler.sample)
             case "table":
-                found = table.loads(task.table.encode(), "rank 0's table")
+                found = table_file.loads(task.table.encode(), "rank 0's table")
                 self.comm.use_table(found.rows, found.name)
                 return Answer(digest=found.digest.hex())
             case "renew":

@@ -13,7 +13,7 @@ import torch
 
 from tricomm.communicator import Communicator
 from tricomm.explorer import oracle
-from tricomm.kernels import registry
+from tricomm.kernels import reference, registry
 
 if TYPE_CHECKING:
     from tests.explorer.mutation import Mutant
@@ -105,7 +105,7 @@ def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tenso
     how |= {kernel.kind.root: root} if kernel.kind.root else {}
     how |= {"op": op} if kernel.reduces else {}
     quads = oracle.quads(comm) if kernel.needs_cube else ()
-    want = oracle.expected(kernel.collective, op, parts, comm.rank, root, quads)
+    want = reference.expected(kernel.collective, op, parts, comm.rank, root, quads)
     gets = kernel.kind.root != "dst" or root == comm.rank
     if gets and kernel.collective not in ("broadcast", "reduce"):  # those are in place
         how["out"] = torch.full_like(want, -1)

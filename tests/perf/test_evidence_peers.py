@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tricomm.explorer import oracle
-from tricomm.kernels import registry
+from tricomm.kernels import reference, registry
 from tricomm.kernels.collectives import COLLECTIVES, Collective
 from tricomm.perf.evidence import contenders, peer_ranks, race, runner, schema
 from tricomm.perf.evidence.ground import Call, Contender, Ground
@@ -207,7 +206,7 @@ def test_data_that_repeat_are_still_exact(monkeypatch, collective):
     assert torch.equal(parts[0][:7], parts[0][7:14]) and not torch.equal(*parts[:2])
     for rank, (call, (_, exact)) in enumerate(zip(calls, trials, strict=True)):
         assert call.gets == (COLLECTIVES[collective].root != "dst" or rank == 2)
-        assert torch.equal(exact, oracle.expected(collective, "sum", parts, rank, 2))
+        assert torch.equal(exact, reference.expected(collective, "sum", parts, rank, 2))
 
 
 def test_what_ranks_tell_each_other_is_cut_and_never_breaks(here):

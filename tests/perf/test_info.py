@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tricomm import table, tuned
+from tricomm import tuned
 from tricomm.cli import cli
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.perf import facts, info
+from tricomm.table import Fingerprint, Row, Tuned
 
 
 def test_json_has_every_section() -> None:
@@ -79,8 +80,8 @@ def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
 
 def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
-    row = table.Row("all_reduce", 4, 2048, "two_shot", "simple")
-    tuned.save(table.make(table.Fingerprint("cpu", "", 4), (row,)))
+    row = Row("all_reduce", 4, 2048, "two_shot", "simple")
+    tuned.save(Tuned(Fingerprint("cpu", "", 4), (row,)))
     found = info.collect()
     decided = [c for c in found["selection"] if "tuned" in c["reason"]]
     assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]

@@ -15,9 +15,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.perf.test_bench import _children, _gone
-from tricomm import table, tuned
+from tricomm import table_file, tuned
 from tricomm.cli import cli
-from tricomm.table import Fingerprint, Row
+from tricomm.table import Fingerprint, Row, Tuned
 
 _SMALL = ("--device", "cpu", "--collective", "all_reduce", "--bits", "32", "--sizes", "1K")
 _BOX = Fingerprint("cpu", "", 2)
@@ -59,7 +59,7 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     assert "going on from" in second.stderr and "samples are known" in second.stderr
     # Whether anything is surely faster on a busy machine is no matter of this test: make it so.
     if not list(_folder.glob("*.json")):
-        tuned.save(table.make(_BOX, (Row("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
+        tuned.save(Tuned(_BOX, (Row("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
     (file,) = _folder.glob("*.json")
     found = tuned.read(file)
     assert found.simulated and found.fingerprint == _BOX and all(row.world_size == 2 for row in found.rows)
@@ -116,8 +116,8 @@ def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
 # What can be done with tables
 
 
-def _tuned(*rows: Row, **more: Any) -> table.Tuned:
-    return table.make(more.pop("box", _BOX), rows, "2026-11-21T12:00:00+00:00", {"tricomm": "0.1.0"})
+def _tuned(*rows: Row, **more: Any) -> Tuned:
+    return Tuned(more.pop("box", _BOX), rows, "2026-11-21T12:00:00+00:00", {"tricomm": "0.1.0"})
 
 
 def _run(*arguments: str) -> Result:
@@ -150,7 +150,7 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
         "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32",
         "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32",
     ]
-    assert table.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
+    assert table_file.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
 
 
 def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path
     for file, found in zip(
         files, (_tuned(_LL, other), _tuned(_SIMPLE), _tuned(box=Fingerprint("cpu", "", 4))), strict=True
     ):
-        file.write_bytes(table.dumps(found))
+        file.write_bytes(table_file.dumps(found))
     done = _run("merge", str(files[0]), str(files[1]))
     assert done.exit_code == 0 and tuned.load(_BOX).rows == (other, _SIMPLE)  # type: ignore[union-attr]
     _run("merge", str(files[1]), str(files[0]), "-o", str(tmp_path / "out.json"))

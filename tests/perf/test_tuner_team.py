@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
-from tricomm import ResourceError, table
+from tricomm import ResourceError, table_file
 from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
 from tricomm.perf.tuner import live, team
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.state import Heat, Record
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
-from tricomm.table import Fingerprint, Row
+from tricomm.table import Fingerprint, Row, Tuned
 
 _POINT = Point("all_reduce", 16, "graph", 1024)
 _A, _B, _C = (Candidate("one_shot", "ll", blocks, 8, 512) for blocks in (1, 2, 4))
@@ -135,8 +135,8 @@ def test_a_rank_that_never_comes_ends_it_in_time() -> None:
 
 
 def test_all_ranks_take_the_same_table() -> None:
-    found = table.make(Fingerprint("cpu", "", 3), (Row("all_reduce", 3, None, "two_shot", "ll"),))
-    answers, made = _ranks(lambda t: t.ask(Task("table", table=table.dumps(found).decode())))
+    found = Tuned(Fingerprint("cpu", "", 3), (Row("all_reduce", 3, None, "two_shot", "ll"),))
+    answers, made = _ranks(lambda t: t.ask(Task("table", table=table_file.dumps(found).decode())))
     assert {answer.digest for answer in answers} == {found.digest.hex()}
     assert {groups[-1].used for groups in made} == {found.name}
 

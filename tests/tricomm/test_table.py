@@ -6,16 +6,18 @@ import json
 import logging
 import tempfile
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tricomm
-from tricomm import table, tuned
+from tricomm import selection, table_file, tuned
 from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
 from tricomm.kernels import registry
 from tricomm.table import Fingerprint, Row, Tuned
@@ -46,7 +48,7 @@ def _tables(draw: st.DrawFn) -> Tuned:
         )  # fmt: skip
 
     rows = tuple(row() for _ in range(draw(st.integers(0, 5))))
-    return table.make(where, rows, draw(text), draw(st.dictionaries(text, text, max_size=3)))
+    return Tuned(where, rows, draw(text), draw(st.dictionaries(text, text, max_size=3)))
 
 
 @pytest.fixture(autouse=True)
@@ -57,21 +59,21 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(_tables())
 def test_what_is_written_is_read(found: Tuned) -> None:
-    text = table.dumps(found)
-    assert table.loads(text, "here") == found and table.dumps(table.loads(text, "here")) == text
+    text = table_file.dumps(found)
+    assert table_file.loads(text, "here") == found and table_file.dumps(table_file.loads(text, "here")) == text
     assert len(json.loads(text)["rows"]) == len(found.rows)
 
 
 @given(_tables(), st.data())
 @settings(deadline=None, max_examples=200)
 def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: Tuned, data: st.DataObject) -> None:
-    damaged = bytearray(table.dumps(found))
+    damaged = bytearray(table_file.dumps(found))
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     for text in (bytes(damaged), cut):
         try:
-            assert isinstance(table.loads(text, "that file"), Tuned)
+            assert isinstance(table_file.loads(text, "that file"), Tuned)
         except InvalidArgument as error:
             assert str(error).startswith("that file: ")
 
@@ -98,29 +100,42 @@ _WRONG_ROWS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG)
 def test_a_table_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table.dumps(table.make(_H100, (_ROW,)))) | {name: value}
+    data = json.loads(table_file.dumps(Tuned(_H100, (_ROW,)))) | {name: value}
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table.loads(json.dumps(data).encode(), "that file")
+        table_file.loads(json.dumps(data).encode(), "that file")
 
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG_ROWS)
 def test_a_row_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table.dumps(table.make(_H100, (_ROW,))))
+    data = json.loads(table_file.dumps(Tuned(_H100, (_ROW,))))
     data["rows"][0][name] = value
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table.loads(json.dumps(data).encode(), "that file")
+        table_file.loads(json.dumps(data).encode(), "that file")
+
+
+def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
+    file = files("tricomm").joinpath("tables/default.json")
+    raw = json.loads(file.read_bytes())
+    assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
+    for read, written in zip(selection._shipped(), raw["tables"], strict=True):
+        assert read.rows and all(isinstance(name, str) for name in (read.name, read.device, read.topology or ""))
+        for row, said in zip(read.rows, written["rows"], strict=True):
+            assert msgspec.convert(said, table_file.FileRow).checked() == row
+    for wrong in ({"warps": 3}, {"world_size": 99}, {"surprise": 1}):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(raw["tables"][0]["rows"][0] | wrong, table_file.FileRow)
 
 
 def test_no_table_is_so_long(_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="no tuning table is so long"):
-        table.loads(b" " * (table.MAX_BYTES + 1), "that file")
+        table_file.loads(b" " * (table_file.MAX_BYTES + 1), "that file")
 
 
 # The user's folder
 
 
 def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
-    found = table.make(_H100, (_ROW,))
+    found = Tuned(_H100, (_ROW,))
     file = tuned.save(found)
     assert file.parent == _folder and file.name.startswith("nvidia-h100-80gb-hbm3-w4-")
     assert tuned.load(_H100) == found
@@ -129,12 +144,12 @@ def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
 
 
 def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tuned.save(table.make(_H100, (_ROW,)))
+    file = tuned.save(Tuned(_H100, (_ROW,)))
     with caplog.at_level(logging.WARNING, "tricomm"):
         file.write_bytes(b"{")
         assert tuned.load(_H100) is None and str(file) in caplog.text and "it is ignored" in caplog.text
         caplog.clear()
-        file.write_bytes(table.dumps(table.make(_CPU, ())))  # a CPU's, under a GPU's name
+        file.write_bytes(table_file.dumps(Tuned(_CPU, ())))  # a CPU's, under a GPU's name
         assert tuned.load(_H100) is None and "is of 2 ranks on cpu" in caplog.text and str(file) in caplog.text
 
 
@@ -142,7 +157,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "file"))
     with pytest.raises(ResourceError, match="cannot be written.*TRICOMM_TUNING_DIR"):
-        tuned.save(table.make(_H100, ()))
+        tuned.save(Tuned(_H100, ()))
     assert tuned.load(_H100) is None
 
 
@@ -166,7 +181,7 @@ class _Control:
 
 
 def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
-    found = table.make(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),))
+    found = Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),))
     tuned.save(found)
     assert tuned.agree(_Control([found.digest]), _CPU, 1.0) == found  # type: ignore[arg-type]
     for other in (b"", b"\1" * 32):
@@ -179,7 +194,7 @@ def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_communicator_chooses_by_the_users_table() -> None:
-    tuned.save(table.make(Fingerprint("cpu", "", 1), (
+    tuned.save(Tuned(Fingerprint("cpu", "", 1), (
         Row("all_reduce", 1, 4096, "two_shot", "simple", blocks=2, tile=32),
     )))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -222,5 +237,5 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
 
 
 def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
-    tuned.save(table.make(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),)))
+    tuned.save(Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),)))
     assert tricomm.simulate(lambda comm: comm.explain("all_reduce", nbytes=8).table, 2) == ["cpu", "cpu"]

@@ -98,7 +98,7 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
 
     Of a collective, width and mode, the last file that has it counts.
     """
-    from tricomm import table, tuned
+    from tricomm import table_file, tuned
     from tricomm.errors import ResourceError
     from tricomm.perf.tuner import tables
 
@@ -106,7 +106,7 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     try:
         where = tuned.save(found) if output is None else output
         if output is not None:
-            output.write_bytes(table.dumps(found))
+            output.write_bytes(table_file.dumps(found))
     except (ResourceError, OSError) as error:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
@@ -118,8 +118,8 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
 @click.option("--format", "form", type=click.Choice(["csv", "json"]), default="csv", show_default=True)
 def export(file: Path, form: str) -> None:
     """Print a table: JSON, or CSV by ranges of sizes with the columns of NCCL's tuner plug-in, for people to read."""
-    from tricomm import table, tuned
+    from tricomm import table_file, tuned
     from tricomm.perf.tuner import tables
 
     found = usage(lambda: tuned.read(file))
-    click.echo(table.dumps(found) if form == "json" else tables.csv(found), nl=False)
+    click.echo(table_file.dumps(found) if form == "json" else tables.csv(found), nl=False)

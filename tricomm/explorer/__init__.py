@@ -1,5 +1,14 @@
 """Run every rank in one process, under any schedule, and find races without a GPU."""
 
+try:
+    import greenlet as _greenlet  # noqa: F401  first, for a word that helps: a bare checkout has no need of it
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet, which is not installed: "
+        "pip install greenlet",
+        name="greenlet",
+    ) from error
+
 from tricomm.explorer.campaign import check, replay
 from tricomm.explorer.findings import Finding
 from tricomm.explorer.report import Report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from tricomm import linking
 from tricomm.communicator import Communicator
 from tricomm.explorer.findings import Finding
-from tricomm.kernels import registry
+from tricomm.kernels import reference, registry
 
-_FLOATS = {torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2}
-_SMALL = {**dict.fromkeys(_FLOATS, torch.float32), **dict.fromkeys((torch.int16, torch.int8, torch.uint8), torch.int32)}
 _FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 
@@ -78,7 +75,7 @@ class Oracle:
                 found.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
             parts = [call.inputs[r] for r in range(self._world_size)]
             for rank, y in sorted(call.outputs.items()):
-                exact = expected(call.collective, call.op, parts, rank, call.root, call.quads)
+                exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
                     found.append(Finding("wrong_result", (rank,), (), text, "look at who wrote that element last"))
@@ -89,48 +86,6 @@ class Oracle:
 def quads(comm: Communicator) -> list[tuple[int, ...]]:
     """The ranks of each quad of a hybrid cube mesh, in ascending order."""
     return list(dict.fromkeys(place.order for place in linking.places(comm.topology, comm.world_size) or ()))
-
-
-def expected(
-    collective: str, op: str, parts: list[torch.Tensor], rank: int = 0, root: int = -1,
-    quads: Sequence[Sequence[int]] = (),
-) -> torch.Tensor:  # fmt: skip
-    """What `rank` gets of all ranks' flat inputs, as the kernels promise it; with `quads`, those of a cube mesh."""
-    if collective in ("all_gather", "gather"):
-        return torch.cat(parts)
-    if collective == "broadcast":
-        return parts[root]
-    if collective == "scatter":
-        return parts[root].chunk(len(parts))[rank]
-    if collective in ("all_to_all", "all_to_all_v"):  # the latter with even rows
-        return torch.cat([part.chunk(len(parts))[rank] for part in parts])
-    if collective == "reduce_scatter":
-        parts = [part.chunk(len(parts))[rank] for part in parts]
-    return reduced(op, parts, quads)
-
-
-def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] = ()) -> torch.Tensor:
-    """In rank order (each quad in rank order, then the two), types narrower than 32 bits in 32, rounded once."""
-    dtype, count = parts[0].dtype, len(parts)
-    if dtype == torch.bool:
-        op = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}.get(op, op)
-    two = functools.partial(_two, op)
-    parts = [part.to(_SMALL.get(dtype, dtype)) for part in parts]
-    if quads:
-        parts = [functools.reduce(two, [parts[rank] for rank in quad]) for quad in quads]
-    total = functools.reduce(two, parts)
-    if op == "avg":
-        whole = not (dtype.is_floating_point or dtype.is_complex)
-        total = torch.div(total, count, rounding_mode="trunc") if whole else total / count
-    return (total.clamp(-448, 448) if dtype == torch.float8_e4m3fn else total).to(dtype)
-
-
-def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if op in ("band", "bor", "bxor"):
-        return a & b if op == "band" else a | b if op == "bor" else a ^ b
-    if op in ("min", "max"):
-        return torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
-    return a * b if op == "prod" else a + b
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

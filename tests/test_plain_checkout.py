@@ -1,0 +1,122 @@
+"""A checkout, PYTHONPATH, torch and Triton run tricomm and the GPU evidence kit: other packages are for other commands.
+
+Processes here have a `sitecustomize` that refuses those packages, which the processes that they start have, too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.wheel_gate import ROOT
+from tricomm import selection, tuned
+from tricomm.kernels import layout
+from tricomm.table import Fingerprint, Row, Tuned
+
+REFUSED = ("greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
+HOOK = f"""
+import sys
+
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {REFUSED}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refusing())
+"""
+_GROUP = """
+import tempfile, torch, tricomm
+with tempfile.TemporaryDirectory() as folder:
+    with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
+        assert torch.equal(comm.all_reduce(torch.arange(100.0)), torch.arange(100.0))
+        print(comm.explain("all_reduce", nbytes=400).table, comm.fingerprint.digest)
+"""
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """Runs Python as such a machine would, from elsewhere than the checkout."""
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
+
+    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
+        found = {**known, "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}", **variables}
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=found, capture_output=True, text=True, timeout=250
+        )
+
+    return run
+
+
+def _good(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("package", REFUSED)
+def test_the_hook_does_refuse(plain, package):
+    done = plain("-c", f"import {package}")
+    assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
+
+
+def test_every_module_of_the_evidence_kit_imports(plain):
+    walk = "import importlib, pkgutil, tricomm.perf.evidence as kit\n"
+    walk += "for module in pkgutil.walk_packages(kit.__path__, kit.__name__ + '.'):\n"
+    walk += "    importlib.import_module(module.name); print(module.name)"
+    names = _good(plain("-c", walk)).split()
+    wanted = {p.relative_to(ROOT).with_suffix("") for p in (ROOT / "perf" / "evidence").rglob("*.py")}
+    wanted = {p.parent if p.name == "__init__" else p for p in wanted} - {Path("perf/evidence")}
+    assert set(names) == {".".join(("tricomm", *p.parts)) for p in wanted}
+
+
+def test_the_evidence_kit_lists_its_stages_and_runs_one_with_ranks_in_processes(plain):
+    assert "many_gpus" in _good(plain("-m", "tricomm.perf.evidence", "--list"))
+    said = _good(plain("-m", "tricomm.perf.evidence", "--dry-run", "--stage", "processes", "--out", "out"))
+    assert "processes: ok" in said
+
+
+def test_a_group_finds_no_table_of_the_users_and_says_nothing(plain):
+    done = plain("-c", _GROUP)
+    assert _good(done).split() == ["cpu", Fingerprint("cpu", "", 1).digest]  # as where everything is installed
+    assert "table" not in done.stderr
+
+
+def test_a_users_table_that_cannot_be_read_is_named_and_ignored(plain, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
+    file = tuned.save(Tuned(Fingerprint("cpu", "", 1), (Row("all_reduce", 1, None, "two_shot", "simple"),)))
+    done = plain("-c", _GROUP, TRICOMM_TUNING_DIR=str(tmp_path / "tables"))
+    assert _good(done).split()[0] == "cpu"
+    assert f"tuning table {file}: No module named 'msgspec'; pip install msgspec; it is ignored" in done.stderr
+
+
+def test_selection_and_digests_are_those_of_an_install(plain):
+    """Ranks must agree, whatever each of their machines has installed."""
+    table = Tuned(Fingerprint("sm_90", "GPU \u00fc", 4), (Row("all_reduce", 4, 4096, "one_shot", "ll", bits=16),))
+    site = selection.Site("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
+    choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
+    ask = "from tricomm import selection\nfrom tricomm.kernels import layout\n"
+    ask += "from tricomm.table import Fingerprint, Row, Tuned\n"
+    ask += f"print({table!r}.digest.hex())\n"
+    ask += "site = selection.Site('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"
+    ask += "print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])"
+    assert _good(plain("-c", ask)).splitlines() == [table.digest.hex(), str(choices)]
+
+
+@pytest.mark.parametrize(
+    "use", ["tricomm.check", "tricomm.simulate", "from tricomm import Report", "import tricomm.explorer"]
+)
+def test_the_explorer_says_what_it_needs(plain, use):
+    done = plain("-c", f"import tricomm\nassert 'check' in dir(tricomm)\n{use}")
+    assert done.returncode == 1
+    assert "ImportError: tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet" in done.stderr
+    assert "pip install greenlet" in done.stderr
+
+
+def test_what_does_not_exist_is_no_matter_of_the_explorer(plain):
+    done = plain("-c", "import tricomm\ntricomm.chekc")
+    assert "has no attribute 'chekc'" in done.stderr and "greenlet" not in done.stderr
