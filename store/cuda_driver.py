@@ -109,7 +109,9 @@ class Driver:
 
     def relax_capture(self) -> None:
         """From now on this thread may ask about events while another one captures a CUDA graph, without ending that."""
-        self._call("cuThreadExchangeStreamCaptureMode", self._bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+        self._call(
+            "cuThreadExchangeStreamCaptureMode", self._bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
 
     # Everything below works in the current context.
 

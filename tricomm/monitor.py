@@ -22,8 +22,8 @@ import torch
 from tricomm import errors
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
-from tricomm.store.cuda_driver import load_driver
 from tricomm.store.control import RING, ControlPage, Fault, State
+from tricomm.store.cuda_driver import load_driver
 
 TICK = 0.02
 _LONGEST_TICK = 0.25
@@ -140,7 +140,7 @@ class Monitor:
             self._relaxed = True
             with suppress(ResourceError):
                 load_driver().relax_capture()
-        return event.query()
+        return bool(event.query())
 
     def message(self) -> int | None:
         """Number of the message that runs."""

@@ -32,6 +32,7 @@ CALLS: dict[str, Callable[[Driver], object]] = {
     "cuInit": lambda d: d.init(),
     "cuDeviceGetCount": lambda d: d.device_count(),
     "cuDeviceGet": lambda d: d.device_uuid(0),
+    "cuThreadExchangeStreamCaptureMode": lambda d: d.relax_capture(),
     "cuCtxPushCurrent": current_in,
     "cuMemAlloc": lambda d: d.mem_alloc(8),
     "cuMemFree": lambda d: d.mem_free(8),

@@ -28,9 +28,9 @@ _CALLS, _ROUNDS = 300, 15  # few enough that the GPU's queue of launches never f
 def _cases(settings: Settings) -> Iterable[Case]:
     yield Case("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
     yield Case("all_reduce, direct", lambda: _direct(settings))
-    yield Case("all_reduce through torch.distributed's tricomm backend", _through_c10d)
+    yield Case("torch.distributed tricomm, world size 1", lambda: _torch(settings, "tricomm"))
     yield Case("Triton's launcher", lambda: _triton(settings))
-    yield Case("torch.distributed NCCL, world size 1", lambda: _nccl(settings))
+    yield Case("torch.distributed NCCL, world size 1", lambda: _torch(settings, "nccl"))
 
 
 def null_against_fake(settings: Settings) -> Data:
@@ -101,10 +101,6 @@ def _direct(settings: Settings) -> Data:
     return {**data, "target_us": 3.0}
 
 
-def _through_c10d() -> Data:
-    raise Skip("this tricomm has no torch.distributed backend yet")
-
-
 def _triton(settings: Settings) -> Data:
     """The kernel of the direct call by `kernel[grid](...)`, which looks at its arguments every time."""
     _needs_gpu(settings)
@@ -118,11 +114,11 @@ def _triton(settings: Settings) -> Data:
         return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, **given))
 
 
-def _nccl(settings: Settings) -> Data:
+def _torch(settings: Settings, backend: str) -> Data:
     _needs_gpu(settings)
     if not dist.is_nccl_available():
-        raise Skip("this torch has no NCCL")
-    dist.init_process_group("nccl", rank=0, world_size=1, store=HashStore())
+        raise Skip("this torch has no NCCL, which both backends need")
+    dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
     try:
         x = torch.ones(4096, device="cuda")
         return _enqueued(lambda: dist.all_reduce(x))
