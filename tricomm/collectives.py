@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from tricomm import calls, lists, plan, selection, splitting
+from tricomm.activity import weight
 from tricomm.errors import InvalidArgument
 from tricomm.group import Group
 from tricomm.kernels import collectives
@@ -323,10 +325,22 @@ class Collectives(Group):
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
             choice = selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, fitting, bits)
             found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device)
+            found = self._counted(found, asked, nbytes, mode)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[*key, mode == "graph"] = found
         return self._plans[*key, False]
+
+    def _counted(self, made: plan.Plan, asked: plan.Asked, nbytes: int, mode: str) -> plan.Plan:
+        """The plan with the tally that its calls go to, and timed where that was asked for."""
+        if asked.splits and asked.dtype is not None:
+            nbytes = sum(asked.splits[0]) * asked.count * asked.dtype.bits // 8 * asked.dtype.lanes
+        choice, clock = made.choice, self._activity.clock
+        name = (choice.collective, choice.algorithm, choice.protocol, nbytes)
+        tally, run = self._activity.tally(*name), made.run
+        if clock is not None and mode == "eager":  # what is captured would be timed when it is captured
+            run = clock.timed(run, tally.took, name)
+        return replace(made, run=run, tally=tally, weight=weight(nbytes))
 
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from tricomm import errors, linking, plan
+from tricomm import errors, linking, plan, publishing
+from tricomm.activity import Activity
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
@@ -85,6 +86,8 @@ class Group:
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
+        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited)
+        publishing.add(self._activity)
         self._monitor.start(self._diagnose)
         _live.add(self)
 
@@ -230,6 +233,7 @@ class Group:
             except BaseException as error:
                 self._stopped(error)
                 raise
+            chosen.tally.total += chosen.weight
         finally:
             self._turn.release()
         if self.simulated:

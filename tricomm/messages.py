@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tricomm import calls, plan, selection
+from tricomm.activity import Tally, weight
 from tricomm.collectives import Collectives, Tensor
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout, registry
@@ -38,6 +39,8 @@ class Bound:
     protocol: str
     count: int
     grid: int
+    tally: Tally
+    weight: int  # what a message adds to the tally
 
 
 class Messages(Collectives):
@@ -123,6 +126,7 @@ class Messages(Collectives):
             with self._monitor.user_call(self.device, peers, lambda: self._waits(name)):
                 call = (self._messages & 0x7FFFFFFF) << 32 | bound.facts
                 self._guarded(lambda: bound.run(x, x, bound.numel, call))
+            bound.tally.total += bound.weight
             if kind == "recv":
                 self._received[peer if peer >= 0 else self._told(), tag] += 1
             return self._messages
@@ -158,7 +162,12 @@ class Messages(Collectives):
             kernel.function, grid, constexprs, dtype.bits, aligned, (peer, tag), self._group, self._timeout
         )
         facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block)
-        return Bound(run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid)
+        nbytes = x.numel() * x.itemsize
+        tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
+        return Bound(
+            run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid, tally,
+            weight(nbytes),
+        )  # fmt: skip
 
     # What a message waits for
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tricomm import calls
+from tricomm.activity import Tally
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
@@ -50,6 +51,8 @@ class Plan:
     numel: int
     record: Record  # what the peers read of each of its calls
     run: Call
+    tally: Tally = field(default_factory=Tally)
+    weight: int = 0  # what a call adds to the tally
 
 
 def make(
