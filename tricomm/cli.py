@@ -15,6 +15,7 @@ import click
 from tricomm.commands.bench import bench
 from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED
 from tricomm.commands.common import usage as _usage
+from tricomm.commands.dashboard import dashboard
 from tricomm.commands.predict import predict
 from tricomm.commands.tune import tune
 
@@ -164,6 +165,7 @@ def verify(files: tuple[Path, ...]) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(dashboard)
 cli.add_command(predict)
 cli.add_command(tune)
 
