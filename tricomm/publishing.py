@@ -43,18 +43,19 @@ def add(activity: Activity) -> None:
     """Publish what this communicator does, where TRICOMM_STATS is set. Raises `InvalidArgument` for what is no number
     of seconds."""
     global _publisher
-    interval = _interval()
-    if interval is None:
+    seconds = interval()
+    if seconds is None:
         return
     with _lock:
         if _publisher is None or _publisher.pid != os.getpid():  # a forked child's own
             _known.clear()
-            _publisher = _Publisher(interval)
+            _publisher = _Publisher(seconds)
             _publisher.start()
         _known.append(activity)
 
 
-def _interval() -> float | None:
+def interval() -> float | None:
+    """TRICOMM_STATS in seconds; None where it is not set. Raises `InvalidArgument`."""
     value = env.text("TRICOMM_STATS")
     try:
         seconds = None if value is None else float(value)

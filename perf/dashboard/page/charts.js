@@ -25,7 +25,7 @@ function sizeAxis(scene) {
   const sizes = [...new Set(scene.lines.flatMap((line) => line.size))].filter((size) => size > 0).sort((a, b) => a - b);
   const step = Math.ceil(sizes.length / 8);
   const shown = sizes.filter((_, i) => i % step === 0);
-  return { type: "log", title: { text: "size" }, tickvals: shown, ticktext: shown.map(bytes), sizes };
+  return { type: "log", tickvals: shown, ticktext: shown.map(bytes), sizes };
 }
 
 function curve(line, number, y, extra) {

@@ -102,7 +102,7 @@ function chart(name, { traces, layout, note }) {
   place.setAttribute("role", "img");
   place.setAttribute("aria-label", `${TITLES[name]} of ${scene.lines.length} lines${mark(scene)}`);
   Plotly.react(place, traces, {
-    title, font: { color: front, size: narrow ? 10 : 12 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest",
+    title, font: { color: front, size: narrow ? 10 : 12 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", modebar: { bgcolor: "rgba(0,0,0,0)", color: front, activecolor: front },
     margin: { l: narrow ? 48 : 64, r: 12, t: 36, b: 48 }, showlegend: traces.length > 1,
     legend: { orientation: "h", y: -0.25, font: { size: narrow ? 9 : 11 } }, xaxis: axis(sizeless), yaxis: axis(yaxis), ...rest,
   }, { responsive: true, displaylogo: false, displayModeBar: !narrow, modeBarButtons: [["toImage", "resetScale2d"]] });
