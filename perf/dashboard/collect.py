@@ -42,16 +42,16 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[Job] = (), source: str = 
         line = (row.library, row.algorithm, row.protocol)
         sizes = scenes.setdefault(scene, {}).setdefault(line, {})
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
+    dates = [date for date, _ in runs]
     return {
         "made": now(), "source": source, "rows": count, "runs": list(runs),
-        "scenes": [_scene(key, lines, runs) for key, lines in scenes.items()],
+        "scenes": [_scene(key, lines, dates) for key, lines in scenes.items()],
         "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
     }  # fmt: skip
 
 
-def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], runs: dict[tuple[str, str], int]) -> Record:
+def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
-    dates = [date for date, _ in runs]
     machine = None if scene["simulated"] else selected.machine(scene["device"])
     sizes = sorted({size for line in lines.values() for size in line})
     known = scene["world_size"] >= 1

@@ -112,6 +112,7 @@ def _file(folder: Path, rows: list[Entry]) -> str:
 def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, _rows()))
     page.choose("filter-device", "NVIDIA H100 80GB HBM3")
+    page.choose("filter-dtype", "float32")
     for name in CHARTS:
         assert page.traces(name), name
         drawn = page.run("return document.querySelectorAll(`#${arguments[0]} .chart svg.main-svg`).length", name)
@@ -217,6 +218,22 @@ def test_what_the_history_says_is_text(page: Page, tmp_path: Path) -> None:
     assert page.run("return window.hit") is None and NASTY in page.text("#latency h2")
     assert page.run("return document.querySelectorAll('img, .chart a').length") == 0
     assert "<img" in page.text("#latency .legendtext")
+
+
+def test_without_its_guard_a_name_would_be_markup(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, guard = render._text, "return String(text)"
+    broken = whole("charts.js").replace(guard, "return text; " + guard)
+    assert broken != whole("charts.js")
+    monkeypatch.setattr(render, "_text", lambda name: broken if name == "charts.js" else whole(name))
+    rows = [Entry(e.run, replace(e.measurement, library="<b>bold</b>")) for e in dashboard_data.entries(1)]
+    page.open(_file(tmp_path, rows))
+    assert page.text("#latency .legendtext") == "bold"
+
+
+def test_a_page_with_other_libraries_only_draws_what_there_is(page: Page, tmp_path: Path) -> None:
+    page.open(_file(tmp_path, [e for e in dashboard_data.entries(1) if e.measurement.library == "nccl"]))
+    shown = page.run("return [...document.querySelectorAll('.chart')].filter((c) => c.checkVisibility()).length")
+    assert shown == len(CHARTS) - 1 and "None of these lines" in page.text("#bytes p")
 
 
 def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from tests import ranks
 from tests.tricomm.bodies import communicator
 from tricomm import routing
 from tricomm.activity import Activity, Tally, bucket, weight
+from tricomm.clock import Clock
 from tricomm.errors import InvalidArgument
 from tricomm.perf import c10d_overhead
 from tricomm.perf.evidence.null_launch import communicator as null_communicator
@@ -166,3 +167,36 @@ def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: 
 def test_what_counting_costs_is_measured() -> None:
     found = c10d_overhead.measure(64, 50, 2)
     assert found["counting_share"] == found["counting_us"] / found["communicator_us"]
+
+
+class _Event:
+    """Stands for a CUDA event: passes when the test says so, at its number of milliseconds."""
+
+    made: list[_Event] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.passed, self.at = False, float(len(self.made))
+        self.made.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, other: _Event) -> float:
+        return other.at - self.at
+
+
+def test_on_a_gpu_events_tell_the_time_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    _Event.made.clear()
+    clock, told = Clock(2, torch.device("cuda", 0)), list[float]()
+    call = clock.timed(lambda number: number, told.append, ("all_reduce", "one_shot", "ll", 8))
+    assert [call(n) for n in range(4)] == [0, 1, 2, 3] and len(_Event.made) == 5  # the first one is the clock's own
+    assert clock.collect() == () and told == []
+    _Event.made[2].passed = True  # the end of the first timed call
+    (span,) = clock.collect()
+    assert (span.time_us, told) == (1000.0, [0.001]) and span.nbytes == 8
+    _Event.made[4].passed = True
+    assert len(clock.collect()) == 2 and clock.collect()[1].start_us - span.start_us == pytest.approx(2000.0)

@@ -181,5 +181,8 @@ function bound(scene, lines) {
     marker: { color: known.map(([number]) => style(number).colour) },
   };
   const mark = { type: "line", x0: 1, x1: 1, yref: "paper", y0: 0, y1: 1, line: { dash: "dash", color: "#888888" } };
-  return { traces: [trace], layout: { shapes: [mark], xaxis: { title: { text: "bytes over the bound" }, rangemode: "tozero" }, yaxis: { type: "category", automargin: true, autorange: "reversed" }, showlegend: false } };
+  return {
+    traces: [trace], layout: { shapes: [mark], xaxis: { title: { text: "bytes over the bound" }, rangemode: "tozero" }, yaxis: { type: "category", automargin: true, autorange: "reversed" }, showlegend: false },
+    note: known.length ? "Bytes to and from peers over the least that any algorithm needs; 1 is that bound." : "None of these lines is a kernel of tricomm's, whose bytes are counted.",
+  };
 }

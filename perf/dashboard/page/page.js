@@ -5,6 +5,7 @@ const FILTERS = [
   ["device", "Device"], ["topology", "Topology"], ["world_size", "Ranks"], ["collective", "Collective"],
   ["dtype", "Type"], ["op", "Operation"], ["mode", "Mode"], ["place", "Place"],
 ];
+const COLLATOR = new Intl.Collator("en", { numeric: true });
 const SIMULATED = "simulated: Triton's interpreter on a CPU";
 const TITLES = {
   latency: "Latency", bandwidth: "Bus bandwidth", speedup: "Speed-up", picks: "What selection picks", past: "History",
@@ -35,7 +36,7 @@ function options(name) {
   const before = FILTERS.slice(0, FILTERS.findIndex(([n]) => n === name));
   const fits = page.data.scenes.filter((scene) => before.every(([n]) => value(scene, n) === page.chosen[n]));
   const values = [...new Set(fits.map((scene) => value(scene, name)))];
-  return values.sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  return values.sort(COLLATOR.compare);
 }
 
 // From the first filter on, so that what is chosen exists; a value that is gone gives way to the first that there is.
@@ -95,6 +96,8 @@ function chart(name, { traces, layout, note }) {
   find("h2", section).textContent = `${TITLES[name]}: ${where}${mark(scene)}`;
   if (note !== undefined) find("p", section).textContent = note;
   const { front, line } = colours(), place = find(".chart", section);
+  place.hidden = traces.every((trace) => trace.x.length === 0);
+  if (place.hidden) return Plotly.purge(place);
   const axis = (given) => ({ gridcolor: line, zerolinecolor: line, ...given, title: { font: { size: 12 }, ...given.title } });
   const { xaxis = {}, yaxis = {}, ...rest } = layout;
   const title = { text: `${TITLES[name]}${scene.simulated ? " (simulated)" : ""}`, font: { size: 13 }, x: 0, xanchor: "left", xref: "paper" };
@@ -215,7 +218,8 @@ async function take(text) {
   page.text = text;
   page.data = await unpack(text);
   if (!page.chosen.device && page.data.scenes.length) {
-    for (const [name] of FILTERS) page.chosen[name] = value(page.data.scenes.at(-1), name);
+    const first = page.data.scenes.reduce((a, b) => (b.lines.length >= a.lines.length ? b : a));
+    for (const [name] of FILTERS) page.chosen[name] = value(first, name);
   }
   show();
 }
