@@ -107,8 +107,8 @@ class Activity:
             return self._tallies.setdefault((collective, algorithm, protocol, bucket(nbytes)), Tally())
 
     def statistics(self) -> Statistics:
-        """What has been counted until now."""
-        spans = self.clock.collect() if self.clock is not None else ()
+        """What has been counted until now. Any thread may ask, at any time."""
+        spans = self.clock.spans() if self.clock is not None else ()
         with self._lock:
             known = list(self._tallies.items())
         calls = tuple(_calls(key, tally) for key, tally in known if tally.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Clock:
         self.every = every
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._pending: deque[tuple[Any, Any, Took, tuple[Any, ...]]] = deque(maxlen=_MOST)
+        self._lock = threading.Lock()
         self._began, self._mark = time.time() * 1e6, None
         if device.type == "cuda":
             self._mark = torch.cuda.Event(enable_timing=True)
@@ -53,15 +55,22 @@ class Clock:
 
         return call
 
-    def collect(self) -> tuple[Span, ...]:
-        """The latest spans, oldest first; kernels that have not ended yet are not among them."""
-        while self._pending and self._pending[0][1].query():
-            begin, end, took, name = self._pending.popleft()
-            time_us = begin.elapsed_time(end) * 1e3
-            took(time_us / 1e6)
-            start = self._began + self._mark.elapsed_time(begin) * 1e3  # type: ignore[union-attr]
-            self._spans.append(Span(start, time_us, *name))
+    def spans(self) -> tuple[Span, ...]:
+        """The latest spans, oldest first; on a GPU those that `collect` has found ended. Any thread may ask."""
         return tuple(self._spans)
+
+    def collect(self) -> None:
+        """Look which kernels have ended. For the threads that make calls: looking from another one, at an event, would
+        break a graph that is being captured."""
+        if self._mark is None or torch.cuda.is_current_stream_capturing():
+            return
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                begin, end, took, name = self._pending.popleft()
+                time_us = begin.elapsed_time(end) * 1e3
+                took(time_us / 1e6)
+                start = self._began + self._mark.elapsed_time(begin) * 1e3
+                self._spans.append(Span(start, time_us, *name))
 
     def _by_host(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
         start, began = time.time(), time.perf_counter()
@@ -72,6 +81,7 @@ class Clock:
         return result
 
     def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
+        self.collect()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         result = run(*arguments)

@@ -199,6 +199,8 @@ class Communicator(Messages):
 
         Times are those of the calls that `time_calls` has chosen.
         """
+        if self._activity.clock is not None:
+            self._activity.clock.collect()
         return self._activity.statistics()
 
     def time_calls(self, every: int) -> None:

@@ -189,14 +189,24 @@ class _Event:
 
 
 def test_on_a_gpu_events_tell_the_time_when_they_have_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
     monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     _Event.made.clear()
     clock, told = Clock(2, torch.device("cuda", 0)), list[float]()
     call = clock.timed(lambda number: number, told.append, ("all_reduce", "one_shot", "ll", 8))
     assert [call(n) for n in range(4)] == [0, 1, 2, 3] and len(_Event.made) == 5  # the first one is the clock's own
-    assert clock.collect() == () and told == []
+    clock.collect()
+    assert clock.spans() == () and told == []
     _Event.made[2].passed = True  # the end of the first timed call
-    (span,) = clock.collect()
+    assert clock.spans() == ()  # nobody looks at an event who only asks
+    capturing[0] = True
+    clock.collect()
+    assert clock.spans() == ()  # nor while a graph is captured
+    capturing[0] = False
+    clock.collect()
+    (span,) = clock.spans()
     assert (span.time_us, told) == (1000.0, [0.001]) and span.nbytes == 8
     _Event.made[4].passed = True
-    assert len(clock.collect()) == 2 and clock.collect()[1].start_us - span.start_us == pytest.approx(2000.0)
+    call(4)  # the next timed call looks, too
+    assert len(clock.spans()) == 2 and clock.spans()[1].start_us - span.start_us == pytest.approx(2000.0)
