@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import urllib.error
@@ -153,6 +155,21 @@ def test_a_busy_port_is_named() -> None:
             serve.Server(port, str, str, bytes)
         done = _dashboard("--serve", "--port", str(port))
     assert done.exit_code == 3 and f"port {port}" in done.output
+
+
+def test_serving_ends_with_an_interrupt() -> None:
+    command = [sys.executable, "-m", "tricomm", "dashboard", "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            assert [_get(url + name)[0] for name in ("", "metrics")] == [200, 200]
+            assert _unpacked(_get(f"{url}data")[1])["rows"] == 0
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and told.strip() == "interrupted"
 
 
 def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import sys
+from contextlib import closing
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -15,8 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.perf import dashboard_data
 from tricomm import publishing
 from tricomm.activity import Activity
 from tricomm.errors import InvalidArgument, ResourceError
@@ -122,6 +127,28 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
     assert found["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
     assert found["tricomm_routed_calls_total"].labels["route"] == "gloo"
     assert found["tricomm_job_updated_timestamp_seconds"].value == 1000
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+@settings(deadline=None, max_examples=60)
+def test_any_name_survives_the_exposition_format(name: str) -> None:
+    comm = jobs.Communicator(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
+    job = jobs.Job(1, 2, 3, "host", 0.0, (), (comm,))
+    text = prometheus.exposition([job]).decode()
+    found = [s for f in text_string_to_metric_families(text) for s in f.samples]
+    assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]
+
+
+def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
+    path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DROP TABLE activity")
+        database.execute("PRAGMA user_version = 1")
+    history = open_history(path)
+    assert history is not None
+    with history:
+        assert [e.measurement for e in history.read()] == [e.measurement for e in dashboard_data.entries(1)]
+        assert history.activities() == []
 
 
 def test_without_jobs_there_are_no_samples(tmp_path: Path) -> None:
