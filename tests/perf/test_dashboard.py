@@ -209,6 +209,22 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0 and done.output.startswith("2 timed calls written")
 
 
+def test_what_got_slower_is_an_exit_code(tmp_path: Path) -> None:
+    same = dashboard_data.written(tmp_path / "same.sqlite", dashboard_data.entries(30))
+    done = _dashboard("--changes", "--history", str(same))
+    assert (done.exit_code, done.output) == (0, "0 points are slower, 0 faster, of 600 rows\n")
+    slower = dashboard_data.written(tmp_path / "slower.sqlite", dashboard_data.entries(30, step_at=15))
+    done = _dashboard("--changes", "--history", str(slower))
+    *lines, summary = done.output.splitlines()
+    assert done.exit_code == 1 and summary.startswith("4 points are slower, 0 faster") and len(lines) == 4
+    assert all("one_shot/simple" in x and "since 2026-01-01T15:00:00+00:00 000000f" in x for x in lines)
+    again = [
+        replace(e, run=replace(e.run, date=e.run.date.replace("2026", "2027"))) for e in dashboard_data.entries(30)
+    ]
+    done = _dashboard("--changes", "--history", str(dashboard_data.written(slower, again)))
+    assert done.exit_code == 0 and "0 points are slower, 4 faster" in done.output  # it was mended
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

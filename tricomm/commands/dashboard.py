@@ -9,16 +9,20 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import UNSUPPORTED, usage
+from tricomm.commands.common import FAILED, UNSUPPORTED, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_WAYS = {"html": "--html", "serve": "--serve", "prometheus": "--prometheus", "trace": "--trace", "grafana": "--grafana"}
+_WAYS = {
+    "html": "--html", "serve": "--serve", "changes": "--changes", "prometheus": "--prometheus", "trace": "--trace",
+    "grafana": "--grafana",
+}  # fmt: skip
 
 
 @click.command()
 @click.option("--html", type=_FILE, help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
+@click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 where something is slower.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
 @click.option("--trace", type=_FILE, help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
@@ -32,6 +36,7 @@ def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
     \b
     tricomm dashboard --html page.html
     tricomm dashboard --serve --port 9000
+    tricomm dashboard --changes
     TRICOMM_STATS=5 TRICOMM_STATS_EVERY=100 torchrun --nproc-per-node 8 train.py
     tricomm dashboard --prometheus > /var/lib/node_exporter/tricomm.prom
     tricomm dashboard --trace trace.json
@@ -60,6 +65,8 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
     source = usage(lambda: Source(history, lambda text: click.echo(text, err=True)))
     if way == "prometheus":
         click.echo(source.metrics(), nl=False)
+    elif way == "changes":
+        _changes(source.data())
     elif way == "trace":
         calls = usage(lambda: chrome_trace.write(source.jobs().jobs, ways["trace"]))
         lacking = "" if calls else "; jobs time their calls with TRICOMM_STATS=5 TRICOMM_STATS_EVERY=1"
@@ -73,6 +80,18 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
         click.echo(f"{len(page) / 1e6:.1f} MB written to {ways['html']}")
     else:
         _serve(source, port)
+
+
+def _changes(data: dict[str, Any]) -> None:
+    from tricomm.perf.dashboard import changes
+
+    found = changes.latest(data)
+    slower = sum(change.step > 0 for change in found)
+    for change in found:
+        click.echo(change)
+    click.echo(f"{slower} points are slower, {len(found) - slower} faster, of {data['rows']} rows")
+    if slower:
+        sys.exit(FAILED)
 
 
 def _serve(source: Any, port: int | None) -> None:
