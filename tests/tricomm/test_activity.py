@@ -166,7 +166,7 @@ def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_what_counting_costs_is_measured() -> None:
     found = c10d_overhead.measure(64, 50, 2)
-    assert found["counting_share"] == found["counting_us"] / found["communicator_us"]
+    assert 0 < found["counting_share"] == found["counting_us"] / found["communicator_us"]
 
 
 class _Event:
