@@ -76,7 +76,7 @@ def snapshot() -> dict[str, Any]:
     ]
     return {
         "schema": SCHEMA, "pid": os.getpid(), "started": process.start_time(os.getpid()) or 0,
-        "host": socket.gethostname(), "written": time.time(), "routed": routed,
+        "host": socket.gethostname(), "written": time.time(), "every": interval() or 0.0, "routed": routed,
         "communicators": [asdict(activity.statistics()) for activity in known],
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,7 @@ from tricomm.perf.history import Activity, History
 from tricomm.store import process
 
 _MOST_BYTES = 64 << 20
+_SLACK = 60.0  # seconds: clocks of hosts differ, and file systems that they share are slow
 
 
 class Calls(msgspec.Struct, frozen=True):
@@ -66,13 +68,15 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time."""
+    """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time; it writes
+    `every` so many seconds."""
 
     schema: int
     pid: int
     started: int
     host: str
     written: float
+    every: float
     routed: tuple[Routed, ...]
     communicators: tuple[Communicator, ...]
 
@@ -82,8 +86,10 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def live(self) -> bool:
-        """Whether the process still runs here; one of another host is not known to have ended."""
-        return self.host != socket.gethostname() or process.start_time(self.pid) == self.started
+        """Whether the process still runs; one of another host does as long as it writes."""
+        if self.host == socket.gethostname():
+            return process.start_time(self.pid) == self.started
+        return time.time() - self.written < 3 * self.every + _SLACK
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import re
 import sqlite3
 import sys
+import time
 from contextlib import closing
 from dataclasses import replace
 from importlib.resources import files
@@ -49,7 +50,7 @@ def publish(folder: Path, pid: int = 0, started: int = 0) -> Path:
     mine = os.getpid()
     record = {
         "schema": 1, "pid": pid or mine, "started": started or process.start_time(mine), "written": 1000.0,
-        "host": publishing.socket.gethostname(),
+        "host": publishing.socket.gethostname(), "every": 5.0,
         "routed": [{"route": "gloo", "collective": "broadcast", "bucket": 16, "calls": 2, "nbytes": 20}],
         "communicators": [_communicator()],
     }  # fmt: skip
@@ -85,6 +86,11 @@ def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> Non
         assert (kernel.group, kernel.calls, kernel.nbytes, kernel.p50_us) == (NASTY, 3, 3000, pytest.approx(2.0))
         assert kernel.simulated is True and kernel.date == "1970-01-01T00:16:40+00:00"
         assert history.keep([replace(kernel, nbytes=1 << 80)]) and history.activities()[-1].nbytes == (1 << 63) - 1
+
+
+@pytest.mark.parametrize(("age", "live"), [(0, True), (70, True), (80, False)])
+def test_a_job_of_another_host_lives_as_long_as_it_writes(age: float, live: bool) -> None:
+    assert jobs.Job(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
 
 
 def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Path) -> None:
@@ -133,7 +139,7 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_name_survives_the_exposition_format(name: str) -> None:
     comm = jobs.Communicator(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
-    job = jobs.Job(1, 2, 3, "host", 0.0, (), (comm,))
+    job = jobs.Job(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
     found = [s for f in text_string_to_metric_families(text) for s in f.samples]
     assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]

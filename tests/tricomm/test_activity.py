@@ -15,10 +15,11 @@ import torch
 import tricomm
 from tests import ranks
 from tests.tricomm.bodies import communicator
-from tricomm import routing
+from tricomm import monitor, routing
 from tricomm.activity import Activity, Tally, bucket, weight
 from tricomm.clock import Clock
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.perf import c10d_overhead
 from tricomm.perf.evidence.null_launch import communicator as null_communicator
 
@@ -112,10 +113,11 @@ def test_a_late_peer_is_named(tmp_path: Path) -> None:
 def _late(rank: int, world_size: int, tell: object, url: str) -> float:
     with communicator(rank, world_size, url) as comm:
         comm.barrier()
+        before = comm.stats().waited[1 - rank]
         if rank == 1:
             time.sleep(0.8)
         comm.barrier()
-        return comm.stats().waited[1 - rank]
+        return comm.stats().waited[1 - rank] - before
 
 
 def test_what_goes_to_others_is_counted_by_size() -> None:
@@ -210,3 +212,19 @@ def test_on_a_gpu_events_tell_the_time_when_they_have_passed(monkeypatch: pytest
     _Event.made[4].passed = True
     call(4)  # the next timed call looks, too
     assert len(clock.spans()) == 2 and clock.spans()[1].start_us - span.start_us == pytest.approx(2000.0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "started", "entered"),
+    [
+        (0, 5, False),  # no call yet
+        (4, 5, False),
+        (5, 5, True),
+        (6, 5, True),
+        (layout.EPOCH_LIMIT - 1, 1, False),  # epochs wrap
+        (1, layout.EPOCH_LIMIT - 1, True),
+        (0, layout.EPOCH_LIMIT - 1, False),
+    ],
+)
+def test_who_has_come_to_an_epoch(theirs: int, started: int, entered: bool) -> None:
+    assert monitor._entered(theirs, started) is entered
