@@ -10,7 +10,7 @@ TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint soak gpu-evidence clean
+.PHONY: help venv demo test browser lint soak gpu-evidence clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,9 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 
 test: venv  ## the tests, without those that need a GPU or hours
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25
+
+browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
+	@$(BIN)/python -m pytest -m browser
 
 lint: venv  ## style, types, import directions
 	@$(BIN)/ruff check .
@@ -51,4 +54,5 @@ gpu-evidence: venv  ## prove and measure tricomm on this machine's GPU, into evi
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf screenshots
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

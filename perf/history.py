@@ -12,7 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ import platformdirs
 from tricomm.errors import InvalidArgument
 from tricomm.perf import history_schema as schema
 
+_LARGEST = (1 << 63) - 1  # that SQLite holds
 _PATIENCE = 10.0  # seconds for another process to finish its row
 Say = Callable[[str], None]
 
@@ -66,6 +67,33 @@ class Measurement:
     blocks: int = 0
     warps: int = 0
     tile: int = 0
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process (`job`) has done with one kernel and bucket of sizes: `tricomm.activity.Calls`, and whose.
+
+    `route` is kernels, nccl or gloo; for the last two, which are a process's, `rank` is -1 and `group` empty.
+    """
+
+    job: str
+    date: str
+    device: str
+    group: str
+    rank: int
+    world_size: int
+    simulated: bool
+    route: str
+    collective: str
+    algorithm: str
+    protocol: str
+    bucket: int
+    calls: int
+    nbytes: int
+    timed: int = 0
+    seconds: float = 0.0
+    p50_us: float | None = None
+    p99_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +163,25 @@ class History:
         query = f"{schema.ROWS} WHERE {where} {schema.ORDER}"
         runs: dict[int, Run] = {}
         return [_entry(row, runs) for row in self._database.execute(query, tuple(equal.values()))]
+
+    def keep(self, rows: list[Activity]) -> bool:
+        """Write what jobs have done, each row over what was known of it; False where it cannot be, which is said."""
+        values = [tuple(min(v, _LARGEST) if isinstance(v, int) else v for v in astuple(row)) for row in rows]
+        try:
+            with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
+                marks = ", ".join("?" * len(fields(Activity)))
+                self._database.executemany(f"INSERT OR REPLACE INTO activity VALUES ({marks})", values)
+            return True
+        except sqlite3.Error as error:
+            self._say(f"history {self.path}: {error}; what jobs did is not in it")
+            return False
+
+    def activities(self) -> list[Activity]:
+        """What jobs have done, oldest first."""
+        rows = self._database.execute("SELECT * FROM activity ORDER BY date, rowid")
+        found = (dict(zip((f.name for f in fields(Activity)), row, strict=True)) for row in rows)
+        return [Activity(**{**row, "simulated": bool(row["simulated"])}) for row in found]
 
     def __len__(self) -> int:
         return int(self._database.execute("SELECT count(*) FROM measurements").fetchone()[0])

@@ -22,6 +22,15 @@ _STEPS = (
         tile INTEGER NOT NULL
     ) STRICT;
     """,
+    """
+    CREATE TABLE activity (
+        job TEXT NOT NULL, date TEXT NOT NULL, device TEXT NOT NULL, "group" TEXT NOT NULL, rank INTEGER NOT NULL,
+        world_size INTEGER NOT NULL, simulated INTEGER NOT NULL, route TEXT NOT NULL, collective TEXT NOT NULL,
+        algorithm TEXT NOT NULL, protocol TEXT NOT NULL, bucket INTEGER NOT NULL, calls INTEGER NOT NULL,
+        nbytes INTEGER NOT NULL, timed INTEGER NOT NULL, seconds REAL NOT NULL, p50_us REAL, p99_us REAL,
+        PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)
+    ) STRICT;
+    """,
 )
 VERSION = len(_STEPS)
 

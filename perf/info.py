@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tricomm import discovery, env, selection, tuned
+from tricomm import discovery, env, publishing, selection, tuned
 from tricomm.kernels import interpreter, layout
 from tricomm.options import Options
 from tricomm.perf import facts, history
@@ -22,7 +22,8 @@ from tricomm.perf.bench_plan import COLLECTIVES
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
 _LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
 _FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
-_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR")
+_STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
+_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR", *_STATS)
 
 
 def collect() -> dict[str, Any]:
@@ -118,6 +119,7 @@ def _paths() -> dict[str, str]:
     return {
         "tuning tables": str(tuned.folder()),
         "history": str(history.default_path()),
+        "live statistics": str(publishing.folder()),
         "triton cache": str(facts.guarded(lambda: knobs.cache.dir)),
         "package": str(Path(__file__).resolve().parent.parent),
     }

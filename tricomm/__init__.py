@@ -7,6 +7,7 @@ The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) ->
 from typing import TYPE_CHECKING
 
 from tricomm import c10d as _c10d
+from tricomm.activity import Statistics
 from tricomm.c10d import ddp_hook, wrap
 from tricomm.communicator import Communicator, init
 from tricomm.errors import (
@@ -59,6 +60,7 @@ __all__ = [
     "RendezvousError",
     "Report",
     "ResourceError",
+    "Statistics",
     "Symmetric",
     "TricommError",
     "Work",

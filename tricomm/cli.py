@@ -1,4 +1,4 @@
-"""The `tricomm` command. Exit codes: 0 ok, 1 a check failed, 2 usage, 3 unsupported environment, 4 wrong result, 130.
+"""The `tricomm` command. Exit codes are in `tricomm.commands.common`.
 
 A command imports what it needs when it runs: the others must not pay for it, nor fail with it.
 """
@@ -6,30 +6,51 @@ A command imports what it needs when it runs: the others must not pay for it, no
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from tricomm import __version__
 from tricomm.commands.bench import bench
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, exit_code
 from tricomm.commands.common import usage as _usage
+from tricomm.commands.completion import completion
+from tricomm.commands.dashboard import dashboard
+from tricomm.commands.doctor import doctor
 from tricomm.commands.predict import predict
 from tricomm.commands.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="tricomm")
+@click.version_option(__version__, prog_name="tricomm")
 def cli() -> None:
-    """Single-node multi-GPU collectives in Triton: measure them, explain them, look at their machine code."""
+    """Single-node multi-GPU collectives in Triton: measure them, explain them, look at their machine code.
+
+    \b
+    Exit codes: 0 fine, 1 a check failed or something got slower, 2 usage, 3 the environment lacks something,
+    4 a wrong result, 130 interrupted.
+
+    \b
+    tricomm doctor
+    tricomm bench --nproc 4 --algorithm all --protocol all
+    tricomm dashboard --html page.html
+    eval "$(tricomm completion bash)"
+    """
 
 
 @cli.command()
 @click.option("--topology", is_flag=False, flag_value="", metavar="[FILE]", help="Draw how GPUs (of FILE) are linked.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --topology: such a FILE.")
 def info(topology: str | None, as_json: bool) -> None:
-    """Show devices, links, versions, paths, limits, and what would be used here and why. Never fails."""
+    """Show devices, links, versions, paths, limits, and what would be used here and why. Never fails.
+
+    \b
+    tricomm info
+    tricomm info --topology box.json
+    """
     if topology is not None:
         return _topology(topology, as_json)
     from rich.console import Console
@@ -67,7 +88,12 @@ def _topology(file: str, as_json: bool) -> None:
 @click.option("--all-variants", is_flag=True, help="All types, operations, world sizes, alignments (an hour or more).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) -> None:
-    """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags."""
+    """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags.
+
+    \b
+    tricomm kernels --arch sm_90
+    tricomm kernels --kernel all_reduce_one_shot_ll --json
+    """
     from tricomm.errors import ResourceError
     from tricomm.perf import kernel_report, kernel_table
 
@@ -120,6 +146,11 @@ def check(replay: Path | None, **options: Any) -> None:
     """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
 
     FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked.
+
+    \b
+    tricomm check --collective all_reduce --world-size 2
+    tricomm check mine.py:body --schedules 500 --report found.json
+    tricomm check --replay found.json
     """
     from tricomm.errors import InvalidArgument, ResourceError
     from tricomm.explorer import command
@@ -137,13 +168,21 @@ def check(replay: Path | None, **options: Any) -> None:
 
 @cli.group()
 def evidence() -> None:
-    """Results of `python -m tricomm.perf.evidence`, which proves and measures tricomm on a GPU box."""
+    """Results of `python -m tricomm.perf.evidence`, which proves and measures tricomm on a GPU box.
+
+    \b
+    tricomm evidence verify evidence/*.json
+    """
 
 
 @evidence.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def verify(files: tuple[Path, ...]) -> None:
-    """Check result files of the GPU evidence kit: their form, and that no number in them is impossible."""
+    """Check result files of the GPU evidence kit: their form, and that no number in them is impossible.
+
+    \b
+    tricomm evidence verify evidence/*.json
+    """
     from tricomm.errors import InvalidArgument
     from tricomm.perf.evidence import schema
 
@@ -164,6 +203,9 @@ def verify(files: tuple[Path, ...]) -> None:
 
 
 cli.add_command(bench)
+cli.add_command(completion)
+cli.add_command(dashboard)
+cli.add_command(doctor)
 cli.add_command(predict)
 cli.add_command(tune)
 
@@ -178,3 +220,15 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read this has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered would fail once more
+        sys.exit(FAILED)
+    except OSError as error:
+        click.echo(f"tricomm: {error}", err=True)
+        sys.exit(FAILED)
+    except Exception as error:
+        code = exit_code(error)
+        if code is None:
+            raise
+        click.echo(f"tricomm: {error}", err=True)
+        sys.exit(code)

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import calls, env, joining, linking, nccl, routing, selection, tuned
+from tricomm.activity import Statistics
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collectives, interpreter, layout
 from tricomm.messages import Messages
@@ -203,6 +204,26 @@ class Communicator(Messages):
             nccl.check(collective, name, dtype)
         return selection.nccl(collective, route.reason)
 
+    def stats(self) -> Statistics:
+        """Calls, bytes and times by kernel and size, and how long this rank waited for whom. Asks no other rank.
+
+        Times are those of the calls that `time_calls` has chosen.
+        """
+        if self._activity.clock is not None:
+            self._activity.clock.collect()
+        return self._activity.statistics()
+
+    def time_calls(self, every: int) -> None:
+        """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
+
+        On a GPU a call is timed by events on its stream, at the cost of recording them. Calls in a CUDA graph are not
+        timed; call this before calls are warmed up for a capture, for it forgets what they have prepared. Raises
+        `InvalidArgument` for a negative number.
+        """
+        self._usable()
+        self._activity.time_calls(every)
+        self._forget()
+
     def use_table(self, rows: Sequence[Row], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
 
@@ -221,8 +242,7 @@ class Communicator(Messages):
                         "all ranks the same rows"
                     )
             self._site = replace(self._site, tuned=given, tuned_name=name)
-            for known in (self._plans, self._known, self._halves):
-                known.clear()
+            self._forget()
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from tricomm import linking, nccl, plan, routing
+from tricomm import linking, nccl, plan, publishing, routing
+from tricomm.activity import Activity
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.faults import Faults
 from tricomm.kernels import layout
@@ -100,6 +101,8 @@ class Group(Faults):
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
+        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited)
+        publishing.add(self._activity)
         self._monitor.start(self._diagnose, self._describe)
         _live.add(self)
 
@@ -273,6 +276,7 @@ class Group(Faults):
             except BaseException as error:
                 self._stopped(error)
                 raise
+            chosen.tally.total += chosen.weight
         finally:
             self._turn.release()
         if self.simulated:

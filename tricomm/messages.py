@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tricomm import calls, plan, routing, selection
+from tricomm.activity import Tally, weight
 from tricomm.collectives import Collectives, Tensor
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout, registry
@@ -39,6 +40,8 @@ class Bound:
     protocol: str
     count: int
     grid: int
+    tally: Tally
+    weight: int  # what a message adds to the tally
 
 
 class Messages(Collectives):
@@ -140,6 +143,7 @@ class Messages(Collectives):
             if self.counted:
                 routing.counter(routing.KERNELS, kind)[0] += 1
             self._guarded(lambda: bound.run(x, x, bound.numel, number << 32 | bound.facts))
+            bound.tally.total += bound.weight
             if kind == "recv" and peer >= 0:
                 self.received(peer, tag)
             return number
@@ -181,7 +185,12 @@ class Messages(Collectives):
             kernel.function, grid, constexprs, dtype.bits, aligned, more, self._group, self._timeout
         )
         facts = calls.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
-        return Bound(run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid)
+        nbytes = x.numel() * x.itemsize
+        tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
+        return Bound(
+            run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid, tally,
+            weight(nbytes),
+        )  # fmt: skip
 
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""

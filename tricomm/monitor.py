@@ -50,12 +50,13 @@ class Monitor:
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
     group is given up; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended,
-    or it closed the group.
+    or it closed the group. `waited` is by peer how many seconds it was awaited by calls that it had not entered.
     """
 
     def __init__(self, control: ControlPage, timeout: float, stall_timeout: float) -> None:
         self.fault: Fault | None = None
         self.lost: int | None = None
+        self.waited = {r: 0.0 for r in range(control.world_size) if r != control.rank}
         self._control = control
         self._timeout = timeout
         self._stall = stall_timeout
@@ -197,6 +198,7 @@ class Monitor:
             return
         if self._elapsed > _COMPARE_SECONDS and self._diverging():
             return
+        self._wait_for(tick)
         late = self.unfinished()
         for rank in late:
             if self._gone(rank):
@@ -221,6 +223,14 @@ class Monitor:
                     self.give_up(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
                     return True
         return False
+
+    def _wait_for(self, tick: float) -> None:
+        """Put the tick down to those that have not entered the call that this rank is in."""
+        if self._elapsed and self._in_epoch():
+            started = int(self._words[layout.STARTED])
+            for rank, words in self._peers.items():
+                if not _entered(int(words[layout.STARTED]), started):
+                    self.waited[rank] += tick
 
     def _needs(self, rank: int) -> bool:
         """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
@@ -314,3 +324,8 @@ def _past(ended: int, started: int) -> bool:
     wrap at 2^32, and ranks are never far apart.
     """
     return 0 < (int(ended) - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2
+
+
+def _entered(theirs: int, started: int) -> bool:
+    """True where a rank whose latest call is of epoch `theirs` (0: it made none) has come to epoch `started`."""
+    return theirs != 0 and (theirs - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2

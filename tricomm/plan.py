@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tricomm import calls
+from tricomm.activity import Tally
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
@@ -53,6 +54,8 @@ class Plan:
     run: Call
     count: list[int] = field(default_factory=lambda: [0])
     mode: str = "eager"
+    tally: Tally = field(default_factory=Tally)
+    weight: int = 0  # what a call adds to the tally
 
 
 class Known:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tricomm import calls, native, nccl, plan, routing, selection
+from tricomm.activity import weight
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.group import Group
 from tricomm.kernels import collectives
@@ -99,6 +100,7 @@ class Planning(Group):
                 known = _UNKNOWN if splits else nbytes
                 choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting, bits)
                 found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
+            found = self._counted(found, asked, nbytes, mode)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[*key, mode == "graph"] = found
@@ -106,6 +108,22 @@ class Planning(Group):
             size = None if splits else nbytes
             routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", size)
         return self._plans[*key, False]
+
+    def _counted(self, made: plan.Plan, asked: plan.Asked, nbytes: int, mode: str) -> plan.Plan:
+        """The plan with the tally that its calls go to, and timed where that was asked for."""
+        if asked.splits and asked.dtype is not None:
+            nbytes = sum(asked.splits[0]) * asked.count * asked.dtype.bits // 8 * asked.dtype.lanes
+        choice, clock = made.choice, self._activity.clock
+        name = (choice.collective, choice.algorithm, choice.protocol, nbytes)
+        tally, run = self._activity.tally(*name), made.run
+        if clock is not None and mode == "eager":  # what is captured would be timed when it is captured
+            run = clock.timed(run, tally.took, name)
+        return replace(made, run=run, tally=tally, weight=weight(nbytes))
+
+    def _forget(self) -> None:
+        """Make the plans of calls anew."""
+        for known in (self._plans, self._known):
+            known.clear()
 
     def _route(
         self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tricomm import calls, env
+from tricomm.activity import bucket
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 from tricomm.kernels.collectives import COLLECTIVES
@@ -25,6 +26,7 @@ POINT_TO_POINT = frozenset({"send", "recv"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 _counts: dict[tuple[str, str], list[int]] = {}
+_natives: dict[tuple[str, str, int], list[int]] = {}  # calls and bytes, by route, collective and bucket of sizes
 _printed: set[tuple[Any, ...]] = set()
 
 
@@ -126,6 +128,9 @@ def took(
 ) -> None:
     """Count a call, and `print_once`."""
     counter(route.path, collective)[0] += 1
+    if route.path != KERNELS:  # a communicator counts its own
+        found = _natives.setdefault((route.path, collective, bucket(nbytes or 0)), [0, 0])
+        found[0], found[1] = found[0] + 1, found[1] + (nbytes or 0)
     print_once(route, group, rank, collective, dtype, op, nbytes)
 
 
@@ -158,3 +163,8 @@ def stats() -> dict[str, dict[str, int]]:
         if count:
             found[path][collective] = count
     return found
+
+
+def natives() -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Calls and bytes that NCCL and Gloo got, by (route, collective, bucket of sizes); 0 where ranks' sizes differ."""
+    return {key: (calls, nbytes) for key, (calls, nbytes) in list(_natives.items())}

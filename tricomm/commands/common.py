@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-FAILED, UNSUPPORTED, WRONG, INTERRUPTED = 1, 3, 4, 130
+FAILED, USAGE, UNSUPPORTED, WRONG, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 def usage(function: Callable[[], Any]) -> Any:
@@ -21,6 +21,17 @@ def usage(function: Callable[[], Any]) -> Any:
         return function()
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of an error that no command has put into words of its own; None for a fault of tricomm itself."""
+    from tricomm.errors import InvalidArgument, ResourceError, TricommError
+
+    if isinstance(error, InvalidArgument):
+        return USAGE
+    if isinstance(error, ResourceError):
+        return UNSUPPORTED
+    return FAILED if isinstance(error, TricommError) else None
 
 
 def joined(nproc: int | None) -> tuple[int, bool, bool]:

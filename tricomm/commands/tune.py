@@ -70,7 +70,11 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
 @tune.command()
 @click.argument("files", nargs=-1, type=_FILES)
 def show(files: tuple[Path, ...]) -> None:
-    """Print tables: FILES, or all of the user's own, with the boxes that they are for."""
+    """Print tables: FILES, or all of the user's own, with the boxes that they are for.
+
+    \b
+    tricomm tune show
+    """
     from tricomm import tuned
     from tricomm.errors import InvalidArgument
     from tricomm.perf.tuner import tables
@@ -97,6 +101,9 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.
 
     Of a collective, width and mode, the last file that has it counts.
+
+    \b
+    tricomm tune merge first.json second.json -o both.json
     """
     from tricomm import table_file, tuned
     from tricomm.errors import ResourceError
@@ -117,7 +124,11 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
 @click.argument("file", type=_FILES)
 @click.option("--format", "form", type=click.Choice(["csv", "json"]), default="csv", show_default=True)
 def export(file: Path, form: str) -> None:
-    """Print a table: JSON, or CSV by ranges of sizes with the columns of NCCL's tuner plug-in, for people to read."""
+    """Print a table: JSON, or CSV by ranges of sizes with the columns of NCCL's tuner plug-in, for people to read.
+
+    \b
+    tricomm tune export table.json --format csv
+    """
     from tricomm import table_file, tuned
     from tricomm.perf.tuner import tables
 

@@ -1,0 +1,66 @@
+"""What selection picks on the boxes that the history knows, and what their links can carry."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from tricomm import selection, tuned
+from tricomm.errors import TricommError
+from tricomm.kernels import layout
+from tricomm.options import Options
+from tricomm.perf import bench_plan
+from tricomm.perf.machines import MACHINES, Machine
+from tricomm.table import Row
+
+
+def machine(device: str) -> Machine | None:
+    """The generation that a device's name says; None where it says none that is known."""
+    words = device.lower().replace("-", " ").split()
+    return next((m for name, m in MACHINES.items() if name in words), None)
+
+
+@cache
+def _site(device: str, simulated: bool, world_size: int) -> selection.Site | None:
+    """What a communicator there would know. The history has the links in words only: as if all were linked."""
+    known = machine(device)
+    kind = "cpu" if simulated else known.architecture if known is not None else ""
+    if not kind or kind == "any":
+        return None
+    name, rows = _own("" if simulated else device, world_size)
+    memory = layout.plan(world_size, Options().arena_bytes)
+    return selection.Site(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
+
+
+def _own(gpu: str, world_size: int) -> tuple[str, tuple[Row, ...]]:
+    """The user's own table for such a box, the latest of them."""
+    files = sorted(tuned.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        try:
+            found = tuned.read(file)
+        except TricommError:  # `tricomm doctor` names it
+            continue
+        if (found.fingerprint.gpu, found.fingerprint.world_size) == (gpu, world_size):
+            return found.name, found.rows
+    return "", ()
+
+
+def pick(scene: dict[str, Any], size: int) -> str | None:
+    """`algorithm/protocol` for a row of the history of `size` bytes; None where that cannot be told."""
+    world_size, collective = scene["world_size"], scene["collective"]
+    dtype = getattr(torch, scene["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+        return None
+    site = _site(scene["device"], scene["simulated"], world_size)
+    if site is None or collective not in bench_plan.COLLECTIVES:
+        return None
+    elements = bench_plan.count(collective, size, dtype.itemsize, world_size)
+    nbytes = bench_plan.input_bytes(collective, elements, dtype.itemsize, world_size)
+    mode = "eager" if scene["mode"] == "eager" else "graph"
+    try:
+        choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)
+    except TricommError:
+        return None
+    return f"{choice.algorithm}/{choice.protocol}"

@@ -1,0 +1,69 @@
+"""What the dashboard reads: the history, and the jobs' files, whose numbers it puts into the history on the way."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.perf import history
+from tricomm.perf.dashboard import collect, jobs, prometheus, render
+
+
+class Source:
+    """A history file and the jobs of this user. `say` is told what cannot be read."""
+
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        self._path = history.default_path() if path is None else path
+        if path is not None and not path.is_file():
+            raise InvalidArgument(f"--history {path}: there is no such file")
+        self._said: set[str] = set()
+        self._tell = say
+        self._lock = threading.Lock()  # requests come in threads of their own
+        self._made: tuple[Any, str] = (None, "")
+
+    def jobs(self) -> jobs.Found:
+        """What jobs publish now."""
+        found = jobs.read()
+        for note in found.notes:
+            self._say(note)
+        return found
+
+    def data(self) -> dict[str, Any]:
+        """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
+        found = self.jobs()
+        past = history.open_history(self._path, self._say)
+        if past is None:
+            return collect.page_data((), found.live)
+        with past:
+            jobs.keep(found, past)
+            try:
+                return collect.page_data(past.read(), found.live, past.path.name)
+            except sqlite3.Error as error:
+                raise ResourceError(f"history {past.path}: {error}; open it again to have it set aside") from None
+
+    def packed(self) -> str:
+        """The data as the page takes it: the same text as long as neither the history nor a job has anything new."""
+        with self._lock:
+            state = self._state()
+            if state != self._made[0]:
+                self._made = (state, render.packed(self.data()))
+            return self._made[1]
+
+    def metrics(self) -> bytes:
+        """What live jobs do, for Prometheus."""
+        return prometheus.exposition(self.jobs().live)
+
+    def _state(self) -> Any:
+        """Changes when a row is written (the write-ahead log grows) or a job publishes."""
+        files = [self._path, Path(f"{self._path}-wal")]
+        sizes = [(f.stat().st_mtime_ns, f.stat().st_size) if f.exists() else None for f in files]
+        return sizes, [(job.name, job.written, job.live) for job in jobs.read().jobs]
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._tell(text)

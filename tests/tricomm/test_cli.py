@@ -1,0 +1,138 @@
+"""What all commands have in common: help with examples, exit codes, completion, and no traceback for a mistake."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import tricomm
+from tricomm import cli as main_module
+from tricomm.cli import cli
+from tricomm.errors import InvalidArgument, PeerDied, ResourceError
+
+
+def _commands(group: click.Group = cli, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, group
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+ALL = dict(_commands())
+
+
+def _examples(command: click.Command) -> list[list[str]]:
+    """The arguments of each line of the help that is a command line of ours."""
+    lines = [line.strip() for line in (command.help or "").splitlines()]
+    lines = [line.split("$(")[-1].split(")")[0] if line.startswith("eval") else line for line in lines]
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("tricomm ")]
+    return [list(part)[1:] for part in (w[: w.index(">")] if ">" in w else w for w in words)]
+
+
+@pytest.mark.parametrize("path", ALL, ids=lambda path: " ".join(path) or "tricomm")
+def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
+    found = _examples(ALL[path])
+    assert found, f"tricomm {' '.join(path)} --help shows no example"
+    for words in found:
+        command: click.Command = cli
+        context = click.Context(cli, info_name="tricomm")
+        while isinstance(command, click.Group) and words and words[0] in command.commands:
+            command, words = command.commands[words[0]], words[1:]
+            context = click.Context(command, context)
+        files = [w for w in words if w.endswith((".json", ".py:body"))]
+        known = [w for w in words if w not in files]
+        rest = [f for f in files if f.endswith(".json")]
+        if any(isinstance(p, click.Argument) and p.nargs == -1 for p in command.params) or rest:
+            continue  # its files are not here
+        command.make_context("x", known, parent=context)
+    done = CliRunner().invoke(cli, [*path, "--help"])
+    assert done.exit_code == 0 and "tricomm" in done.output
+
+
+def test_every_option_says_what_it_is() -> None:
+    silent = [
+        (path, option.name)
+        for path, command in ALL.items()
+        for option in command.params
+        if isinstance(option, click.Option) and not option.help and not isinstance(option.type, click.Choice)
+    ]
+    assert [s for s in silent if s[1] != "seed"] == []
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tricomm", *arguments], env={**os.environ, **variables}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+def test_version_and_exit_codes_from_outside(tmp_path: Path) -> None:
+    done = _run("--version")
+    assert (done.returncode, done.stdout) == (0, f"tricomm, version {tricomm.__version__}\n")
+    for arguments in (["bnch"], ["bench", "--size", "1"], ["bench", "--dtype", "flot32"], ["completion", "csh"]):
+        done = _run(*arguments)
+        assert done.returncode == 2 and "Traceback" not in done.stderr, arguments
+    assert "float32" in _run("bench", "--dtype", "flot32").stderr
+    done = _run("bench", "--no-history", TRICOMM_STATS="often")
+    assert done.returncode == 1 and "TRICOMM_STATS='often'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgument("a bad argument"), 2),
+        (ResourceError("no memory"), 3),
+        (PeerDied("rank 1"), 1),
+        (PermissionError(13, "Permission denied", "/x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_that_no_command_told_is_told_without_a_traceback(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(main_module, "cli", broken)
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == code and "Traceback" not in told and told.count("\n") == 1
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**options: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main_module, "cli", broken)
+    with pytest.raises(ZeroDivisionError):
+        main_module.main()
+
+
+def test_who_has_read_enough_is_no_error() -> None:
+    command = f"{shlex.quote(sys.executable)} -m tricomm dashboard --grafana | head -c 10"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert done.stdout == '{\n "title"' and done.stderr == ""
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for shell in ("bash", "zsh", "fish"):
+        done = CliRunner().invoke(cli, ["completion", shell])
+        assert done.exit_code == 0 and "_TRICOMM_COMPLETE" in done.output
+    for words, wanted in (("tricomm da", "dashboard"), ("tricomm dashboard --pro", "--prometheus")):
+        asked = {"_TRICOMM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        code = "import sys; sys.argv = ['tricomm']; from tricomm.cli import main; main()"
+        done_ = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **asked}, capture_output=True, text=True, timeout=120
+        )
+        assert wanted in done_.stdout, done_.stderr

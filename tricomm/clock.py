@@ -1,0 +1,90 @@
+"""Times some of a communicator's calls: on a CPU by the wall clock, on a GPU by events around the kernel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MOST = 4096  # spans that are kept, and events that have not passed yet
+Took = Callable[[float], None]  # told the seconds of a call
+
+
+@dataclass(frozen=True)
+class Span:
+    """One timed call. `start_us` is in microseconds of Unix time (on a GPU: as near as the host knows it)."""
+
+    start_us: float
+    time_us: float
+    collective: str
+    algorithm: str
+    protocol: str
+    nbytes: int
+
+
+class Clock:
+    """Times every `every`th call of each plan that is made while it is there. Keeps the latest spans."""
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self.every = every
+        self._spans: deque[Span] = deque(maxlen=_MOST)
+        self._pending: deque[tuple[Any, Any, Took, tuple[Any, ...]]] = deque(maxlen=_MOST)
+        self._lock = threading.Lock()
+        self._began, self._mark = time.time() * 1e6, None
+        if device.type == "cuda":
+            self._mark = torch.cuda.Event(enable_timing=True)
+            self._mark.record()
+
+    def timed(self, run: Callable[..., Any], took: Took, name: tuple[str, str, str, int]) -> Callable[..., Any]:
+        """`run`, of a kernel and size `name`, with every so many of its calls timed; `took` is told their seconds."""
+        left = 1
+        measured = self._by_host if self._mark is None else self._by_events
+
+        def call(*arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left:
+                return run(*arguments)
+            left = self.every
+            return measured(run, arguments, took, name)
+
+        return call
+
+    def spans(self) -> tuple[Span, ...]:
+        """The latest spans, oldest first; on a GPU those that `collect` has found ended. Any thread may ask."""
+        return tuple(self._spans)
+
+    def collect(self) -> None:
+        """Look which kernels have ended. For the threads that make calls: looking from another one, at an event, would
+        break a graph that is being captured."""
+        if self._mark is None or torch.cuda.is_current_stream_capturing():
+            return
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                begin, end, took, name = self._pending.popleft()
+                time_us = begin.elapsed_time(end) * 1e3
+                took(time_us / 1e6)
+                start = self._began + self._mark.elapsed_time(begin) * 1e3
+                self._spans.append(Span(start, time_us, *name))
+
+    def _by_host(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
+        start, began = time.time(), time.perf_counter()
+        result = run(*arguments)
+        seconds = time.perf_counter() - began
+        took(seconds)
+        self._spans.append(Span(start * 1e6, seconds * 1e6, *name))
+        return result
+
+    def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
+        self.collect()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = run(*arguments)
+        end.record()
+        self._pending.append((begin, end, took, name))
+        return result

@@ -1,0 +1,106 @@
+"""`tricomm dashboard`: what was measured, and what jobs do now."""
+
+from __future__ import annotations
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tricomm.commands.common import FAILED, UNSUPPORTED, usage
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_WAYS = {
+    "html": "--html", "serve": "--serve", "changes": "--changes", "prometheus": "--prometheus", "trace": "--trace",
+    "grafana": "--grafana",
+}  # fmt: skip
+
+
+@click.command()
+@click.option("--html", type=_FILE, help="Write the page there: one file that opens offline.")
+@click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
+@click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 where something is slower.")
+@click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
+@click.option("--trace", type=_FILE, help="Write the timed calls of jobs there, for ui.perfetto.dev.")
+@click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
+@click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
+def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
+    """Show what was measured (the history of tricomm bench) and what live jobs do.
+
+    A job is live here when it was started with TRICOMM_STATS=SECONDS; TRICOMM_STATS_EVERY=100 times each hundredth
+    call of a shape.
+
+    \b
+    tricomm dashboard --html page.html
+    tricomm dashboard --serve --port 9000
+    tricomm dashboard --changes
+    TRICOMM_STATS=5 TRICOMM_STATS_EVERY=100 torchrun --nproc-per-node 8 train.py
+    tricomm dashboard --prometheus > /var/lib/node_exporter/tricomm.prom
+    tricomm dashboard --trace trace.json
+    """
+    chosen = [name for name in _WAYS if ways[name]]
+    if len(chosen) != 1:
+        raise click.UsageError(f"one of {', '.join(_WAYS.values())} is needed, {len(chosen)} were given")
+    if port is not None and not ways["serve"]:
+        raise click.UsageError("--port is for --serve")
+    from tricomm.errors import ResourceError
+
+    try:
+        _run(chosen[0], ways, port, history)
+    except ResourceError as error:
+        click.echo(f"tricomm dashboard: {error}", err=True)
+        sys.exit(UNSUPPORTED)
+
+
+def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
+    from tricomm.perf.dashboard import chrome_trace, render
+    from tricomm.perf.dashboard.source import Source
+
+    if way == "grafana":
+        click.echo(files("tricomm").joinpath("perf/dashboard/page/grafana.json").read_text(encoding="utf-8"), nl=False)
+        return
+    source = usage(lambda: Source(history, lambda text: click.echo(text, err=True)))
+    if way == "prometheus":
+        click.echo(source.metrics(), nl=False)
+    elif way == "changes":
+        _changes(source.data())
+    elif way == "trace":
+        calls = usage(lambda: chrome_trace.write(source.jobs().jobs, ways["trace"]))
+        lacking = "" if calls else "; jobs time their calls with TRICOMM_STATS=5 TRICOMM_STATS_EVERY=1"
+        click.echo(f"{calls} timed calls written to {ways['trace']}{lacking}")
+    elif way == "html":
+        page = render.page(source.packed())
+        try:
+            ways["html"].write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise click.UsageError(f"--html {ways['html']}: {error.strerror}") from None
+        click.echo(f"{len(page) / 1e6:.1f} MB written to {ways['html']}")
+    else:
+        _serve(source, port)
+
+
+def _changes(data: dict[str, Any]) -> None:
+    from tricomm.perf.dashboard import changes
+
+    found = changes.latest(data)
+    slower = sum(change.step > 0 for change in found)
+    for change in found:
+        click.echo(change)
+    click.echo(f"{slower} points are slower, {len(found) - slower} faster, of {data['rows']} rows")
+    if slower:
+        sys.exit(FAILED)
+
+
+def _serve(source: Any, port: int | None) -> None:
+    from tricomm.perf.dashboard import render, serve
+
+    wanted = serve.PORT if port is None else port
+    with serve.Server(
+        wanted, lambda: render.page(source.packed(), serve.RENEW), source.packed, source.metrics
+    ) as server:
+        render.page("")  # what lacks is said now, and not by the page
+        click.echo(f"{server.url} until you press Ctrl-C")
+        server.serve_forever()

@@ -1,0 +1,41 @@
+"""`tricomm doctor`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+
+import click
+
+from tricomm.commands.common import FAILED
+
+_COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Look for what could go wrong on this machine, and say what to do about it. Exit code 1 where something FAILs.
+
+    \b
+    tricomm doctor
+    tricomm doctor --json
+    """
+    from tricomm.perf import doctor as probes
+
+    found = probes.examine()
+    failed = sum(finding.verdict == probes.FAIL for finding in found)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "findings": [asdict(finding) for finding in found]}, indent=1))
+    else:
+        width = max(len(finding.name) for finding in found)
+        for finding in found:
+            mark = click.style(finding.verdict, fg=_COLOURS[finding.verdict])
+            click.echo(f"{mark}  {finding.name:<{width}}  {finding.text}")
+            if finding.remedy:
+                click.echo(f"      {'':<{width}}  -> {finding.remedy}")
+        warned = sum(finding.verdict == probes.WARN for finding in found)
+        click.echo(f"\n{len(found)} findings, {failed} FAIL, {warned} WARN")
+    if failed:
+        sys.exit(FAILED)
