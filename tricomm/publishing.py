@@ -18,8 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from tricomm import env, routing
 from tricomm.activity import Activity
 from tricomm.errors import InvalidArgument
@@ -34,9 +32,18 @@ _publisher: _Publisher | None = None
 
 
 def folder() -> Path:
-    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory."""
+    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory.
+
+    Raises `InvalidArgument` where neither is known.
+    """
     given = env.text("TRICOMM_STATS_DIR")
-    return Path(given) if given is not None else Path(platformdirs.user_state_dir("tricomm")) / "live"
+    if given is not None:
+        return Path(given)
+    try:
+        import platformdirs
+    except ImportError:
+        raise InvalidArgument("TRICOMM_STATS: set TRICOMM_STATS_DIR, or pip install platformdirs") from None
+    return Path(platformdirs.user_state_dir("tricomm")) / "live"
 
 
 def add(activity: Activity) -> None:
