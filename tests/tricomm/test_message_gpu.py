@@ -1,0 +1,91 @@
+"""Messages on one real GPU, ranks as processes over CUDA IPC. Run with `-m gpu`."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+import tricomm
+from tests import ranks
+from tricomm.perf.evidence import messages
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def join(rank, world_size, url, **options):
+    return tricomm.init(url, rank, world_size, "cuda:0", options=tricomm.Options(timeout=60.0, **options))
+
+
+def swept(rank, world_size, tell, url, first):
+    with join(rank, world_size, url, arena_bytes=4 << 20, first_epoch=first) as comm:
+        return comm.kind, messages.sweep(comm, False)[1]
+
+
+@pytest.mark.parametrize("first", [1, 2**32 - 6])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_type_and_size(url, world_size, first):
+    assert ranks.run(world_size, swept, url, first, timeout=200) == [("cuda_ipc", [])] * world_size
+
+
+def left_with_a_message(rank, world_size, tell, url):
+    """Rank 1 leaves before rank 0 has taken what it sent: it waits for that."""
+    with join(rank, world_size, url) as comm:
+        x = torch.arange(1000, device="cuda")
+        if rank == 1:
+            comm.send(x + 7, 0)
+            return True
+        torch.cuda._sleep(2_000_000_000)  # the recv is queued long before it runs
+        y = torch.zeros_like(x)
+        source = comm.recv(y)
+        return source == 1 and torch.equal(y, x + 7)
+
+
+def test_what_was_sent_before_leaving_arrives(url):
+    assert ranks.run(2, left_with_a_message, url, timeout=60) == [True, True]
+
+
+def refused_in_a_capture(rank, world_size, tell, url):
+    with join(rank, world_size, url) as comm:
+        x = torch.zeros(8, device="cuda")
+        text = ""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+            try:
+                comm.send(x, 1 - rank)
+            except tricomm.InvalidArgument as error:
+                text = str(error)
+        comm.all_reduce(x)
+        comm.synchronize()
+        return "cannot be captured" in text
+
+
+def test_a_capture_refuses_and_goes_on(url):
+    assert ranks.run(2, refused_in_a_capture, url, timeout=60) == [True, True]
+
+
+def orphaned(rank, world_size, tell, url):
+    with join(rank, world_size, url) as comm:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            comm.recv(torch.zeros(5, device="cuda"), 1, tag=3)
+            comm.synchronize()
+        except tricomm.PeerDied as error:
+            return str(error)
+        return ""
+
+
+def test_a_dead_sender_is_named(url):
+    with ranks.start(2, orphaned, url) as running:
+        waiting, _ = running.results()
+    assert "rank 1" in waiting.value and "tag 3" in waiting.value, waiting
