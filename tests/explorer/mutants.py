@@ -33,8 +33,8 @@ _MEET = "status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)"
 _STAGE = "        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)\n"
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
-    all_here = (tl.atomic_add(group + 9, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
-    while tl.atomic_add(group + 9, 0, sem="acquire", scope="gpu") < all_here:
+    all_here = (tl.atomic_add(group + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
+    while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
 _ZEROED = """
