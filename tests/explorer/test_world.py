@@ -30,7 +30,7 @@ def triton_is_left_as_it_was():
     assert patched() == [] and adapter.director is None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5, 8, 16])
+@pytest.mark.parametrize("world_size", [1, 2, 5, 8, pytest.param(16, marks=pytest.mark.soak)])
 def test_every_world_size_and_every_kernel(world_size):
     def fn(comm):
         found = []

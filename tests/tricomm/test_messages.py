@@ -123,8 +123,7 @@ def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept):
     options = tricomm.Options(arena_bytes=64 << 10, tile=4, first_epoch=first)
     with loaded(edits):
         report = tricomm.check(body, 2, schedules=12, options=options, identical=False)
-        found = [tricomm.simulate(body, 2, seed=seed, options=options)[1] for seed in range(4)]
-    assert (report.ok and not any(found)) == kept, report
+    assert report.ok == kept, report
 
 
 def test_from_any_source():
