@@ -312,7 +312,7 @@ def test_the_server_goes_while_ranks_wait(hurt):
             os.kill(server.pids[0], hurt)
             found = results(group)
     for name, text, seconds in found:
-        assert name == "RendezvousError" and re.search(r"store (check|get|set)\('tricomm/", text), text
+        assert name == "RendezvousError" and re.search(r"store (add|check|get|set)\('tricomm/", text), text
         assert seconds < 3.0 and (hurt == signal.SIGKILL or seconds >= 2.0)
 
 
