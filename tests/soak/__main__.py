@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from tests.soak.faults import FAULTS
-from tests.soak.growth import MEBIBYTE
 from tests.soak.groups import ROUTES
+from tests.soak.growth import MEBIBYTE
 from tests.soak.soak import Settings, Soak
 
 

@@ -58,6 +58,7 @@ class Outcome:
     at: float | None
     reports: list[Report | None]
     problems: list[tuple[str, str]] = field(default_factory=list)
+    codes: dict[int, int | None] = field(default_factory=dict)  # exit codes of the processes that ended
     notice: float = 0.0
 
 
@@ -71,7 +72,7 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
         struck = fault is not None and rank == outcome.victim
         if report is None:
             if not (struck and fault and fault.victim is None):
-                found.append(("lost", f"{who}'s process ended"))
+                found.append(("lost", f"{who}'s process ended, exit code {outcome.codes.get(rank)}"))
             continue
         found += [("wrong", text) for text in report.wrong]
         allowed = () if fault is None else fault.victim if struck else fault.survivors

@@ -48,8 +48,8 @@ class Totals:
         self.problems += outcome.problems
         errors = [r.error[0] if r and r.error else "-" for r in outcome.reports]
         self._last = (
-            f"round {number}: {route}, {ranks} ranks, {fault or 'warm-up'}: {' '.join(errors)}, after {outcome.notice:.1f} s"
-            + "".join(f"\n  {kind}: {text}" for kind, text in outcome.problems)
+            f"round {number}: {route}, {ranks} ranks, {fault or 'warm-up'}: {' '.join(errors)}, "
+            f"after {outcome.notice:.1f} s" + "".join(f"\n  {kind}: {text}" for kind, text in outcome.problems)
         )
 
     def line(self) -> str:

@@ -105,19 +105,18 @@ class Soak:
             inject = self._settings.inject if not self._warm else ()
             pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm, inject))
         outcome = _Watch(pool, plan, self._settings.every).outcome()
-        if not outcome.problems:
-            outcome.problems = faults.judge(outcome, self._settings.slack)
         pool.end_server()
+        for rank, report in enumerate(outcome.reports):
+            if report is None:
+                outcome.codes[rank] = pool.end(plan.slots[rank])
+        if not outcome.problems:  # what follows from a hang is not counted again
+            outcome.problems = faults.judge(outcome, self._settings.slack)
         self._account(pool, plan, outcome)
 
     def _account(self, pool: Pool, plan: Plan, outcome: Outcome) -> None:
-        hung = any(kind == "hang" for kind, _ in outcome.problems)
         for rank, report in enumerate(outcome.reports):
             slot = plan.slots[rank]
             if report is None:
-                code = pool.end(slot)
-                if not (plan.fault == "kill" and rank == plan.victim) and not hung:
-                    outcome.problems.append(("lost", f"rank {rank}: exit code {code}"))
                 continue
             self.totals.calls.update(report.calls)
             if not self._warm:

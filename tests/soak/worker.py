@@ -21,7 +21,7 @@ import torch
 
 import tricomm
 from tests.c10d.groups import same
-from tests.soak import growth, groups
+from tests.soak import groups, growth
 from tests.soak.calls import Turn
 from tests.soak.groups import Where
 
