@@ -76,12 +76,12 @@ class Pool:
                 self._tell(f"+{process.pid}")
                 self.processes[slot], self.pipes[slot] = process, here
 
-    def end(self, slot: int) -> int | None:
-        """Kill the rank in `slot`; returns the exit code that it had before, if any."""
+    def end(self, slot: int, seconds: float = 0.0) -> int | None:
+        """Kill the rank in `slot`, unless it ends within `seconds`; returns its exit code, if it had one before."""
         process, pipe = self.processes[slot], self.pipes[slot]
         if process is None:
             return None
-        process.join(0.0 if process.is_alive() else 5.0)
+        process.join(seconds)
         code = process.exitcode
         process.kill()
         process.join(10)

@@ -108,7 +108,7 @@ class Soak:
         pool.end_server()
         for rank, report in enumerate(outcome.reports):
             if report is None:
-                outcome.codes[rank] = pool.end(plan.slots[rank])
+                outcome.codes[rank] = pool.end(plan.slots[rank], 0.0 if outcome.problems else 5.0)
         if not outcome.problems:  # what follows from a hang is not counted again
             outcome.problems = faults.judge(outcome, self._settings.slack)
         self._account(pool, plan, outcome)

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
 
 import tricomm
 from tests.c10d.groups import same
@@ -103,8 +105,6 @@ def main(pipe: Connection, log: str) -> None:
             continue
         print(f"round {job.seed}: {job.where}", file=sys.stderr, flush=True)
         report = Round(job, pipe, signals).play()
-        if report.error is not None:
-            print(f"round {job.seed}: {report.error[0]}: {report.error[2]}", file=sys.stderr, flush=True)
         leak(job.inject, kept)
         report.sample = growth.sample()
         report.descriptors = dict(growth.descriptors())
@@ -157,12 +157,14 @@ class Round:
                 self._work(group)
         except BaseException as error:
             self._report.error = told(error)
+            traceback.print_exc()
         began = time.monotonic()
         try:
             if group is not None:
                 group.close()
         except BaseException as error:
             self._report.error = self._report.error or told(error)
+            traceback.print_exc()
         self._report.closing = time.monotonic() - began
         return self._report
 
@@ -251,6 +253,7 @@ class Round:
             self._report.attempt = ("", True, "made", 0.0)
         except BaseException as error:
             self._report.attempt = told(error)
+            traceback.print_exc()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
         kind, named, text, at = self._report.attempt
