@@ -192,6 +192,10 @@ class Group(Faults):
         with self._turn:
             self._sequence -= calls
 
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up because `error` has ended something of this rank that the others wait for; they are told."""
+        self._stopped(error)
+
     def watch(self, native: Native) -> None:
         """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
         self._monitor.watch(native)

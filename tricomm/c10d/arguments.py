@@ -14,6 +14,7 @@ import torch
 from tricomm import calls
 from tricomm.c10d.call import Call
 from tricomm.c10d.carriers import check_reduction
+from tricomm.c10d.wrappers import check_plain
 from tricomm.errors import InvalidArgument
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -39,9 +40,10 @@ def one(tensors: Any, what: str) -> torch.Tensor:
 
 
 def checked(x: Any, what: str) -> torch.Tensor:
-    """`x` detached, where it is a dense tensor with data; raises `InvalidArgument` otherwise."""
+    """`x` detached, if it is a dense tensor with data; raises `InvalidArgument` otherwise."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
+    check_plain(x, what)
     if x.layout in _UNSUPPORTED or x.is_nested or x.is_quantized:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.device.type == "meta":

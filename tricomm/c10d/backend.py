@@ -20,9 +20,11 @@ from tricomm.c10d.call import Call
 from tricomm.c10d.carriers import as_bytes
 from tricomm.c10d.engine import Engine, Place
 from tricomm.c10d.facts import Facts, agree
+from tricomm.c10d.guard import guarded
 from tricomm.c10d.quick import Quick
+from tricomm.c10d.reducer import raise_in_backward
 from tricomm.c10d.torch_names import c10d
-from tricomm.c10d.works import AllOf, FinishedWork, bounded
+from tricomm.c10d.works import AllOf, FinishedWork, bounded, in_backward
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options
 
@@ -30,6 +32,13 @@ from tricomm.options import Options
 _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
+@guarded(
+    "_allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
+    "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv",
+    "recv_anysource", "barrier", "monitored_barrier",
+)  # fmt: skip
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
@@ -268,6 +277,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             for backend in self._backends.values():
                 backend.abort()
 
+    def interrupted(self, error: BaseException) -> None:
+        """A foreign exception has left a call of this group."""
+        self._engine.interrupted(error)
+
     def _abort_nccl(self) -> None:
         backend = self._backends.get("cuda")
         if self._own and backend is not None:
@@ -291,6 +304,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if in_backward():
+            raise_in_backward(work)
         return work
 
     def _each(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:

@@ -17,9 +17,10 @@ from tricomm import env, routing
 from tricomm.c10d import agreement, natives, on_gloo, on_kernels
 from tricomm.c10d.call import Call
 from tricomm.c10d.facts import Facts, torch_backend
-from tricomm.c10d.lane import Lane
+from tricomm.c10d.guard import NOTHING_SENT
 from tricomm.c10d.on_cuda import Streams
 from tricomm.c10d.quick import Quick
+from tricomm.c10d.worker import CallQueue
 from tricomm.c10d.works import bounded
 from tricomm.communicator import Communicator
 from tricomm.errors import (
@@ -61,7 +62,8 @@ class Engine:
     ) -> None:
         self._place, self._facts, self._options = place, facts, options
         self._abort = weakref.WeakMethod(abort)  # ends NCCL's part; the group's own method, a cycle would keep it
-        self._lane = Lane(place.name)
+        interrupted = weakref.WeakMethod(self.interrupted)
+        self._queue = CallQueue(str(place), lambda error: (tell := interrupted()) and tell(error))
         self._quick = quick
         self._streams: dict[torch.device, Streams] = {}
         self._comms: dict[torch.device, Communicator] = {}
@@ -147,7 +149,7 @@ class Engine:
         """Run `batch` in its turn; the handle's result is that of the calls, one after another."""
         self.usable(batch[0].collective)
         result = [x for call in batch for x in call.result]
-        return self._lane.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
+        return self._queue.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
 
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
@@ -235,14 +237,15 @@ class Engine:
         device = batch[0].device
         comm = self._comms.get(device)
         if comm is None or any(route.path != routing.KERNELS for route in routes):
-            if comm is None:
-                return native()
             for call, route in zip(batch, routes, strict=True):
-                comm.announce(call.record(route.path))
+                if comm is not None:
+                    comm.announce(call.record(route.path))
             try:
                 return native()
-            except Exception:
-                comm.withdraw(len(batch))
+            except Exception as error:
+                setattr(error, NOTHING_SENT, True)
+                if comm is not None:
+                    comm.withdraw(len(batch))
                 raise
 
         def action() -> None:
@@ -265,13 +268,23 @@ class Engine:
         if self._lost is not None:
             raise GroupAborted(f"{self._place}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
 
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up, because `error` has ended a call of this rank at some point; the other ranks are told."""
+        if self._closed:
+            return
+        if self._lost is None:
+            self._lost = f"rank {self._place.rank} was stopped by {first_line(error)}"
+        for comm in list(self._comms.values()):
+            comm.interrupted(error)
+        self.abort()
+
     def close(self) -> None:
         """End what this group runs; idempotent."""
         if self._closed:
             return
         self._closed = True
         self._quick.clear()
-        self._lane.close()
+        self._queue.close()
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
