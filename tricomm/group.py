@@ -193,7 +193,7 @@ class Group(Faults):
             self._sequence -= calls
 
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up because `error` has ended something of this rank that the others wait for; they are told."""
+        """Give the group up because `error` has ended a call of this rank; the other ranks are told."""
         self._stopped(error)
 
     def watch(self, native: Native) -> None:

@@ -138,20 +138,11 @@ class PendingWork(Work):
 
     def _for_python(self) -> _Promise:
         future: Any = Future()
-
-        def complete() -> None:
-            if self._error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(self._error)
-
-        return self._promise(future, complete)
+        return self._promise(future, lambda: _settle(future, self._error, self._result))
 
     def _for_reducer(self) -> _Promise:
-        # `set_exception` makes the exception the future's value, and the reducer takes that for its tensors. Only an
-        # error that a callback of `then` raises becomes an error of the future in C++.
         trigger: Any = Future()
-        return self._promise(trigger.then(lambda _: self._outcome()), lambda: trigger.set_result(None))
+        return self._promise(_read_by_reducer(trigger), lambda: _settle(trigger, self._error, self._result))
 
     def _promise(self, future: Any, complete: Callable[[], None]) -> _Promise:
         over = self._over
@@ -159,10 +150,29 @@ class PendingWork(Work):
         future.add_done_callback(lambda _: over.open())
         return _Promise(future, complete)
 
-    def _outcome(self) -> list[Any]:
-        if self._error is not None:
-            raise self._error
-        return self._result
+
+def failed(error: BaseException) -> Any:
+    """A future that has failed with `error`, for whoever asks now."""
+    future: Any = Future()
+    found = _read_by_reducer(future) if in_backward() else future
+    _settle(future, error, [])
+    return found
+
+
+def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _read_by_reducer(future: Any) -> Any:
+    """`future`, as a future that fails in C++ if `future` fails.
+
+    `set_exception` only makes the exception the future's value, and the reducer takes that for its tensors. An error
+    that a callback of `then` raises becomes an error of the future in C++.
+    """
+    return future.then(lambda done: done.value())
 
 
 class FinishedWork(Work):
