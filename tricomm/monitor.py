@@ -63,7 +63,8 @@ class Monitor:
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
         self._native: Native | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may give the group up while this thread does
+        self._spread = False
         self._stop = threading.Event()
         self._running: object = None
         self._elapsed = 0.0
@@ -99,10 +100,12 @@ class Monitor:
         with self._lock:
             if self.fault is None:
                 self.fault = fault
-                self._control.raise_fault(fault)
-                self._control.set_state(State.ABORTED)
+            if not self._spread:  # an interrupt may have stopped the first attempt half-way; each step can be repeated
                 self._words[layout.ABORT] = 1
-                if self._native is not None:  # on a thread of its own, for NCCL does not say how long it takes
+                self._control.raise_fault(self.fault)
+                self._control.set_state(State.ABORTED)
+                self._spread = True
+                if self._native is not None:  # on a thread of its own, because NCCL does not say how long it takes
                     threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
