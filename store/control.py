@@ -79,8 +79,9 @@ class ControlPage:
 
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count."""
+        watched = self._watched  # one look: another thread may close meanwhile
         self._check(rank)
-        return self._watched[rank].alive()
+        return watched[rank].alive()
 
     def beat(self) -> None:
         self._own().heartbeat = time.monotonic_ns()
@@ -180,13 +181,12 @@ class ControlPage:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Give the peers' pidfds back, and nothing else: for a page that its meeting takes apart again."""
-        for watched in self._watched:
-            watched.close()
+        """Let go of the peers' pidfds, and of nothing else: for a page that its meeting takes apart again."""
+        self._watched = ()
 
     def _watch(self, rank: int) -> process.Watched:
         member = self._members[rank]
-        return process.Watched(member.pid, member.start_time)
+        return process.watch(member.pid, member.start_time)
 
     def _now(self) -> float:
         return time.monotonic()
