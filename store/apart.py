@@ -84,7 +84,7 @@ class Apart(ControlPage):
                         found[rank] = self._believed(data, rank, mine)
                 if len(found) < self.world_size and time.monotonic() - began > timeout:
                     missing = sorted(set(range(self.world_size)) - set(found))
-                    late = f"rank(s) {missing} did not come within {timeout:g} s"
+                    late = f"timeout after {timeout:g} s: rank(s) {missing} did not come"
                     raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late}")
                 time.sleep(pause)
                 pause = min(pause * 1.3, 0.02)

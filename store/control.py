@@ -218,7 +218,7 @@ class ControlPage:
             if lost := [gone[r] for r in missing if r in gone]:
                 raise PeerDied(f"{self._prefix(mine.what)}: {'; '.join(lost)}")
             if now - began >= timeout:
-                late = f"rank(s) {missing} did not come within {timeout:g} s"
+                late = f"timeout after {timeout:g} s: rank(s) {missing} did not come"
                 raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
             self._pause(pause)
             pause = min(pause + 5e-5, 2e-3)

@@ -230,7 +230,7 @@ class _Meeting:
         return None if gone else other
 
     def _give_up_waiting(self, said: dict[int, Record]) -> NoReturn:
-        text = f"within {self._timeout:g} s {hello.who_came(said, self._world_size)}"
+        text = f"timeout after {self._timeout:g} s: {hello.who_came(said, self._world_size)}"
         other = self._claimant(self._generation - 1)
         if len(said) == 1 and other is not None and other.pid != os.getpid():
             # Nobody was waiting for this process: withdraw, so that the one who had the number stays in step.

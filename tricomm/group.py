@@ -180,7 +180,7 @@ class Group(Faults):
         """Tell the peers of a call that all ranks make by other means, so that who makes a different one is named."""
         self._usable()
         if not self._turn.acquire(timeout=self._timeout):
-            raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
+            raise CollectiveTimeout(f"{self}: timeout after {self._timeout:g} s: another thread's call still runs")
         try:
             self._sequence += 1
             self._announce(self._sequence, record)
@@ -284,7 +284,7 @@ class Group(Faults):
 
     def _take_turn(self) -> None:
         if not self._turn.acquire(False) and not self._turn.acquire(timeout=self._timeout):
-            raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
+            raise CollectiveTimeout(f"{self}: timeout after {self._timeout:g} s: another thread's call still runs")
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
@@ -329,7 +329,7 @@ class Group(Faults):
             while not event.query():
                 self.check()
                 if time.monotonic() > end:
-                    raise CollectiveTimeout(f"{self}: the stream has not finished within {timeout:g} s")
+                    raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
                 time.sleep(2e-5)
         self.check()
 

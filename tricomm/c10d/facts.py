@@ -97,8 +97,8 @@ def _collect(store: Bounded, rank: int, world_size: int, generation: int, timeou
         if time.monotonic() > end:
             missing = [r for r in range(world_size) if r not in records]
             raise RendezvousError(
-                f"rank {rank} of {world_size}: within {timeout:g} s rank(s) {missing} did not come to make the group; "
-                "do all of its ranks run, and make their groups in the same order?"
+                f"rank {rank} of {world_size}: timeout after {timeout:g} s: rank(s) {missing} did not come to make the "
+                "group; do all of its ranks run, and make their groups in the same order?"
             )
         time.sleep(wait)
         wait = min(2 * wait, 0.1)

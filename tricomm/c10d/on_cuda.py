@@ -42,7 +42,7 @@ class CudaWork(Work):
         while not self._event.query():
             self._comm.check()
             if end is not None and time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._what}: not finished within {limit:g} s of wait()")
+                raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
             time.sleep(_POLL)
 
     def synchronize(self) -> None:

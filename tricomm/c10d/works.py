@@ -45,7 +45,7 @@ class PendingWork(Work):
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises what it failed with, `CollectiveTimeout` after `timeout`."""
         if not self._done.wait(bounded(timeout)):
-            raise CollectiveTimeout(f"{self._what}: not finished within {timeout.total_seconds():g} s of wait()")
+            raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
         if self._error is not None:
             raise self._error
         return True
