@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tricomm.errors import RendezvousError
 
@@ -170,6 +170,25 @@ def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: byt
     if not 1 <= world_size <= MAX_WORLD_SIZE or not 0 <= sender < world_size:
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
     return Record(sender, world_size, generation, nonce, _READERS[kind](payload, whose))
+
+
+def pack_long(record: Record, data: bytes, token: bytes | None) -> bytes:
+    """A message of any length: `record`, which is a `Said` without a payload, with the digest of `data`, and `data`."""
+    digest = hashlib.sha256(data).digest()
+    return replace(record, body=replace(said_of(record), payload=digest)).pack(token) + data
+
+
+def parse_long(data: bytes, expected: Record, token: bytes | None) -> bytes:
+    """The message in what `pack_long` made of a record like `expected`; pure, and raises as `parse` does."""
+    size = _HEADER.size + _SAID.size + SEAL_BYTES
+    whose = f"rank {expected.rank}'s message"
+    found = parse(data[:size], Kind.SAID, expected.generation, expected.rank, token)
+    said, wanted = said_of(found), said_of(expected)
+    if (found.world_size, said.step, said.what) != (expected.world_size, wanted.step, wanted.what):
+        raise RendezvousError(f"{whose}: it is {said.what!r} {said.step}, not {wanted.what!r} {wanted.step}")
+    if not hmac.compare_digest(said.payload, hashlib.sha256(data[size:]).digest()):
+        raise RendezvousError(f"{whose}: bad checksum: it was changed")
+    return data[size:]
 
 
 def _check_envelope(data: bytes, whose: str, kind: Kind, payload_bytes: int) -> None:

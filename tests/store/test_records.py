@@ -171,6 +171,25 @@ def test_boundary_values_of_capabilities(body, words):
         parse(record.pack(None), Kind.CAPABILITIES, 3, 1, None)
 
 
+LONG = dataclasses.replace(RECORD, body=Said(7, "task", b""))
+
+
+@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize("text", [b"", b"{}" * 5000])
+def test_a_long_message(text, token):
+    data = records.pack_long(LONG, text, token)
+    assert records.parse_long(data, LONG, token) == text
+    for bad in (data + b"x", data[:-1], bytes([data[0] ^ 1]) + data[1:]):
+        with pytest.raises(RendezvousError, match="rank 1's (message|record): bad"):
+            records.parse_long(bad, LONG, token)
+    if token is None:
+        return
+    with pytest.raises(RendezvousError, match="bad MAC"):
+        records.parse_long(records.pack_long(LONG, text, None), LONG, token)
+    with pytest.raises(RendezvousError, match="it is 'task' 7, not 'task' 8"):
+        records.parse_long(data, dataclasses.replace(LONG, body=Said(8, "task", b"")), token)
+
+
 class Canary:
     def __init__(self, path: Path) -> None:
         self.path = path
