@@ -200,7 +200,7 @@ class Engine:
             found: TricommError = PeerDied(f"{what}: the process of rank(s) {dead} has ended")
         elif timed_out:
             who = f"rank(s) {absent} have not come" if absent else "some rank was too late"
-            found = CollectiveTimeout(f"{what}: {who} within {waited:.1f} s")
+            found = CollectiveTimeout(f"{what}: timeout after {waited:.1f} s: {who}")
         else:
             found = GroupAborted(f"{what}: the connection failed: {first_line(error)}")
         self._lost = str(found)

@@ -48,7 +48,7 @@ class CudaWork(Work):
         while not self._event.query():
             self._comm.check()
             if end is not None and time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._what}: wait() timed out after {limit:g} s; the call is not finished")
+                raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
             time.sleep(_POLL)
 
     def synchronize(self) -> None:

@@ -100,8 +100,7 @@ class PendingWork(Work):
             self._interrupted(error)
             raise
         if not over:
-            limit = timeout.total_seconds()
-            raise CollectiveTimeout(f"{self._what}: wait() timed out after {limit:g} s; the call is not finished")
+            raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
         if self._error is not None:
             raise self._error
         return True
