@@ -21,8 +21,9 @@ from tricomm.kernels import interpreter
 from tricomm.store import process
 from tricomm.store.deadline import Bounded
 
-_MAGIC, _VERSION = b"TCFA", 1
-_RECORD = struct.Struct("<4sHH16sQQIIQ")  # magic, version, flags, node, pid, start time, rank, world, pid namespace
+_MAGIC, _VERSION = b"TCFA", 2
+# magic, version, flags, node, pid, start time, rank, world, pid namespace, descriptors left
+_RECORD = struct.Struct("<4sHH16sQQIIQq")
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _WAIT = 0.005
 
@@ -35,6 +36,7 @@ class Member:
     pid: int
     started: int
     namespace: int
+    descriptors: int  # that it had left when the group was made
 
     def ended(self) -> bool:
         """True where this process can see that the other one is gone; False says nothing across hosts."""
@@ -70,7 +72,7 @@ def _mine(rank: int, world_size: int) -> bytes:
     flags |= _CPU_POSSIBLE * (interpreter.supported() is None)
     pid = os.getpid()
     where = (process.start_time(pid) or 0, rank, world_size, process.pid_namespace())
-    return _RECORD.pack(_MAGIC, _VERSION, flags, process.node_id(), pid, *where)
+    return _RECORD.pack(_MAGIC, _VERSION, flags, process.node_id(), pid, *where, process.descriptors_left())
 
 
 def cpu_through_kernels() -> bool:
@@ -108,13 +110,13 @@ def _collect(store: Bounded, rank: int, world_size: int, generation: int, timeou
 def _parse(data: bytes, rank: int, world_size: int) -> tuple[int, Member]:
     if len(data) != _RECORD.size:
         raise RendezvousError(f"rank {rank} wrote {len(data)} bytes of facts, {_RECORD.size} are needed: same tricomm?")
-    magic, version, flags, node, pid, started, theirs, world, namespace = _RECORD.unpack(data)
+    magic, version, flags, node, pid, started, theirs, world, namespace, left = _RECORD.unpack(data)
     if (magic, version, theirs, world) != (_MAGIC, _VERSION, rank, world_size):
         raise RendezvousError(
             f"rank {rank}'s facts say version {version}, rank {theirs} of {world}; expected version {_VERSION}, "
             f"rank {rank} of {world_size}: use the same tricomm, and one store for one group"
         )
-    return flags, Member(node, pid, started, namespace)
+    return flags, Member(node, pid, started, namespace, left)
 
 
 def _conclude(said: list[tuple[int, Member]]) -> Facts:
