@@ -159,7 +159,9 @@ class Waiting:
         missing = sorted(set(self.missing)) or sorted(self.peers())
         stalled = [r for r, seconds in self.stopped.items() if seconds > self.transport.stall]
         if self.timed_out:
-            ended, stalled = self._ended(missing), [r for r in missing if self._state(r) == process.STOPPED]
+            stalled = [r for r in missing if self._state(r) == process.STOPPED]
+            said = self._reasons()
+            ended = [r for r in self._ended(missing) if r not in said]
             if ended:
                 return self._died(ended)
         if stalled:
@@ -199,6 +201,13 @@ class Waiting:
                 "destroy_process_group does"
             )
         return GroupAborted(f"the connection to rank {first} failed: {first_line(self.cause or RuntimeError())}")
+
+    def _reasons(self) -> dict[int, TricommError]:
+        reasons = _Reasons(self.transport)
+        try:
+            return reasons.read()
+        finally:
+            reasons.close()
 
     def _died(self, ranks: list[int]) -> PeerDied:
         pids = [self.transport.members[r].pid for r in ranks]
