@@ -6,7 +6,7 @@ import torch
 from tests import ranks
 from tests.c10d import route_bodies as bodies
 from tricomm import errors, routing
-from tricomm.c10d import facts, on_gloo, on_kernels
+from tricomm.c10d import facts, gloo_collectives, on_kernels
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.routing import Site, decide
 from tricomm.store import process
@@ -62,11 +62,11 @@ def test_an_operation_that_a_type_lacks_goes_elsewhere():
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():
     assert set(COLLECTIVES) - set(on_kernels.TABLE) == {"all_to_all"}
-    assert set(on_kernels.TABLE) <= set(on_gloo.TABLE)
+    assert set(on_kernels.TABLE) <= set(gloo_collectives.TABLE)
 
 
 def member(node=b"n" * 16, flags=0b1111, pid=1):
-    return Capabilities(pid, 0, 0, node, flags)
+    return Capabilities(pid, 0, 0, node, flags, 1000)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tricomm.c10d.quick import Quick
 from tricomm.c10d.reducer import raise_in_backward
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.works import AllOf, FinishedWork, bounded, in_backward
-from tricomm.errors import InvalidArgument
+from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 
 # Of one type for two devices, torch would take the first backend for both.
@@ -51,12 +51,40 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._backends = backends
         self._coalescing: list[Any] | None = None
         self._own = True  # whether the native backends end with this group
+        self._name, self._desc = place.name, ""
+        self._points: points.Points | None = None
+        cpu = backends.get("cpu")
+        if isinstance(cpu, natives.CpuBackend):
+            cpu.serves(self)
+            self._engine.use(cpu.transport)
+            self._points = points.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
         for device, backend in backends.items():
-            self._register_backend(torch.device(device), _TYPES[device], backend)
+            native = None if isinstance(backend, natives.CpuBackend) else backend
+            self._register_backend(torch.device(device), _TYPES[device], native)
         self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
 
     def getBackendName(self) -> str:
         return "tricomm"
+
+    # torch keeps these in the backends' objects, which the CPU has none of.
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, text: str) -> None:
+        self._desc = text
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._native(torch.device(device))
+
+    def _has_hooks(self) -> bool:
+        return False
 
     # In place
 
@@ -211,26 +239,21 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         x = self._point("send", tensors, dst)
-        native = self._native(x.device)
-        return points.send(native, x, dst, tag) if self._headed(x) else native.send([_bare(x)], dst, tag)
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.send(x, dst, tag)
+        return self._native(x.device).send([_bare(x)], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         x = self._point("recv", tensors, src)
-        native = self._native(x.device)
-        return (
-            points.recv(native, x, src, tag, str(self._place)) if self._headed(x) else native.recv([_bare(x)], src, tag)
-        )
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.recv(x, src, tag)
+        return self._native(x.device).recv([_bare(x)], src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         x = self._point("recv", tensors, None)
-        native = self._native(x.device)
-        if self._headed(x):
-            return points.recv(native, x, None, tag, str(self._place))
-        return native.recv_anysource([_bare(x)], tag)
-
-    def _headed(self, x: torch.Tensor) -> bool:
-        """Whether messages say what they are. A wrapped group's own ones do not, and may come from its other users."""
-        return self._own and self._engine.checks and x.device.type == "cpu"
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.recv(x, None, tag)
+        return self._native(x.device).recv_anysource([_bare(x)], tag)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = _options(c10d.BarrierOptions, opts, None, timeout)
@@ -241,11 +264,16 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             device = torch.device("cuda", torch.cuda.current_device() if index is None else index) if cuda else None
         return self._submit([arguments.barrier(device or torch.device("cpu"))], opts, ("barrier",), opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
-        """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo."""
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.
+
+        Any barrier names all ranks that have not come, so `wait_all_ranks` changes nothing.
+        """
         self._engine.usable("monitored_barrier")
-        limit = self._place.timeout if bounded(timeout) is None else timeout
-        return self._native(torch.device("cpu")).monitored_barrier(limit, wait_all_ranks)
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        opts.timeout = self._place.timeout if bounded(timeout) is None else timeout
+        self._submit([arguments.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
     # Coalescing
 
@@ -272,10 +300,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 backend.shutdown()
 
     def abort(self) -> None:
+        self._engine.give_up(GroupAborted(f"rank {self.rank()} aborted the group"))
         self._engine.close()
-        if self._own:
-            for backend in self._backends.values():
-                backend.abort()
+        if self._own and "cuda" in self._backends:
+            self._backends["cuda"].abort()
 
     def interrupted(self, error: BaseException) -> None:
         """A foreign exception has left a call of this group."""
@@ -410,4 +438,5 @@ def make(
     """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
     place = Place(PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
     facts = agree(place.store, rank, world_size, timeout.total_seconds())
-    return TricommGroup(place, facts, natives.make(place.store, rank, world_size, timeout, ranks, name), options)
+    backends = natives.make(place.store, rank, world_size, timeout, ranks, name, facts.members, options)
+    return TricommGroup(place, facts, backends, options)

@@ -14,9 +14,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm import env, routing
-from tricomm.c10d import agreement, natives, on_gloo, on_kernels
+from tricomm.c10d import agreement, gloo_collectives, natives, on_kernels
 from tricomm.c10d.call import Call
-from tricomm.c10d.facts import Facts, torch_backend
+from tricomm.c10d.facts import Facts, agree, torch_backend
+from tricomm.c10d.gloo_collectives import Turn
+from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.guard import NOTHING_SENT
 from tricomm.c10d.on_cuda import Streams
 from tricomm.c10d.quick import Quick
@@ -27,16 +29,13 @@ from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
     InvalidArgument,
-    PeerDied,
     RendezvousError,
     ResourceError,
     TricommError,
 )
 from tricomm.options import Options
 from tricomm.routing import Route, Site
-from tricomm.store.deadline import Bounded, first_line
-
-_SECOND_LOOK = 0.5  # for the other ranks to say that they failed too
+from tricomm.store.deadline import first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +67,9 @@ class Engine:
         self._streams: dict[torch.device, Streams] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(facts.no_kernels)
-        self._gloo: Any = None
+        self._transport: Transport | None = None
         self._number = 0
-        self._lost: str | None = None
+        self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
 
     @property
@@ -154,77 +153,45 @@ class Engine:
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
         self._number += 1
-        timeout = batch[0].timeout or self._place.timeout
-        began = time.monotonic()
+        if self._facts.check:
+            agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))
+        for call in batch:
+            route = self.route(call)
+            self.took(call, route)
+            if route.path == routing.KERNELS:
+                on_kernels.TABLE[call.collective](self._comms[call.device], call)
+            else:
+                gloo_collectives.run(self._turn(call), call)
+            call.finish()
+
+    def _turn(self, call: Call) -> Turn:
+        """The connections, for as long as `call` may take."""
+        number, place = self._number, self._place
+        limit = (call.timeout or place.timeout).total_seconds()
+        if self._transport is None:
+            self._transport = self._connected()
+        return Turn(self._transport, time.monotonic() + limit, lambda: f"{place}, call {number} ({call.text()})")
+
+    def _connected(self) -> Transport:
+        """Connections of a wrapped group's own, at the first call that needs them: its native backend is in use."""
+        place = self._place
+        store = PrefixStore("wrapped", place.store)
         try:
-            if self._facts.check:
-                gloo = self._private_gloo()
-                agreement.check(gloo, batch, self._number, timeout, str(self._place))
-            for call in batch:
-                if call.timeout is None:
-                    call = replace(call, timeout=timeout)
-                route = self.route(call)
-                self.took(call, route)
-                if route.path == routing.KERNELS:
-                    on_kernels.TABLE[call.collective](self._comms[call.device], call)
-                else:
-                    on_gloo.TABLE[call.collective](self._private_gloo(), call)
-                call.finish()
-        except TricommError:
-            raise
-        except RuntimeError as error:
-            raise self._diagnosed(error, batch, time.monotonic() - began) from error
+            facts = agree(store, place.rank, place.world_size, place.timeout.total_seconds())
+        except RendezvousError as error:
+            raise CollectiveTimeout(f"{place}, call {self._number}: timed out: {error}") from error
+        return natives.connected(
+            store, place.rank, place.world_size, place.timeout, place.name, facts.members, self._options
+        )
 
-    def _private_gloo(self) -> Any:
-        """Gloo for the lane alone: C++-only paths use the registered one, in an order of their own."""
-        if self._gloo is None:
-            place = self._place
-            store = PrefixStore("lane", place.store)
-            self._gloo = natives.gloo(
-                store, place.rank, place.world_size, place.timeout, place.ranks, f"{place.name}/lane"
-            )
-        return self._gloo
+    def use(self, transport: Transport) -> None:
+        """The connections that were made with the group."""
+        self._transport = transport
 
-    def _diagnosed(self, error: RuntimeError, batch: list[Call], waited: float) -> TricommError:
-        """Gloo's failure in words of ours. Gloo's connections are gone after it, and with them the group."""
-        what = f"{self._place}, call {self._number} ({batch[0].text()})"
-        dead = self._ended()
-        absent = self._absent()
-        timed_out = "imed out" in str(error) or "timeout" in str(error)
-        if not timed_out:  # a process that was killed loses its connections a moment before it counts as ended
-            end = time.monotonic() + _SECOND_LOOK
-            while not dead and absent and time.monotonic() < end:
-                time.sleep(0.01)
-                dead = self._ended()
-        if dead:
-            found: TricommError = PeerDied(f"{what}: the process of rank(s) {dead} has ended")
-        elif timed_out:
-            who = f"rank(s) {absent} have not come" if absent else "some rank was too late"
-            found = CollectiveTimeout(f"{what}: timeout after {waited:.1f} s: {who}")
-        else:
-            found = GroupAborted(f"{what}: the connection failed: {first_line(error)}")
-        self._lost = str(found)
-        return type(found)(f"{found}. The group is lost; make a new one")
-
-    def _ended(self) -> list[int]:
-        return [r for r, member in enumerate(self._facts.members) if member.ended()]
-
-    def _absent(self) -> list[int]:
-        """Ranks that do not say within a moment that this very call failed for them too."""
-        place, key = self._place, f"lost/{self._number}"
-        bounded_store = Bounded(PrefixStore("tricomm", place.store), 2 * _SECOND_LOOK)
-        try:
-            bounded_store.set(f"{key}/{place.rank}", b"1")
-            end = time.monotonic() + _SECOND_LOOK
-            missing = [r for r in range(place.world_size) if r != place.rank]
-            while missing and time.monotonic() < end:
-                missing = [r for r in missing if not bounded_store.check(f"{key}/{r}")]
-                time.sleep(0.02)
-            return missing
-        except RendezvousError:  # the store is gone as well
-            return []
-        finally:
-            bounded_store.close()
+    def give_up(self, error: TricommError) -> None:
+        """End all waits on the connections, here and on the other ranks, with `error`; any thread may call it."""
+        if self._transport is not None:
+            self._transport.fail(error)
 
     # CUDA
 
@@ -265,6 +232,8 @@ class Engine:
         """Raises `GroupAborted` after `close`, and after a failure that the group did not survive."""
         if self._closed:
             raise GroupAborted(f"{self._place}: {what} on a group that was destroyed; make a new one")
+        if self._transport is not None:
+            self._transport.usable(what)
         if self._lost is not None:
             raise GroupAborted(f"{self._place}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
 
@@ -273,9 +242,10 @@ class Engine:
         if self._closed:
             return
         if self._lost is None:
-            self._lost = f"rank {self._place.rank} was stopped by {first_line(error)}"
+            self._lost = GroupAborted(f"rank {self._place.rank} was stopped by {first_line(error)}")
         for comm in list(self._comms.values()):
             comm.interrupted(error)
+        self.give_up(self._lost)
         self.abort()
 
     def close(self) -> None:
@@ -288,7 +258,8 @@ class Engine:
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
-        self._gloo = None
+        if self._transport is not None:
+            self._transport.close()
 
 
 def options_for(given: Options | None, timeout: timedelta) -> Options:

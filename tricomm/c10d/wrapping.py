@@ -24,9 +24,6 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class WrappedGroup(TricommGroup):
     """A second group over the same native backends. Names are its own: torch keeps them in the backends."""
 
-    def getGroupName(self) -> str:
-        return self._place.name
-
     def setGroupName(self, name: str) -> None:
         pass
 
