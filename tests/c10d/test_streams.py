@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.c10d import on_cuda, reducer
+from tricomm.c10d import on_cuda, works
 
 DEVICE = torch.device("cuda", 0)
 
@@ -176,7 +176,7 @@ def reads_as_the_reducer_does(work, comm):
 
 
 def called_by_autograd(work):
-    reducer.raise_in_backward(work)
+    works.raise_in_backward(work)
 
 
 def namespace(function):

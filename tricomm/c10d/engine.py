@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm import env, routing
-from tricomm.c10d import agreement, gloo_collectives, natives, on_kernels
+from tricomm.c10d import agreement, gloo_collectives, natives
 from tricomm.c10d.call import Call
 from tricomm.c10d.facts import Facts, agree, torch_backend
 from tricomm.c10d.gloo_collectives import Turn
@@ -36,6 +36,19 @@ from tricomm.errors import (
 from tricomm.options import Options
 from tricomm.routing import Route, Site
 from tricomm.store.deadline import first_line
+
+# Every collective over a communicator. All uneven exchanges and all even ones are one row: no rank knows alone which.
+_KERNELS: dict[str, Callable[[Any, Call], Any]] = {
+    "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
+    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
+    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.x, op=call.op, out=call.out),
+    "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
+    "reduce": lambda comm, call: comm.reduce(call.x, call.root, op=call.op),
+    "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
+    "scatter": lambda comm, call: comm.scatter(call.x, call.root, out=call.out),
+    "all_to_all_v": lambda comm, call: comm.all_to_all_v(call.x, *(call.splits or ()), out=call.out),
+    "barrier": lambda comm, call: comm.barrier(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +172,7 @@ class Engine:
             route = self.route(call)
             self.took(call, route)
             if route.path == routing.KERNELS:
-                on_kernels.TABLE[call.collective](self._comms[call.device], call)
+                _KERNELS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(self._turn(call), call)
             call.finish()
@@ -217,7 +230,7 @@ class Engine:
 
         def action() -> None:
             for call in batch:
-                on_kernels.TABLE[call.collective](comm, call)
+                _KERNELS[call.collective](comm, call)
                 call.finish()
 
         keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
