@@ -2,7 +2,9 @@
 
 Gloo ends the process if a message is longer than what its receiver expects, and a type that differs gives wrong
 numbers. So each call is preceded by an exchange of fixed-size records; all ranks read all of them and come to one
-verdict. A mismatch costs the call, not the group: no data was sent. TRICOMM_CHECK=0, on all ranks, leaves it out.
+verdict. A mismatch costs the call, not the group: no data is used. TRICOMM_CHECK=0, on all ranks, leaves it out.
+
+A record has room for the data of a small call, which needs no second exchange then.
 """
 
 from __future__ import annotations
@@ -13,26 +15,37 @@ import zlib
 import torch
 
 from tricomm.c10d.call import Call
-from tricomm.c10d.gloo_collectives import Turn
+from tricomm.c10d.carriers import as_bytes
+from tricomm.c10d.gloo_collectives import Turn, given
 from tricomm.errors import CollectiveMismatch
 
 _TEXT = 160
 _HEAD = struct.Struct(f"<QI{_TEXT}s")
+_ROOM = 2048  # bytes of data in a record
 
 
-def check(turn: Turn, batch: list[Call], number: int, group: str) -> None:
-    """Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called."""
+def check(turn: Turn, batch: list[Call], number: int, group: str) -> list[torch.Tensor] | None:
+    """What each rank gives to the only call of `batch`, as bytes, if it came with the records; else None.
+
+    Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called.
+    """
     world_size = turn.world_size
-    mine = torch.frombuffer(_record(batch, number, world_size), dtype=torch.uint8)
-    records = torch.empty(world_size, len(mine), dtype=torch.uint8)
+    head = torch.frombuffer(_record(batch, number, world_size), dtype=torch.uint8)
+    records = torch.empty(world_size, len(head) + _ROOM, dtype=torch.uint8)
     rows, others = list(records.unbind()), turn.others()
+    mine = rows[turn.rank]
+    mine[: len(head)] = head
+    nbytes = given(batch[0]) if len(batch) == 1 else None
+    small = nbytes is not None and nbytes <= _ROOM
+    if small and nbytes and batch[0].x is not None:
+        mine[len(head) : len(head) + nbytes] = as_bytes(batch[0].x)
     turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
-    rows[turn.rank].copy_(mine)
     said = [_HEAD.unpack_from(row.numpy().tobytes()) for row in records]
     if any(head[:2] != said[0][:2] for head in said):
         raise CollectiveMismatch(f"{group}, call {number}: ranks made different calls: {_who(said)}")
     if batch[0].splits is not None:
         _compare_splits(records, number, group)
+    return [row[len(head) :] for row in rows] if small else None
 
 
 def _record(batch: list[Call], number: int, world_size: int) -> bytearray:

@@ -150,15 +150,22 @@ class Engine:
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
         self._number += 1
+        if self.site("cpu").no_kernels is None:
+            self._calls(batch)  # kernels are interrupted in the thread that runs them
+        else:
+            self._turn(batch[0]).transport.shielded(lambda: self._calls(batch))
+
+    def _calls(self, batch: list[Call]) -> None:
+        here = None
         if self._facts.check:
-            agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))
+            here = agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))
         for call in batch:
             route = self.route(call)
             self.took(call, route)
             if route.path == routing.KERNELS:
                 on_kernels.TABLE[call.collective](self._comms[call.device], call)
             else:
-                gloo_collectives.run(self._turn(call), call)
+                gloo_collectives.run(replace(self._turn(call), here=here), call)
             call.finish()
 
     def _turn(self, call: Call) -> Turn:
