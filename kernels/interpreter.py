@@ -67,24 +67,40 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
     in nothing.
     """
-    adapter.refresh()
+    nested = _held()  # by this very thread: a signal handler runs a kernel in the middle of another one
     interrupts = Interrupts()
     try:
-        _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
-        try:
+        interrupts.begin()
+        adapter.refresh()
+        if not nested:
+            _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
             adapter.patch()
-            interrupts.let_through()
-            try:
-                for block in blocks:
-                    block.select()
-                    block()
-            finally:
-                interrupts.raising = False
-        finally:
-            adapter.restore()
-            _lock.release()
-    finally:
+        interrupts.let_through()
+        for block in blocks:
+            block.select()
+            block()
+        interrupts.raising = False
+        _leave(nested)
         interrupts.over()
+    except BaseException:
+        # An exception may have come at any line, also of the three above; all of them may run again.
+        interrupts.raising = False
+        _leave(nested)
+        interrupts.over()
+        raise
+
+
+def _held() -> bool:
+    """Whether this thread has the interpreter."""
+    return bool(_lock._is_owned())  # type: ignore[attr-defined]
+
+
+def _leave(nested: bool) -> None:
+    """Give the interpreter back, if this launch has taken it."""
+    if not nested and _held():
+        adapter.restore()
+        while _held():
+            _lock.release()
 
 
 @dataclass(frozen=True)
@@ -163,9 +179,9 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
         meanwhile()
         if time.monotonic() >= end:
             raise CollectiveTimeout(
-                f"kernel {name} waited {timeout:g} s for the interpreter, which another thread of this "
-                "process holds: interpreted kernels run one at a time, so two groups must be used in the same order "
-                "on all ranks"
+                f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of "
+                "this process holds: interpreted kernels run one at a time, so two groups must be used in the same "
+                "order on all ranks"
             )
 
 

@@ -14,14 +14,15 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm import env, routing
-from tricomm.c10d import agreement, gloo_collectives, natives, on_kernels
+from tricomm.c10d import agreement, gloo_collectives, natives
 from tricomm.c10d.call import Call
 from tricomm.c10d.facts import Facts, agree, torch_backend
 from tricomm.c10d.gloo_collectives import Turn
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.lane import Lane
+from tricomm.c10d.guard import NOTHING_SENT
 from tricomm.c10d.on_cuda import Streams
 from tricomm.c10d.quick import Quick
+from tricomm.c10d.worker import CallQueue
 from tricomm.c10d.works import bounded
 from tricomm.communicator import Communicator
 from tricomm.errors import (
@@ -35,6 +36,19 @@ from tricomm.errors import (
 from tricomm.options import Options
 from tricomm.routing import Route, Site
 from tricomm.store.deadline import first_line
+
+# Every collective over a communicator. All uneven exchanges and all even ones are one row: no rank knows alone which.
+_KERNELS: dict[str, Callable[[Any, Call], Any]] = {
+    "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
+    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
+    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.x, op=call.op, out=call.out),
+    "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
+    "reduce": lambda comm, call: comm.reduce(call.x, call.root, op=call.op),
+    "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
+    "scatter": lambda comm, call: comm.scatter(call.x, call.root, out=call.out),
+    "all_to_all_v": lambda comm, call: comm.all_to_all_v(call.x, *(call.splits or ()), out=call.out),
+    "barrier": lambda comm, call: comm.barrier(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,13 +74,15 @@ class Engine:
     ) -> None:
         self._place, self._facts, self._options = place, facts, options
         self._abort = weakref.WeakMethod(abort)  # ends NCCL's part; the group's own method, a cycle would keep it
-        self._lane = Lane(place.name)
+        interrupted = weakref.WeakMethod(self.interrupted)
+        self._queue = CallQueue(str(place), lambda error: (tell := interrupted()) and tell(error))
         self._quick = quick
         self._streams: dict[torch.device, Streams] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(facts.no_kernels)
         self._transport: Transport | None = None
         self._number = 0
+        self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
 
     @property
@@ -145,7 +161,7 @@ class Engine:
         """Run `batch` in its turn; the handle's result is that of the calls, one after another."""
         self.usable(batch[0].collective)
         result = [x for call in batch for x in call.result]
-        return self._lane.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
+        return self._queue.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
 
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
@@ -163,7 +179,7 @@ class Engine:
             route = self.route(call)
             self.took(call, route)
             if route.path == routing.KERNELS:
-                on_kernels.TABLE[call.collective](self._comms[call.device], call)
+                _KERNELS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(replace(self._turn(call), here=here), call)
             call.finish()
@@ -208,19 +224,20 @@ class Engine:
         device = batch[0].device
         comm = self._comms.get(device)
         if comm is None or any(route.path != routing.KERNELS for route in routes):
-            if comm is None:
-                return native()
             for call, route in zip(batch, routes, strict=True):
-                comm.announce(call.record(route.path))
+                if comm is not None:
+                    comm.announce(call.record(route.path))
             try:
                 return native()
-            except Exception:
-                comm.withdraw(len(batch))
+            except Exception as error:
+                setattr(error, NOTHING_SENT, True)
+                if comm is not None:
+                    comm.withdraw(len(batch))
                 raise
 
         def action() -> None:
             for call in batch:
-                on_kernels.TABLE[call.collective](comm, call)
+                _KERNELS[call.collective](comm, call)
                 call.finish()
 
         keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
@@ -237,6 +254,19 @@ class Engine:
             raise GroupAborted(f"{self._place}: {what} on a group that was destroyed; make a new one")
         if self._transport is not None:
             self._transport.usable(what)
+        if self._lost is not None:
+            raise GroupAborted(f"{self._place}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
+
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up, because `error` has ended a call of this rank at some point; the other ranks are told."""
+        if self._closed:
+            return
+        if self._lost is None:
+            self._lost = GroupAborted(f"rank {self._place.rank} was stopped by {first_line(error)}")
+        for comm in list(self._comms.values()):
+            comm.interrupted(error)
+        self.give_up(self._lost)
+        self.abort()
 
     def close(self) -> None:
         """End what this group runs; idempotent."""
@@ -244,7 +274,7 @@ class Engine:
             return
         self._closed = True
         self._quick.clear()
-        self._lane.close()
+        self._queue.close()
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
