@@ -166,12 +166,6 @@ class Engine:
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
         self._number += 1
-        if self.site("cpu").no_kernels is None:
-            self._calls(batch)  # kernels are interrupted in the thread that runs them
-        else:
-            self._turn(batch[0]).transport.shielded(lambda: self._calls(batch))
-
-    def _calls(self, batch: list[Call]) -> None:
         here = None
         if self._facts.check:
             here = agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))

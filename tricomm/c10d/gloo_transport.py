@@ -73,9 +73,11 @@ class Transport:
             try:
                 self._native = _context(PrefixStore("gloo", store), rank, world_size, seconds)
             except RuntimeError as error:
+                ended = [r for r in sorted(self.visible) if members[r].ended()]
                 raise RendezvousError(
-                    f"{name}, rank {rank} of {world_size}: the ranks could not connect within {seconds:g} s: "
-                    f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
+                    f"{name}, rank {rank} of {world_size}: the ranks could not connect (limit {seconds:g} s): "
+                    + (f"the process of rank(s) {ended} has ended; " if ended else "")
+                    + f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
                 ) from error
             mine = {fd: inode for fd, inode in _inodes().items() if before.get(fd) != inode}
         _transports.add(self)
