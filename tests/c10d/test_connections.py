@@ -126,6 +126,7 @@ def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
             assert words in text
 
 
+@pytest.mark.soak
 def test_without_the_count_a_lack_of_descriptors_ends_a_process(url):
     with ranks.start(3, bodies.few_descriptors, url, False, timeout=120) as started:
         outcomes = started.results()

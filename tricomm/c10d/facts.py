@@ -112,9 +112,7 @@ def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeou
     )  # fmt: skip
 
 
-def _confirm(
-    store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float
-) -> None:
+def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
     """All ranks have read the same: a record of a rank's own choice is in it, so none can be an old one."""
     digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
     mine = replace(own, body=Said(1, "c10d group", digest))

@@ -43,7 +43,7 @@ class Waiting:
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
         self.todo: list[tuple[int, Any]] = []
         self.current = -1
-        self.ended = threading.Event()
+        self.ended = threading.Event() if any else None
         self.began = time.monotonic()
         self.missing: list[int] = []  # in the order in which their connections failed
         self.cause: BaseException | None = None
@@ -80,7 +80,8 @@ class Waiting:
             self.current = rank
             self._one(rank, handle, limit)
         self.current = -1
-        self.ended.set()
+        if self.ended is not None:
+            self.ended.set()
 
     def _one(self, rank: int, handle: Any, limit: timedelta) -> None:
         try:
@@ -91,7 +92,7 @@ class Waiting:
 
     def wake(self) -> None:
         """Its connections are shut down. A wait for any rank does not notice that, and is left behind."""
-        if self.any and not self.ended.is_set():
+        if self.ended is not None and not self.ended.is_set():
             self.failed(-1, RuntimeError("the connections were closed"))
             self.ended.set()
 
@@ -273,7 +274,43 @@ _waits: set[Waiting] = set()
 _awake = threading.Event()
 _starting = threading.Lock()
 _watcher: threading.Thread | None = None
-_helpers: list[queue.SimpleQueue[Waiting]] = []  # of those that have nothing to do
+_helpers: list[queue.SimpleQueue[Job]] = []  # of those that have nothing to do
+
+
+class Job:
+    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+        try:
+            jobs = _helpers.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
+        jobs.put(self)
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+        self._running.release()
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Until it has run, for `seconds` at most; whether it has."""
+        if not self._running.acquire(timeout=seconds):
+            return False
+        self._running.release()
+        return True
+
+    def result(self) -> None:
+        """Raises what the action, which has run, raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def watch(waiting: Waiting) -> None:
@@ -299,22 +336,11 @@ def wake(transport: Transport) -> None:
             waiting.wake()
 
 
-def helped(waiting: Waiting) -> None:
-    """Run `waiting` on another thread, while signals are handled in this one."""
-    try:
-        jobs = _helpers.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
-    jobs.put(waiting)
-    waiting.ended.wait()
-
-
-def _help(jobs: queue.SimpleQueue[Waiting]) -> None:
+def _help(jobs: queue.SimpleQueue[Job]) -> None:
     while True:
-        waiting = jobs.get()
-        waiting.run()
-        del waiting
+        job = jobs.get()
+        job.run()
+        del job
         _helpers.append(jobs)
 
 

@@ -76,9 +76,7 @@ def check_plain(x: torch.Tensor, what: str) -> None:
     """Raises `WrapperTensor` if the memory of `x` is not its own but that of tensors inside of it."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        raise WrapperTensor(
-            f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has"
-        )
+        raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")
 
 
 def unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
