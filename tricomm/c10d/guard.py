@@ -57,7 +57,7 @@ def _guarded(method: Any) -> Any:
 
 
 def refused(error: BaseException) -> bool:
-    """Whether `error` says what is wrong with a call, of which nothing was sent, or which has ended by its own error."""
+    """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
     return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
 
 
