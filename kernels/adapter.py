@@ -158,13 +158,19 @@ def restore() -> None:
 def _collect() -> None:
     """Let Triton patch its language once, note every change, and put all back."""
     probe = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    scope = _triton._patch_lang(probe)
-    first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-    for owner, name, old in scope._changes:
-        old = _MISSING if old is _triton._MISSING else old
-        first.setdefault((id(owner), name), (owner, name, old))
-    changes = [(owner, name, old, getattr(owner, name)) for owner, name, old in first.values()]
-    scope.restore()
+    scope: Any = None
+    try:  # an interrupt must not leave the language patched
+        scope = _triton._patch_lang(probe)
+        first: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+        for owner, name, old in scope._changes:
+            old = _MISSING if old is _triton._MISSING else old
+            first.setdefault((id(owner), name), (owner, name, old))
+        changes = [(owner, name, old, getattr(owner, name)) for owner, name, old in first.values()]
+        scope.restore()
+    except BaseException:
+        if scope is not None:
+            scope.restore()
+        raise
     builder = type(_triton.interpreter_builder)
     mended = {
         "cast_impl": _cast(builder.cast_impl),

@@ -65,24 +65,40 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
     in nothing.
     """
-    adapter.refresh()
+    nested = _held()  # by this very thread: a signal handler runs a kernel in the middle of another one
     interrupts = Interrupts()
     try:
-        _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
-        try:
+        interrupts.begin()
+        adapter.refresh()
+        if not nested:
+            _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
             adapter.patch()
-            interrupts.let_through()
-            try:
-                for block in blocks:
-                    block.select()
-                    block()
-            finally:
-                interrupts.raising = False
-        finally:
-            adapter.restore()
-            _lock.release()
-    finally:
+        interrupts.let_through()
+        for block in blocks:
+            block.select()
+            block()
+        interrupts.raising = False
+        _leave(nested)
         interrupts.over()
+    except BaseException:
+        # An exception may have come at any line, also of the three above; all of them may run again.
+        interrupts.raising = False
+        _leave(nested)
+        interrupts.over()
+        raise
+
+
+def _held() -> bool:
+    """Whether this thread has the interpreter."""
+    return bool(_lock._is_owned())  # type: ignore[attr-defined]
+
+
+def _leave(nested: bool) -> None:
+    """Give the interpreter back, if this launch has taken it."""
+    if not nested and _held():
+        adapter.restore()
+        while _held():
+            _lock.release()
 
 
 @dataclass(frozen=True)

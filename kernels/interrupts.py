@@ -17,6 +17,9 @@ class Interrupts:
         self.raising = False
         self._noted: tuple[Any, ...] | None = None
         self._before: Any = None
+
+    def begin(self) -> None:
+        """Hold back what comes from here on."""
         main = threading.current_thread() is threading.main_thread()
         if main and callable(before := signal.getsignal(signal.SIGINT)):
             self._before = before
@@ -33,7 +36,8 @@ class Interrupts:
         self.raising = False
 
     def over(self) -> None:
-        """Put the handler back that was there before, and hand on what it missed."""
+        """Put the handler back that was there before, and hand on what it missed. May run again."""
+        self.raising = False
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._hand_on()

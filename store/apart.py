@@ -132,10 +132,7 @@ class _Unseen(process.Watched):
     """A process of which nothing is known."""
 
     def __init__(self) -> None:
-        pass
+        self._fds = []
 
     def alive(self) -> bool:
         return True
-
-    def close(self) -> None:
-        pass

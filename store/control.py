@@ -53,7 +53,7 @@ class ControlPage:
         self._watched = tuple(map(self._watch, range(len(members))))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may say something while this thread does
         self._exchanging = threading.Lock()
         self.device_words = self._pages[rank].device_address
 
@@ -79,8 +79,9 @@ class ControlPage:
 
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count."""
+        watched = self._watched  # one look: another thread may close meanwhile
         self._check(rank)
-        return self._watched[rank].alive()
+        return watched[rank].alive()
 
     def beat(self) -> None:
         self._own().heartbeat = time.monotonic_ns()
@@ -140,10 +141,10 @@ class ControlPage:
         """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
 
         Raises within `timeout` seconds: `PeerDied` where a rank that has not come to this exchange has ended or
-        closed the group, `CollectiveTimeout` that names the missing ranks, `CollectiveMismatch` where a rank is at
-        another exchange than `what`, `GroupAborted` where a rank has gone on without this one. With `heed_faults` also
-        `GroupAborted` where a missing rank has given the group up, and `CollectiveMismatch` where it is in a call that
-        this rank has not made.
+        closed the group (`GroupAborted` where it says that it was stopped), `CollectiveTimeout` that names the missing
+        ranks, `CollectiveMismatch` where a rank is at another exchange than `what`, `GroupAborted` where a rank has
+        gone on without this one. With `heed_faults` also `GroupAborted` where a missing rank has given the group up,
+        and `CollectiveMismatch` where it is in a call that this rank has not made.
         """
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
@@ -180,13 +181,12 @@ class ControlPage:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Give the peers' pidfds back, and nothing else: for a page that its meeting takes apart again."""
-        for watched in self._watched:
-            watched.close()
+        """Let go of the peers' pidfds, and of nothing else: for a page that its meeting takes apart again."""
+        self._watched = ()
 
     def _watch(self, rank: int) -> process.Watched:
         member = self._members[rank]
-        return process.Watched(member.pid, member.start_time)
+        return process.watch(member.pid, member.start_time)
 
     def _now(self) -> float:
         return time.monotonic()
@@ -215,8 +215,11 @@ class ControlPage:
                 return [found[r] for r in range(self.world_size)]
             if heed_faults:
                 self._refuse_apart(missing, mine)
-            if lost := [gone[r] for r in missing if r in gone]:
-                raise PeerDied(f"{self._prefix(mine.what)}: {'; '.join(lost)}")
+            if lost := [r for r in missing if r in gone]:
+                text = f"{self._prefix(mine.what)}: {'; '.join(gone[r] for r in lost)}"
+                fault = self.fault(lost[0])
+                stopped = fault is not None and fault.kind == GroupAborted.__name__
+                raise GroupAborted(text) if stopped else PeerDied(text)
             if now - began >= timeout:
                 late = f"timeout after {timeout:g} s: rank(s) {missing} did not come"
                 raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")

@@ -43,18 +43,27 @@ class _Job(Generic[_T]):
 
 
 class Worker:
-    """A daemon thread that runs one action at a time while its owner waits with a limit."""
+    """A daemon thread that runs one action at a time while its owner waits with a limit.
+
+    It begins with the first action, and ends with its owner at the latest.
+    """
 
     def __init__(self, name: str) -> None:
         self.stuck: str | None = None
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._name = name
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
 
     def run(self, action: Callable[[], _T], what: str, seconds: float) -> _T:
         """What `action` returns or raises; `RendezvousError` that names `what` after `seconds`."""
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
+        if self._thread is None:
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
         job = _Job(action)
         self._jobs.put(cast(_Job[object], job))
         if not job.done.wait(max(seconds, 0.0)):
@@ -68,13 +77,15 @@ class Worker:
     def close(self) -> None:
         """End the thread, unless it is stuck; idempotent."""
         self._jobs.put(None)
-        if self.stuck is None:
+        if self.stuck is None and self._thread is not None and self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
-            del job  # a worker that waits must not keep the last store alive
+
+def _serve(jobs: queue.SimpleQueue[_Job[object] | None]) -> None:
+    # Of the queue alone: a thread that knew its worker would keep it, and the last store.
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job
 
 
 class Bounded:

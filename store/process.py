@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import select
 import socket
 import uuid
+import weakref
 from pathlib import Path
 
 from tricomm import env
 
 _STATE_FIELD, _START_FIELD = 3, 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
+ENDED, STOPPED = "ended", "stopped"
+_MANY = 1 << 40
 
 
 _forks = 0
@@ -41,6 +45,20 @@ def start_time(pid: int) -> int | None:
     return _parse_start(stat)
 
 
+def state(pid: int, started: int) -> str | None:
+    """`ENDED`, `STOPPED` (by a signal or a debugger) or None: the process `pid` that started at `started` runs, or the
+    system does not say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ENDED
+    except OSError:
+        return None
+    if _parse_start(stat) != started:
+        return ENDED
+    return STOPPED if stat.rpartition(b")")[2].split()[0] in (b"T", b"t") else None
+
+
 def _parse_start(stat: bytes) -> int | None:
     # The name in field 2 may hold spaces and brackets: count from behind its last bracket.
     fields = stat.rpartition(b")")[2].split()
@@ -52,52 +70,68 @@ def _parse_start(stat: bytes) -> int | None:
 class Watched:
     """A process that is watched through a pidfd, so that a later process with its pid is never taken for it.
 
-    Where no pidfd is to be had (no descriptor left, an old kernel), its entry in /proc is looked at each time.
+    Where no pidfd is to be had (no descriptor left, an old kernel), its entry in /proc is looked at each time. The
+    pidfd is given back with the last reference.
     """
 
     def __init__(self, pid: int, started: int) -> None:
         self._pid, self._started = pid, started
         self._ended = False
-        self._fd = -1
+        self._fds: list[int] = []
+        self._poll = select.poll()
         try:
-            self._fd = os.pidfd_open(pid)
+            self._fds.append(os.pidfd_open(pid))  # on one line: an interrupt before the next finds its owner
+            self._poll.register(self._fds[0], select.POLLIN)
         except ProcessLookupError:
             self._ended = True
         except OSError:
             return
-        self._ended = self._ended or not _is(pid, started)
+        self._ended = self._ended or not alive(pid, started)
+
+    def __del__(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
 
     def alive(self) -> bool:
         """True while the process runs or is stopped, and where the system does not say; False once it has ended."""
         if not self._ended:
-            self._ended = not (self._running() if self._fd >= 0 else _is(self._pid, self._started))
+            self._ended = bool(self._poll.poll(0)) if self._fds else not alive(self._pid, self._started)
         return not self._ended
 
-    def close(self) -> None:
-        """Give the pidfd back; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
-    def _running(self) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return not poll.poll(0)
+_watched: weakref.WeakValueDictionary[tuple[int, int], Watched] = weakref.WeakValueDictionary()
+
+
+def watch(pid: int, started: int) -> Watched:
+    """The process, watched through one pidfd however many ask for it."""
+    found = _watched.get((pid, started))
+    return found if found is not None else _watched.setdefault((pid, started), Watched(pid, started))
+
+
+def ended() -> int:
+    """How many of the processes that are being watched have ended."""
+    return sum(not watched.alive() for watched in list(_watched.values()))
 
 
 def alive(pid: int, started: int) -> bool:
-    """True while the process `pid` that started at `started` runs (or is stopped); False for a later one."""
-    return start_time(pid) == started
+    """True while the process `pid` that started at `started` runs (or is stopped); False for a later one.
 
-
-def _is(pid: int, started: int) -> bool:
-    """False only where /proc says so: being out of descriptors here says nothing about a peer."""
+    False only where /proc says so: being out of descriptors here says nothing about a peer.
+    """
     try:
         return _parse_start(Path(f"/proc/{pid}/stat").read_bytes()) == started
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
         return True
+
+
+def descriptors_left() -> int:
+    """How many more descriptors this process may open: its soft limit less those that are open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MANY
+    return max(0, soft - len(os.listdir("/proc/self/fd")) + 1)
 
 
 def boot_id() -> bytes:

@@ -29,7 +29,7 @@ _HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
 _HELLO = struct.Struct("<QQQ16sIIQQI64s")
 _FAILURE = struct.Struct("<Q32s512s")
 _SAID = struct.Struct("<Q64sI1024s")
-_CAPABILITIES = struct.Struct("<QQQ16sQ")
+_CAPABILITIES = struct.Struct("<QQQ16sQQ")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_START = 1 << 62
 _MAX_FD = 1 << 30
@@ -96,16 +96,19 @@ class Said:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """A rank of a c10d group: its process and its node, and what its environment allows (bits of `switches`)."""
+    """A rank of a c10d group: its process and its node, what its environment allows (bits of `switches`), and how many
+    more descriptors it may open."""
 
     pid: int
     start_time: int
     pid_namespace: int
     node: bytes
     switches: int
+    descriptors: int
 
     def pack(self) -> bytes:
-        return _CAPABILITIES.pack(self.pid, self.start_time, self.pid_namespace, self.node, self.switches)
+        where = (self.pid, self.start_time, self.pid_namespace, self.node)
+        return _CAPABILITIES.pack(*where, self.switches, self.descriptors)
 
 
 Body = Hello | Failure | Said | Capabilities
@@ -244,10 +247,10 @@ def _said(payload: bytes, whose: str) -> Said:
 
 
 def _capabilities(payload: bytes, whose: str) -> Capabilities:
-    pid, started, namespace, node, switches = _CAPABILITIES.unpack(payload)
+    pid, started, namespace, node, switches, descriptors = _CAPABILITIES.unpack(payload)
     _check_range(whose, "pid", pid, 1, _MAX_PID)
     _check_range(whose, "start time", started, 0, _MAX_START)
-    return Capabilities(pid, started, namespace, node, switches)
+    return Capabilities(pid, started, namespace, node, switches, descriptors)
 
 
 _READERS: dict[Kind, Callable[[bytes, str], Body]] = {

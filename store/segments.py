@@ -14,7 +14,6 @@ import mmap
 import os
 import stat
 import weakref
-from contextlib import ExitStack
 from pathlib import Path
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
@@ -37,11 +36,12 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class Segment:
     """Shared memory mapped here. The mapping goes with `close`, or with the last view of `buffer` if that is later."""
 
-    def __init__(self, fd: int, nbytes: int, buffer: memoryview, address: int) -> None:
+    def __init__(self, nbytes: int) -> None:
+        """Nothing yet: see `create` and `attach`."""
+        self._fds: list[int] = []  # at most one: what is popped is closed in the same line, whatever interrupts it
         self.nbytes = nbytes
-        self.address = address
-        self._fd = fd
-        self._buffer: memoryview | None = buffer
+        self.address = 0
+        self._buffer: memoryview | None = None
 
     @classmethod
     def create(cls, name: str, nbytes: int) -> Segment:
@@ -50,19 +50,21 @@ class Segment:
         Raises `InvalidArgument` for a bad size, `ResourceError` where memory or a descriptor is refused.
         """
         _check_size(nbytes)
-        with ExitStack() as undo:
-            try:
-                fd = _memfd(name)
-                undo.callback(os.close, fd)
-                os.fchmod(fd, 0o600)
-                _refuse_if_short(nbytes)
-                os.posix_fallocate(fd, 0, nbytes)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
-                buffer, address = _map(fd, nbytes, readonly=False)
-            except OSError as error:
+        segment = cls(nbytes)
+        try:
+            # An interrupt may come at any line: what is opened has an owner before the next one.
+            segment._fds.append(_memfd(name))
+            os.fchmod(segment.fd, 0o600)
+            _refuse_if_short(nbytes)
+            os.posix_fallocate(segment.fd, 0, nbytes)
+            fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+            segment._map(segment.fd, readonly=False)
+        except BaseException as error:
+            segment.close()
+            if isinstance(error, OSError):
                 raise _refused(error, nbytes) from error
-            undo.pop_all()
-        return cls(fd, nbytes, buffer, address)
+            raise
+        return segment
 
     @classmethod
     def attach(cls, pid: int, start_time: int, fd: int, nbytes: int, readonly: bool) -> Segment:
@@ -72,25 +74,52 @@ class Segment:
         another size, owner, or no seals. Keeps no descriptor.
         """
         _check_size(nbytes)
+        segment = cls(nbytes)
         what = f"segment {fd} of pid {pid}"
         where = f"/proc/{'self' if pid == os.getpid() else pid}/fd/{fd}"
-        with ExitStack() as undo:
-            try:
-                if not os.readlink(where).startswith("/memfd:"):
-                    raise ResourceError(f"{what} is not shared memory: it was closed, or its number is reused")
-                access = os.O_RDONLY if readonly else os.O_RDWR
-                handle = os.open(where, access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-                undo.callback(os.close, handle)
-                _check_attached(handle, nbytes, what)
-                # Looked at after the open: a pid recycled before or while we opened shows here.
-                if not process.alive(pid, start_time):
-                    raise ResourceError(f"{what}: that process has ended, or lives in another PID namespace; {_REACH}")
-                buffer, address = _map(handle, nbytes, readonly)
-            except OSError as error:
+        access = os.O_RDONLY if readonly else os.O_RDWR
+        try:
+            if not os.readlink(where).startswith("/memfd:"):
+                raise ResourceError(f"{what} is not shared memory: it was closed, or its number is reused")
+            segment._fds.append(os.open(where, access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY))
+            _check_attached(segment.fd, nbytes, what)
+            # Looked at after the open: a pid recycled before or while we opened shows here.
+            if not process.alive(pid, start_time):
+                raise ResourceError(f"{what}: that process has ended, or lives in another PID namespace; {_REACH}")
+            segment._map(segment.fd, readonly)
+            segment.close_fd()
+        except BaseException as error:
+            segment.close()
+            if isinstance(error, OSError):
                 if error.errno in (errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM):
                     raise ResourceError(f"{what} cannot be opened ({error.strerror}): {_REACH}") from error
                 raise _refused(error, nbytes) from error
-        return cls(-1, nbytes, buffer, address)
+            raise
+        return segment
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fds"):
+            self.close_fd()
+
+    def _map(self, fd: int, readonly: bool) -> None:
+        # Not mmap.mmap: that keeps a descriptor of its own, and cannot be closed while somebody holds a view.
+        protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
+        address, owned = None, None
+        try:
+            address = _libc.mmap(None, self.nbytes, protection, mmap.MAP_SHARED, fd, 0)
+            if address is None or address == _MAP_FAILED:
+                address = None
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            memory = (ctypes.c_char * self.nbytes).from_address(address)
+            # Every view holds on to `memory`, so the pages go when the last view has gone, and not before.
+            owned = weakref.finalize(memory, _libc.munmap, address, self.nbytes)
+            owned.atexit = False
+            view = memoryview(memory).cast("B")
+            self.address, self._buffer = address, view.toreadonly() if readonly else view
+        except BaseException:
+            if owned is None and address is not None:
+                _libc.munmap(address, self.nbytes)
+            raise
 
     @property
     def buffer(self) -> memoryview:
@@ -102,13 +131,12 @@ class Segment:
     @property
     def fd(self) -> int:
         """The descriptor that others attach by; -1 for an attached segment and after `close_fd` or `close`."""
-        return self._fd
+        return self._fds[0] if self._fds else -1
 
     def close_fd(self) -> None:
         """From now on nobody can attach any more; who has, keeps it."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        while self._fds:
+            os.close(self._fds.pop())
 
     def close(self) -> None:
         """Idempotent. In a forked child it lets go of the child's copy only."""
@@ -139,19 +167,6 @@ def _memfd(name: str) -> int:
         if error.errno != errno.EINVAL:
             raise
         return os.memfd_create(name, flags)
-
-
-def _map(fd: int, nbytes: int, readonly: bool) -> tuple[memoryview, int]:
-    # Not mmap.mmap: that keeps a descriptor of its own, and cannot be closed while somebody holds a view.
-    protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    # Every view holds on to `memory`, so the pages go when the last view has gone, and not before.
-    weakref.finalize(memory, _libc.munmap, address, nbytes).atexit = False
-    view = memoryview(memory).cast("B")
-    return (view.toreadonly() if readonly else view), address
 
 
 def _check_size(nbytes: int) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from tricomm import calls, lists, splitting
 from tricomm.errors import InvalidArgument
+from tricomm.guarding import guarded
 from tricomm.kernels import collectives
 from tricomm.planning import Planning
 from tricomm.symmetric import Symmetric
@@ -32,6 +33,7 @@ class Collectives(Planning):
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
     """
 
+    @guarded
     def all_reduce(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -46,11 +48,12 @@ class Collectives(Planning):
                 known = self._known[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
             except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
                 known = None
-            if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
+            if known is not None and self._repeat(known, x):  # type: ignore[arg-type]
                 return self._finish(x, True) if async_op else x
         name = calls.operation(op)
         return self._place("all_reduce", x, out, name, -1, algorithm, protocol, async_op, in_place=True)
 
+    @guarded
     def all_gather(
         self, x: Tensors, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -62,6 +65,7 @@ class Collectives(Planning):
         """
         return self._place("all_gather", x, out, "none", -1, algorithm, protocol, async_op)
 
+    @guarded
     def reduce_scatter(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -74,6 +78,7 @@ class Collectives(Planning):
         name = calls.operation(op)
         return self._place("reduce_scatter", x, out, name, -1, algorithm, protocol, async_op)
 
+    @guarded
     def all_to_all(
         self, x: Tensors, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -84,6 +89,7 @@ class Collectives(Planning):
         """
         return self._place("all_to_all", x, out, "none", -1, algorithm, protocol, async_op)
 
+    @guarded
     def all_to_all_v(
         self, x: Tensor, in_splits: Sequence[int], out_splits: Sequence[int], out: torch.Tensor | None = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -118,6 +124,7 @@ class Collectives(Planning):
             self._launch(chosen, source, out)
         return self._finish(out, async_op)
 
+    @guarded
     def broadcast(
         self, x: Tensors, src: int, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -126,6 +133,7 @@ class Collectives(Planning):
         self._check_root(src, "broadcast src")
         return self._place("broadcast", x, None, "none", src, algorithm, protocol, async_op, in_place=True)
 
+    @guarded
     def reduce(
         self, x: Tensors, dst: int, op: Any = "sum", *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -135,6 +143,7 @@ class Collectives(Planning):
         name = calls.operation(op)
         return self._place("reduce", x, None, name, dst, algorithm, protocol, async_op, in_place=True)
 
+    @guarded
     def gather(
         self, x: Tensors, dst: int, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -145,6 +154,7 @@ class Collectives(Planning):
             raise InvalidArgument(f"gather: out is for rank {dst}, this is rank {self.rank}; pass None")
         return self._place("gather", x, out, "none", dst, algorithm, protocol, async_op)
 
+    @guarded
     def scatter(
         self, x: Tensors | None, src: int, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -164,12 +174,13 @@ class Collectives(Planning):
             x = [_rows_of(y, self.world_size) for y in out] if many else _rows_of(out, self.world_size)
         return self._place("scatter", x, out, "none", src, algorithm, protocol, async_op)
 
+    @guarded
     def barrier(self, *, async_op: bool = False) -> Any:
         """Return when every rank has entered its barrier; with `async_op=True` a `Work`. Returns None."""
         self._usable()
         self._launch(self._plan("barrier", None, None, 0, True, None, None), self._group, self._group)
         if not async_op:
-            self.synchronize()
+            self._wait(self._timeout)
         return self._finish(None, async_op)
 
     # The common way

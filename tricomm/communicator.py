@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import calls, env, joining, linking, nccl, routing, selection, tuned
 from tricomm.activity import Statistics
 from tricomm.errors import InvalidArgument
+from tricomm.guarding import guarded, set_up
 from tricomm.kernels import adapter, collectives, compiled, interpreter, layout
 from tricomm.messages import Messages
 from tricomm.options import Options, seconds
@@ -52,6 +54,19 @@ class Communicator(Messages):
         *,
         meeting_timeout: float | None = None,
     ) -> None:
+        set_up(lambda undo: self._set_up(undo, store, rank, world_size, device, timeout, options, meeting_timeout))
+
+    def _set_up(
+        self,
+        undo: ExitStack,
+        store: Store,
+        rank: int,
+        world_size: int,
+        device: torch.device | str | int | None,
+        timeout: float | timedelta | None,
+        options: Options | None,
+        meeting_timeout: float | None,
+    ) -> None:
         options = options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         where = pick_device(device)
@@ -68,17 +83,13 @@ class Communicator(Messages):
         linking.check(options, world_size)
         plan_of_memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
-        with ExitStack() as undo:
-            found = joining.join(
-                store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory
-            )
-            undo.callback(found.control.close)
-            undo.callback(found.arena.close)
-            super().__init__(
-                found.control, found.arena, plan_of_memory, where, limit, options, topology=found.topology,
-                routes=found.routes,
-            )  # fmt: skip
-            undo.pop_all()
+        found = joining.join(
+            undo, store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory
+        )
+        super().__init__(
+            undo, found.control, found.arena, plan_of_memory, where, limit, options, topology=found.topology,
+            routes=found.routes,
+        )  # fmt: skip
         self._store: Store | None = store  # one that this rank hosts lives as long as somebody may be meeting there
         self._splits = self._handles = 0
 
@@ -95,13 +106,15 @@ class Communicator(Messages):
     ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
-        Messages.__init__(comm, control, arena, arena_layout, device, timeout, options, runtime)
+        make = partial(Messages.__init__, comm)
+        set_up(lambda undo: make(undo, control, arena, arena_layout, device, timeout, options, runtime))
         comm._store, comm._splits, comm._handles = None, 0, 0
         return comm
 
     def __enter__(self) -> Communicator:
         return self
 
+    @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks` of this one, in that order; called by all ranks with the same list.
 
@@ -131,6 +144,7 @@ class Communicator(Messages):
 
     # A user's own kernels
 
+    @guarded
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
         """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
 
@@ -155,6 +169,7 @@ class Communicator(Messages):
             self._handles += 1
             return Symmetric(arena, self.rank, sizes, dtype, self.device, self.group, self._handles)
 
+    @guarded
     def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
         """Run a user's `@triton.jit` kernel where this communicator's tensors live.
 
@@ -216,6 +231,7 @@ class Communicator(Messages):
             self._activity.clock.collect()
         return self._activity.statistics()
 
+    @guarded
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
 
@@ -227,6 +243,7 @@ class Communicator(Messages):
         self._activity.time_calls(every)
         self._forget()
 
+    @guarded
     def use_table(self, rows: Sequence[Row], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
 

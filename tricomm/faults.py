@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tricomm import errors
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.guarding import Turn, inside
 from tricomm.kernels import layout
 from tricomm.monitor import Monitor, different
 from tricomm.store.control import ControlPage, Fault
@@ -22,6 +23,7 @@ class Faults:
 
     rank: int
     _sequence: int
+    _turn: Turn
     _control: ControlPage
     _monitor: Monitor
     _words: NDArray[np.int64]
@@ -32,6 +34,19 @@ class Faults:
         if self._flags[_STATUS] or self._flags[_ABORT] or self._monitor.fault is not None:
             self._diagnose()
             self._raise()
+
+    def _unwound(self, error: BaseException) -> None:
+        """By the guard of every public call: `error` leaves it.
+
+        Where it is not tricomm's own, it came from outside, at any instruction: what this rank has told the others by
+        then, nobody knows, so the group is given up.
+        """
+        try:
+            if not isinstance(error, TricommError):
+                self._stopped(error)
+        finally:
+            if not inside(self):
+                self._turn.let_go()
 
     @contextmanager
     def _or_give_up(self, what: str) -> Iterator[None]:
@@ -46,7 +61,9 @@ class Faults:
             raise
 
     def _stopped(self, error: BaseException) -> None:
-        self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
+        """Tell the others that `error` has stopped this rank; nothing where the group is closed already."""
+        with suppress(GroupAborted):
+            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
 
     def _diagnose(self) -> None:
         """Put what a kernel reported in the status word into words."""

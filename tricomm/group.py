@@ -10,7 +10,6 @@ import atexit
 import logging
 import os
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from tricomm import linking, nccl, plan, publishing, routing
 from tricomm.activity import Activity
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.faults import Faults
+from tricomm.guarding import Turn, by_hand, guarded
 from tricomm.kernels import layout
 from tricomm.monitor import Native
 from tricomm.options import Options
@@ -44,13 +44,15 @@ _live: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group(Faults):
-    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself.
+    """Ranks that share an arena. Takes over `control` and `arena` and closes them with itself; until it is made, `undo`
+    does.
 
     `routes` says where calls may go, and why not to the kernels; by default there is nobody behind these.
     """
 
     def __init__(
         self,
+        undo: ExitStack,
         control: ControlPage,
         arena: Arena,
         arena_layout: layout.Layout,
@@ -74,7 +76,7 @@ class Group(Faults):
         linking.check(options, self.world_size)
         self._pid, self._forks = os.getpid(), forks()
         self._closed = False
-        self._turn = threading.Lock()
+        self._turn = Turn()
         self._sequence = 0
         self._announce = control.announcer()
         self._owned = ExitStack()
@@ -101,6 +103,8 @@ class Group(Faults):
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
         )  # fmt: skip
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
+        undo.callback(self._monitor.stop)
+        undo.callback(_live.discard, self)
         self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited)
         publishing.add(self._activity)
         self._monitor.start(self._diagnose, self._describe)
@@ -176,26 +180,29 @@ class Group(Faults):
         """Whether every rank's memory is mapped on every other."""
         return self._site.reachable
 
+    @guarded
     def announce(self, record: Record) -> None:
         """Tell the peers of a call that all ranks make by other means, so that who makes a different one is named."""
         self._usable()
-        if not self._turn.acquire(timeout=self._timeout):
-            raise CollectiveTimeout(f"{self}: timeout after {self._timeout:g} s: another thread's call still runs")
-        try:
+        with self._my_turn():
             self._sequence += 1
             self._announce(self._sequence, record)
-        finally:
-            self._turn.release()
 
+    @guarded
     def withdraw(self, calls: int) -> None:
         """Take back the last `calls` that were announced, for they were refused before anything was sent."""
-        with self._turn:
+        with self._my_turn():
             self._sequence -= calls
+
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up because `error` has ended a call of this rank; the other ranks are told."""
+        self._stopped(error)
 
     def watch(self, native: Native) -> None:
         """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
         self._monitor.watch(native)
 
+    @guarded
     def synchronize(self, timeout: float | None = None) -> None:
         """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`.
 
@@ -204,9 +211,18 @@ class Group(Faults):
         self._usable()
         self._wait(self._timeout if timeout is None else timeout)
 
+    @by_hand
     def close(self) -> None:
         """Leave the group and give everything back. Idempotent; a forked child's copy only forgets."""
-        if self._closed:
+        try: self._close(again=False)  # noqa: E701  # fmt: skip
+        except BaseException as error:
+            self._unwound(error)
+            self._close(again=True)
+            raise
+
+    def _close(self, again: bool) -> None:
+        """Every step may be repeated: the one before may have been interrupted."""
+        if self._closed and not again:
             return
         self._closed = True
         _live.discard(self)
@@ -240,6 +256,8 @@ class Group(Faults):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt):  # between two calls; say what it was before the group is closed
+            self._stopped(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -262,8 +280,14 @@ class Group(Faults):
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
         """
-        self._take_turn()
+        turn = self._turn
+        if turn.mine() or not turn.acquire(False):
+            self._await_turn()
         try:
+            if self._closed:
+                raise GroupAborted(f"{self}: closed; make a new communicator")
+            if not self.simulated:
+                self._follow_stream()
             self._sequence = sequence = self._sequence + 1
             self._announce(sequence, chosen.record)
             lost = self._monitor.lost
@@ -278,26 +302,27 @@ class Group(Faults):
                 raise
             chosen.tally.total += chosen.weight
         finally:
-            self._turn.release()
+            turn.release()
         if self.simulated:
             self.check()
 
-    def _take_turn(self) -> None:
-        if not self._turn.acquire(False) and not self._turn.acquire(timeout=self._timeout):
+    def _await_turn(self) -> None:
+        if self._turn.mine():
+            raise InvalidArgument(
+                f"{self}: a call inside another call of the same thread; a signal handler or a destructor makes it: "
+                "let it set a flag instead"
+            )
+        if not self._turn.acquire(timeout=self._timeout):
             raise CollectiveTimeout(f"{self}: timeout after {self._timeout:g} s: another thread's call still runs")
+
+    @contextmanager
+    def _my_turn(self) -> Iterator[None]:
+        self._await_turn()
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
             if not self.simulated:
                 self._follow_stream()
-        except BaseException:
-            self._turn.release()
-            raise
-
-    @contextmanager
-    def _my_turn(self) -> Iterator[None]:
-        self._take_turn()
-        try:
             yield
         finally:
             self._turn.release()
@@ -335,7 +360,10 @@ class Group(Faults):
 
     def _quiet(self) -> bool:
         """Let kernels in flight end before their memory goes, and tell those to leave that cannot end by themselves."""
-        if not self._turn.acquire(blocking=False):  # another thread is in a call
+        if self._turn.mine():  # a signal handler closes the group in the middle of a call
+            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} closed the group during a call"))
+            return False
+        if not self._turn.acquire(False):  # another thread is in a call
             self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} closed the group during a call"))
             if not self._turn.acquire(timeout=_LEAVE_SECONDS):
                 return False

@@ -11,17 +11,19 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from tricomm import linking, nccl, routing
-from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.store.apart import meet_apart
 from tricomm.store.arena import Arena, open_arena
-from tricomm.store.control import ControlPage
+from tricomm.store.control import ControlPage, Fault
 from tricomm.store.hello import SpansNodes
 from tricomm.store.rendezvous import meet
 from tricomm.topology import Topology
@@ -64,41 +66,52 @@ def behind(device: torch.device, options: Options) -> tuple[str | None, str]:
 
 
 def join(
-    store: Store, rank: int, world_size: int, device: torch.device, timeout: float, meeting_timeout: float,
-    options: Options, arena_layout: layout.Layout,
+    undo: ExitStack, store: Store, rank: int, world_size: int, device: torch.device, timeout: float,
+    meeting_timeout: float, options: Options, arena_layout: layout.Layout,
 ) -> Joined:  # fmt: skip
-    """Meet over `store` and share memory, as `Communicator` says; every rank calls it."""
+    """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` gives it all back."""
     native, missing = behind(device, options)
     agreed = options.agreed(arena_layout, device.type)
     why: str | None = None
     nodes = 1
-    with ExitStack() as undo:
+    # What is opened is on the stack before the next line, where an interrupt may come.
+    try:
+        undo.push(partial(_leave, control := meet(store, rank, world_size, meeting_timeout, agreed)))
+    except (SpansNodes, ResourceError) as error:
+        if native is None and isinstance(error, SpansNodes):
+            raise RendezvousError(f"{error}. {missing}") from error
+        if native is None:
+            raise
+        why = str(error)
+        control, nodes = meet_apart(store, rank, world_size, meeting_timeout, agreed)
+        undo.push(partial(_leave, control))
+    topology: Topology | None = None
+    arena: Arena = NoArena(world_size)
+    if why is None and world_size > layout.MAX_WORLD_SIZE:
+        why = f"the kernels take up to {layout.MAX_WORLD_SIZE} ranks, here are {world_size}"
+    if why is None:
+        topology = linking.agree(control, options, device, timeout)
+        reach = linking.reach(topology, rank)
         try:
-            control = meet(store, rank, world_size, meeting_timeout, agreed)
-        except (SpansNodes, ResourceError) as error:
-            if native is None and isinstance(error, SpansNodes):
-                raise RendezvousError(f"{error}. {missing}") from error
+            undo.callback((arena := open_arena(control, arena_layout.nbytes, device, timeout, reach)).close)
+        except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise
-            why = str(error)
-            control, nodes = meet_apart(store, rank, world_size, meeting_timeout, agreed)
-        undo.callback(control.close)
-        topology, arena = None, None
-        if why is None and world_size > layout.MAX_WORLD_SIZE:
-            why = f"the kernels take up to {layout.MAX_WORLD_SIZE} ranks, here are {world_size}"
-        if why is None:
-            topology = linking.agree(control, options, device, timeout)
-            try:
-                arena = open_arena(control, arena_layout.nbytes, device, timeout, linking.reach(topology, rank))
-            except ResourceError as error:  # the same on all ranks, with everything undone
-                if native is None:
-                    raise
-                why = f"the ranks cannot share memory: {error}"
-        if why is not None:
-            _only_nccl(control, why, timeout)
-        undo.pop_all()
+            why = f"the ranks cannot share memory: {error}"
+    if why is not None:
+        _only_nccl(control, why, timeout)
     routes = routing.Site(device.type, world_size, nodes, why, native, missing)
-    return Joined(control, arena or NoArena(world_size), topology, routes)
+    return Joined(control, arena, topology, routes)
+
+
+def _leave(
+    control: ControlPage, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+) -> None:
+    """Close the page of a set-up that has failed; the others hear what has stopped this rank."""
+    if error is not None and not isinstance(error, TricommError):
+        text = f"rank {control.rank} was stopped by {type(error).__name__}: {error}"
+        control.raise_fault(Fault(GroupAborted.__name__, control.rank, 0, text))
+    control.close()
 
 
 def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:

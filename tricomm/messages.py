@@ -20,6 +20,7 @@ from tricomm import calls, plan, routing, selection
 from tricomm.activity import Tally, weight
 from tricomm.collectives import Collectives, Tensor
 from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm.guarding import guarded
 from tricomm.kernels import layout, registry
 from tricomm.kernels.launch import Call
 from tricomm.store.control import Descriptor, Fault
@@ -55,6 +56,7 @@ class Messages(Collectives):
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will say whose a message was
 
+    @guarded
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:  # fmt: skip
@@ -72,6 +74,7 @@ class Messages(Collectives):
         self._message("send", source, dst, tag, protocol)
         return self._finish(None, async_op)
 
+    @guarded
     def recv(
         self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:
@@ -126,8 +129,7 @@ class Messages(Collectives):
                 "capture a collective, or send outside of the graph"
             )
         bound = self._half(kind, x, peer, tag, protocol)
-        self._take_turn()
-        try:
+        with self._my_turn():
             number = self._messages + 1
             older = self._unread.pop(number % layout.TOLD_WORDS, None)
             if older is not None:
@@ -147,8 +149,6 @@ class Messages(Collectives):
             if kind == "recv" and peer >= 0:
                 self.received(peer, tag)
             return number
-        finally:
-            self._turn.release()
 
     def received(self, source: int, tag: int) -> None:
         """Note for what is said of pending messages that one has been taken."""
@@ -252,12 +252,14 @@ class FromAny(Work):
         self._messages, self._number, self._tag = comm, number, tag
         self._source: int | None = None
 
+    @guarded
     def wait(self, timeout: float | None = None) -> int:
         """Wait on the host, and return the source's rank; raises as `Work.wait` does."""
-        super().wait(self._comm._timeout if timeout is None else timeout)
+        self._wait_for(self._comm._timeout if timeout is None else timeout)
         self.keep()
         return self.result()
 
+    @guarded
     def result(self) -> int:
         """The source's rank. Raises the group's fault, and `InvalidArgument` where the message has not arrived yet."""
         if self._source is None:

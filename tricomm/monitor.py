@@ -4,14 +4,13 @@ A kernel says in the control page that it runs (`started` is the epoch it runs i
 monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
 has moved past that epoch; then its death is no concern of this call.
 
-Time is counted in the monitor's own ticks, and a tick counts for a quarter of a second at most: a process that was
-itself stopped, or starved, does not blame the others for it.
+Time is counted from look to look, and a look counts for a quarter of a second at most: a process that was itself
+stopped, or starved, does not blame the others for it. All groups' monitors share one thread (`watcher`).
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -20,15 +19,16 @@ import numpy as np
 import torch
 
 from tricomm import errors
-from tricomm.errors import ResourceError
+from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
 from tricomm.store.control import RING, ControlPage, Fault, State
 from tricomm.store.cuda_driver import load_driver
+from tricomm.watcher import WATCHER
 
-TICK = 0.02
-_LONGEST_TICK = 0.25
 _USER_SECONDS = 1.0
 _COMPARE_SECONDS = 0.1  # a call that takes no longer is none that waits for another one
+_STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
+_MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
@@ -46,7 +46,7 @@ class Native(Protocol):
 
 
 class Monitor:
-    """Thread that turns a dead, stopped, late or diverging peer into a named fault.
+    """Turns a dead, stopped, late or diverging peer into a named fault.
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
     group is given up; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended,
@@ -63,8 +63,9 @@ class Monitor:
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
         self._native: Native | None = None
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._lock = threading.RLock()  # a signal handler may give the group up while this thread does
+        self._spread = False
+        self.stopped, self.looked = False, 0.0  # the watcher's
         self._running: object = None
         self._elapsed = 0.0
         self._beats: dict[int, tuple[int, float]] = {}
@@ -73,25 +74,24 @@ class Monitor:
         self._relaxed = False
         self._diagnose: Callable[[], None] = lambda: None
         self._describe: Callable[[int], str] = str
-        self._thread = threading.Thread(target=self._watch, name=f"tricomm-monitor-{control.group}", daemon=True)
+        self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
 
     def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
         """Begin to watch. `diagnose` is called when a kernel has reported something in the status word; `describe`
         says of a message, by its number, what it waits for."""
         self._diagnose, self._describe = diagnose, describe
-        self._thread.start()
+        WATCHER.add(self)
 
     def watch(self, native: Native) -> None:
         """From now on ask `native` for its errors too, and abort it where the group is given up."""
         self._native = native
 
     def stop(self) -> None:
-        """End the thread and wait for it; idempotent."""
-        self._stop.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        """End the watch; on return nobody looks any more. Idempotent."""
+        WATCHER.discard(self)
         # Views keep a mapping alive, and the group and its monitor know each other: let go of both here.
         self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
+        self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self._diagnose, self._describe = lambda: None, str
 
     def give_up(self, fault: Fault) -> Fault:
@@ -99,10 +99,12 @@ class Monitor:
         with self._lock:
             if self.fault is None:
                 self.fault = fault
-                self._control.raise_fault(fault)
-                self._control.set_state(State.ABORTED)
+            if not self._spread:  # an interrupt may have stopped the first attempt half-way; each step can be repeated
                 self._words[layout.ABORT] = 1
-                if self._native is not None:  # on a thread of its own, for NCCL does not say how long it takes
+                self._control.raise_fault(self.fault)
+                self._control.set_state(State.ABORTED)
+                self._spread = True
+                if self._native is not None:  # on a thread of its own, because NCCL does not say how long it takes
                     threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
@@ -163,21 +165,32 @@ class Monitor:
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
 
-    def _watch(self) -> None:
-        last = time.monotonic()
-        while not self._stop.wait(TICK):
-            now = time.monotonic()
-            tick, last = min(now - last, _LONGEST_TICK), now
-            self._control.beat()
-            if self.fault is None:
-                self._guarded_look(tick)
+    def busy(self) -> bool:
+        """Whether a call of this rank runs, or a kernel has reported something: a look that costs nearly nothing."""
+        flags = self._flags
+        return bool(
+            flags[_STARTED] == flags[_ENDED]
+            or flags[_MESSAGE] != flags[_MESSAGE_ENDED]
+            or flags[_STATUS]
+            or self._user_calls
+            or self._running is not None
+        )
 
-    def _guarded_look(self, tick: float) -> None:
+    def beat(self) -> None:
+        """Tell the peers that this process runs; nothing where the group is being closed."""
+        with suppress(GroupAborted):
+            self._control.beat()
+
+    def look(self, tick: float) -> None:
+        """Look at the peers, `tick` seconds after the last look. Whatever goes wrong there costs this group only."""
+        if self.fault is not None:
+            return
         try:
             self._look(tick)
-        except Exception as error:  # a monitor that died silently would let the next call hang
+        except Exception as error:  # a monitor that failed silently would let the next call hang
             text = f"rank {self._control.rank}'s monitor failed: {type(error).__name__}: {error}"
-            self.give_up(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
+            with suppress(GroupAborted):
+                self.give_up(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
 
     def _look(self, tick: float) -> None:
         self._count(tick)

@@ -12,6 +12,7 @@ from tricomm import calls, native, nccl, plan, routing, selection
 from tricomm.activity import weight
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.group import Group
+from tricomm.guarding import guarded
 from tricomm.kernels import collectives
 
 _MOST_PLANS = 1024
@@ -25,11 +26,13 @@ class Planning(Group):
         """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
         return self._known.get((op, dtype, count, None, None))
 
+    @guarded
     def repeat(self, known: plan.Known, x: torch.Tensor) -> bool:
-        """Make an all_reduce in place again; False, with nothing done, where `x` needs a closer look than this.
+        """Make an all_reduce in place again; False, with nothing done, where `x` needs a closer look than this."""
+        return self._repeat(known, x)
 
-        Made for speed: what a call's shape decides is decided, and what only this tensor shows is looked at.
-        """
+    def _repeat(self, known: plan.Known, x: torch.Tensor) -> bool:
+        """Made for speed: what a call's shape decides is decided, and what only this tensor shows is looked at."""
         if not calls.is_plain(x, self.device, known.itemsize, known.nbytes):
             return False
         chosen = known.plans[x.data_ptr() % 16 == 0]

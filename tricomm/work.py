@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tricomm.errors import CollectiveTimeout
+from tricomm.guarding import guarded
 
 if TYPE_CHECKING:
     from tricomm.group import Group
@@ -25,12 +26,16 @@ class Work:
         """True once the call has run. Never blocks."""
         return self._event is None or bool(self._event.query())
 
+    @guarded
     def wait(self, timeout: float | None = None) -> Any:
         """Order the current stream after the call and return its output; on a CPU it has run already.
 
         With `timeout` (seconds) the host waits too: `CollectiveTimeout` where the call has not finished by then.
         Raises the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) where there is one.
         """
+        return self._wait_for(timeout)
+
+    def _wait_for(self, timeout: float | None) -> Any:
         if self._event is not None:
             self._event.wait(torch.cuda.current_stream())
             if timeout is not None:
@@ -41,6 +46,9 @@ class Work:
     def result(self) -> Any:
         """The call's output (in place: the input)."""
         return self._output
+
+    def _unwound(self, error: BaseException) -> None:
+        self._comm._unwound(error)
 
     def _wait_on_host(self, timeout: float) -> None:
         end = time.monotonic() + timeout

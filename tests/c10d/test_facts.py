@@ -95,7 +95,7 @@ def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monk
 @pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
 def test_any_flipped_bit_is_refused(secret, monkeypatch):
     monkeypatch.setenv("TRICOMM_TOKEN", secret)
-    size = len(Record(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0)).pack(None))
+    size = len(Record(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
     for bit in range(5, 8 * size, 97):
 
         def flip(data: bytes, bit: int = bit) -> bytes:

@@ -6,7 +6,7 @@ import torch
 from tests import ranks
 from tests.c10d import route_bodies as bodies
 from tricomm import errors, routing
-from tricomm.c10d import facts, on_gloo, on_kernels
+from tricomm.c10d import engine, facts, gloo_collectives
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.routing import Site, decide
 from tricomm.store import process
@@ -50,7 +50,7 @@ def test_without_anybody_behind_the_kernels_the_refusal_says_why():
 
 
 def test_every_row_of_the_table_has_a_kernel():
-    for collective in on_kernels.TABLE:
+    for collective in engine._KERNELS:
         op = "sum" if collective in routing.REDUCTIONS else "none"
         assert decide(CPU, collective, torch.float32, op, None).path == "kernels"
 
@@ -61,12 +61,12 @@ def test_an_operation_that_a_type_lacks_goes_elsewhere():
 
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():
-    assert set(COLLECTIVES) - set(on_kernels.TABLE) == {"all_to_all"}
-    assert set(on_kernels.TABLE) <= set(on_gloo.TABLE)
+    assert set(COLLECTIVES) - set(engine._KERNELS) == {"all_to_all"}
+    assert set(engine._KERNELS) <= set(gloo_collectives.TABLE)
 
 
 def member(node=b"n" * 16, flags=0b1111, pid=1):
-    return Capabilities(pid, 0, 0, node, flags)
+    return Capabilities(pid, 0, 0, node, flags, 1000)
 
 
 @pytest.mark.parametrize(

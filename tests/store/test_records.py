@@ -17,7 +17,7 @@ from tricomm.store.records import Capabilities, Failure, Hello, Kind, Record, Sa
 
 HELLO = Hello(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
 RECORD = Record(1, 4, 3, bytes(range(100, 116)), HELLO)
-CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011)
+CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011, 1000)
 FAILURE = Failure(17, "RendezvousError", "rank 2 did not come — ever")
 BODIES = [HELLO, FAILURE, Said(7, "split", b"[0, 2]"), CAPABILITIES]
 TOKENS = [None, b"secret"]

@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import ModuleType
 
 import pytest
@@ -40,7 +41,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 
     def run(rank):
         try:
-            found = joining.join(store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan)
+            found = joining.join(ExitStack(), store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan)
         except errors.TricommError as error:
             return error
         found.arena.close()

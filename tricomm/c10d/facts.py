@@ -36,6 +36,7 @@ class Member:
     pid: int
     started: int
     namespace: int
+    descriptors: int  # that it had left when the group was made
 
     def ended(self) -> bool:
         """True where this process can see that the other one is gone; False says nothing across hosts."""
@@ -78,7 +79,8 @@ def _mine() -> Capabilities:
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiled.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
     pid = os.getpid()
-    return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches)
+    left = process.descriptors_left()
+    return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches, left)
 
 
 def cpu_through_kernels() -> bool:
@@ -130,7 +132,7 @@ def _capabilities(record: Record) -> Capabilities:
 
 
 def _conclude(said: list[Capabilities]) -> Facts:
-    members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace) for one in said)
+    members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
     everybody = ~0
     for one in said:
         everybody &= one.switches

@@ -190,9 +190,9 @@ class SimulatedMonitor(Monitor):
     def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
         self._diagnose, self._describe = diagnose, describe
 
-    def look(self, seconds: float) -> None:
-        if self.fault is None and not self._stop.is_set():
-            self._guarded_look(seconds)
+    def look(self, tick: float) -> None:
+        if not self.stopped:
+            super().look(tick)
 
 
 class RankRuntime:

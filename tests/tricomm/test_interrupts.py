@@ -1,0 +1,43 @@
+"""An interrupt at any line of any call: the caller gets it, the others hear of it, and nothing is left behind."""
+
+import pytest
+
+from tests import ranks
+from tests.tricomm import interrupt_bodies as bodies
+
+SECONDS = 5.0  # the promise is one second; this machine may be busy
+
+
+def check(name, kind, every, tmp_path, timeout=90.0):
+    tmp_path.chmod(0o700)
+    (mine, left), (others, left_there) = ranks.run(
+        2, bodies.walk, str(tmp_path), name, kind, every, timeout=timeout
+    )  # fmt: skip
+    assert left == left_there == {}
+    assert sum(raised is not None for _, _, raised, _ in mine) > len(mine) / 2
+    for (where, caught, raised, free), (theirs, text, heard) in zip(mine, others, strict=True):
+        if raised is None:  # a line that only some calls run: one that waits, say
+            continue
+        assert caught == kind, where
+        assert free, f"{where}: the lock is taken"
+        assert theirs == "GroupAborted" and "rank 0" in text and kind in text, (where, theirs, text)
+        assert heard - raised < SECONDS, where
+
+
+@pytest.mark.parametrize("kind", bodies.KINDS)
+@pytest.mark.parametrize("name", ["all_reduce", "barrier", "send", "split"])
+def test_some_lines(name, kind, tmp_path):
+    check(name, kind, 12, tmp_path)
+
+
+def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
+    tmp_path.chmod(0o700)
+    (mine, _), (others, _) = ranks.run(2, bodies.walk, str(tmp_path), "barrier", "Alarm", 12, True)
+    free = all(free for _, _, _, free in mine)
+    assert not free or any(theirs != "GroupAborted" for theirs, _, _ in others)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", bodies.CALLS)
+def test_every_line(name, tmp_path):
+    check(name, "KeyboardInterrupt", 1, tmp_path, timeout=900.0)
