@@ -108,12 +108,19 @@ class Bounded:
         """The value of a key that is there; of one that is not, an error when the time is up."""
         return bytes(self._call("get", key, lambda: self._store.get(key)))
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._call("add", key, lambda: self._store.add(key, amount)))
+    def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
+        """The new total, which the worker also gives to `took`."""
 
-    def check(self, key: str) -> bool:
-        """True where the key is there."""
-        return bool(self._call("check", key, lambda: self._store.check([key])))
+        def action() -> int:
+            total = int(self._store.add(key, amount))
+            took(total)
+            return total
+
+        return self._call("add", key, action)
+
+    def check(self, *keys: str) -> bool:
+        """True if all of the keys are there."""
+        return bool(self._call("check", keys[0], lambda: self._store.check(list(keys))))
 
     def read(self, key: str) -> bytes | None:
         """The value of the key, or None where it is not there; does not wait for it."""

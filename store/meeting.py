@@ -75,7 +75,6 @@ class _Meeting:
 
     def run(self) -> ControlPage:
         self._take_generation()
-        self._say_hello()
         said = self._gather()
         members = [self._attach(r, said[r]) for r in range(self._world_size)]
         self._store.set(f"tricomm/{self._rank}/met", str(self._generation).encode())
@@ -123,7 +122,11 @@ class _Meeting:
             raise RendezvousError(
                 f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
             )
-        self._generation = self._store.add(f"tricomm/{self._rank}/generation", 1)
+        # Kept by the worker: whatever interrupts this thread meanwhile, the number is known, and is given up under it.
+        self._store.add(f"tricomm/{self._rank}/generation", 1, self._took)
+
+    def _took(self, generation: int) -> None:
+        self._generation = generation
 
     def _current_generation(self) -> int:
         """The meeting that rank 0 is in, or will be in next: where a rank that is none of its ranks complains."""
@@ -136,27 +139,33 @@ class _Meeting:
             raise RendezvousError(f"the store's {key!r} is not a number; does something else use this store?")
         return int(text)
 
-    def _say_hello(self) -> None:
+    def _say_hello(self) -> Record:
         self._look_for_failure()
         segment = Segment.create("tricomm-control", NBYTES)
         self._segments.append(segment)
         mine = hello.introduce(segment, self._rank, self._world_size, self._nonce, self._layout_hash)
         self._page = Page(segment.buffer, segment.address)
-        self._store.set(self._hello_key(self._rank, self._generation), self._pack(mine))
+        packed = self._pack(mine)
+        self._store.set(self._hello_key(self._rank, self._generation), packed)
+        return self._checked(self._rank, packed)
 
     def _gather(self) -> dict[int, Record]:
         """Everybody's hello."""
-        said: dict[int, Record] = {}
-        pause, next_look = 1e-3, time.monotonic() + _LOOK_SECONDS
+        said: dict[int, Record] = {self._rank: self._say_hello()}
+        pause, next_look = 2e-4, time.monotonic() + _LOOK_SECONDS
         while True:
             self._look_for_failure()
             self._look_for_duplicate()
-            for rank in set(range(self._world_size)) - set(said):
-                if data := self._store.read(self._hello_key(rank, self._generation)):  # an empty one was withdrawn
-                    said[rank] = self._checked(rank, data)
+            missing = [r for r in range(self._world_size) if r not in said]
+            keys = [self._hello_key(rank, self._generation) for rank in missing]
+            look = time.monotonic() >= next_look or self._left() <= 0
+            if keys and (look or self._store.check(*keys)):  # one question for all of them, most of the time
+                for rank, key in zip(missing, keys, strict=True):
+                    if data := self._store.read(key):  # an empty one was withdrawn
+                        said[rank] = self._checked(rank, data)
             if len(said) == self._world_size:
                 return said
-            if time.monotonic() >= next_look:
+            if look:
                 self._look_for_dead(said)
                 next_look = time.monotonic() + _LOOK_SECONDS
             if self._left() <= 0:
