@@ -62,8 +62,9 @@ class Worker:
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # only now: an interrupt must not leave one that was never started
         job = _Job(action)
         self._jobs.put(cast(_Job[object], job))
         if not job.done.wait(max(seconds, 0.0)):
@@ -142,13 +143,19 @@ class Bounded:
     def _call(self, operation: str, key: str, action: Callable[[], _T]) -> _T:
         began = time.monotonic()
         what = f"store {operation}({key!r})"
-        try:
-            return self._worker.run(action, what, self._deadline - began)
-        except RendezvousError:
-            raise
-        except Exception as error:
+
+        def attempt() -> tuple[list[_T], Exception | None]:
+            try:
+                return [action()], None
+            except Exception as error:
+                return [], error
+
+        # The store's errors come back as values: what a signal handler raises here is none of them.
+        result, error = self._worker.run(attempt, what, self._deadline - began)
+        if error is not None:
             waited = time.monotonic() - began
             raise RendezvousError(f"{what} failed after {waited:.1f} s: {first_line(error)}") from error
+        return result[0]
 
 
 def first_line(error: BaseException) -> str:

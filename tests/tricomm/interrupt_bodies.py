@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.distributed import FileStore
 
 import tricomm
 from tests.tricomm.bodies import SMALL, leftovers
 from tricomm.errors import TricommError
 from tricomm.faults import Faults
 
+OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
 HOME = os.path.dirname(tricomm.__file__)
 
 
@@ -146,7 +150,75 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
         comm.close()
         del comm
     left = leftovers()
-    return got, {what: sorted(left[what] - before[what]) for what in before if left[what] - before[what]}
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def constructor(rank, world_size, tell, folder, every):
+    """Interrupt rank 0 at every `every`th line of its set-up; then both make another one over the same store."""
+    folder, got = Path(folder), []
+
+    def make(number):
+        store = FileStore(f"{folder}/{number}", 2)
+        return tricomm.Communicator(store, rank, 2, "cpu", options=tricomm.Options(**{**SMALL, "timeout": 4.0}))
+
+    with Walk() as seen:
+        first = make("first")
+    first.close()
+    lines = list(dict.fromkeys(seen.lines))[2::every]
+    if rank == 0:
+        (folder / "count").write_text(str(len(lines)))
+    with make("count of lines") as comm:
+        comm.barrier()
+        count = int((folder / "count").read_text())
+    before = leftovers()
+    for number in range(count):
+        caught, text, made = "nothing", "", None
+        walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
+        with walk:
+            try:
+                made = make(number)
+                made.barrier()
+            except BaseException as error:
+                caught, text = type(error).__name__, str(error)
+        heard = time.monotonic()
+        close(made)
+        raised = walk.raised if rank == 0 else None
+        got.append((caught, text, raised, heard, os.path.relpath(lines[number][0], HOME), lines[number][1]))
+        together(folder, rank, number)
+        with make(f"after {number}") as comm:  # both are well afterwards
+            comm.barrier()
+        del made
+    del comm, walk, first, seen
+    left = leftovers()
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def together(folder, rank, number):
+    """Wait until both ranks are here; needs nothing of tricomm."""
+    (folder / f"here {number} {rank}").touch()
+    end = time.monotonic() + 20.0
+    while not (folder / f"here {number} {1 - rank}").exists() and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
+def waits(rank, world_size, tell, url, number, kind):
+    """A real signal in the middle of a call that waits; its handler raises."""
+
+    def handle(*_):
+        raise KINDS[kind]
+
+    with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL)) as comm:
+        comm.barrier()
+        if rank == 0:
+            signal.signal(number, handle)
+            tell(os.getpid())
+        try:
+            if rank == 1:
+                time.sleep(1.5)  # long after rank 0 was interrupted in its call
+            comm.all_reduce(ones(4))
+        except BaseException as error:
+            return type(error).__name__, str(error), lock_is_free(comm)
+    return "nothing", "", True
 
 
 def interrupted(comm, call, kind, line):
