@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -11,12 +12,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore, HashStore
 
 import tricomm
+from tests.tricomm import user_kernel
 from tests.tricomm.bodies import SMALL, leftovers
 from tricomm.errors import TricommError
 from tricomm.faults import Faults
+from tricomm.store.control import Descriptor
 
 OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
 HOME = os.path.dirname(tricomm.__file__)
@@ -49,6 +52,27 @@ def table(comm):
     comm.use_table([], "none")
 
 
+def launch(comm):
+    flags = ones(16)
+    comm.launch(user_kernel.rotate, 1, (ones(16),) * 2, flags, 0, WORLD_SIZE=2, BLOCK=16)
+    comm.barrier()
+
+
+def announce(comm):
+    comm.announce(RECORD)
+    comm.withdraw(1)
+    comm.barrier()
+
+
+def synchronize(comm):
+    comm.synchronize()
+    comm.barrier()
+
+
+RECORD = Descriptor(
+    sequence=0, fingerprint=1, collective="all_reduce", op="sum", dtype="int32", algorithm="other", protocol="other",
+    count=1, root=-1, grid=1, mode="eager",
+).record()  # fmt: skip
 SPLITS = [([1, 3], [1, 2]), ([2, 2], [3, 2])]
 CALLS = {
     "all_reduce": lambda comm: comm.all_reduce(ones(8)),
@@ -69,6 +93,9 @@ CALLS = {
     "recv from any": from_any,
     "symmetric": lambda comm: comm.symmetric((4,), torch.float32),
     "use_table": table,
+    "launch": launch,
+    "announce": announce,
+    "synchronize": synchronize,
     "split": lambda comm: comm.split([0]),
 }
 
@@ -149,6 +176,7 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
             got.append(told(comm, call))
         comm.close()
         del comm
+    gc.collect()  # an exception and its frames may hold each other
     left = leftovers()
     return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
 
@@ -189,6 +217,35 @@ def constructor(rank, world_size, tell, folder, every):
             comm.barrier()
         del made
     del comm, walk, first, seen
+    gc.collect()  # an exception and its frames may hold each other
+    left = leftovers()
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def closing(rank, world_size, tell, every):
+    """Interrupt `close` at every `every`th line: the communicator is closed all the same."""
+    got = []
+
+    def make():
+        return tricomm.Communicator(HashStore(), 0, 1, "cpu", options=tricomm.Options(**SMALL))
+
+    comm = make()
+    with Walk() as seen:
+        comm.close()
+    before = leftovers()
+    for line in list(dict.fromkeys(seen.lines))[::every]:
+        comm, caught = make(), "nothing"
+        comm.all_reduce(ones(3))
+        with Walk(KeyboardInterrupt, line) as walk:
+            try:
+                comm.close()
+            except BaseException as error:
+                caught = type(error).__name__
+        comm.close()
+        if walk.raised is not None:
+            got.append((f"{os.path.relpath(line[0], HOME)}:{line[1]}", caught, comm._closed))
+        del comm, walk
+    gc.collect()  # an exception and its frames may hold each other
     left = leftovers()
     return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
 
@@ -245,6 +302,7 @@ def told(comm, call):
     try:
         for _ in range(3):  # the first may end, or may be stopped by rank 0, which has begun its second
             close(call(comm))
+        comm.barrier()  # short messages go without their receiver
     except TricommError as error:
         return type(error).__name__, str(error), time.monotonic()
     return "nothing", "", time.monotonic()

@@ -41,6 +41,12 @@ def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
     assert not free or any(theirs != "GroupAborted" for theirs, _, _ in others)
 
 
+def test_every_line_of_close():
+    [(got, left)] = ranks.run(1, bodies.closing, 1)
+    assert left == {} and len(got) > 20
+    assert all(caught == "KeyboardInterrupt" and closed for _, caught, closed in got), got
+
+
 def check_set_up(every, tmp_path, timeout=90.0):
     tmp_path.chmod(0o700)
     (mine, left), (others, left_there) = ranks.run(2, bodies.constructor, str(tmp_path), every, timeout=timeout)
