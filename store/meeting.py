@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from torch.distributed.distributed_c10d import Store
 
 from tricomm import env
-from tricomm.errors import RendezvousError, ResourceError, TricommError
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError, TricommError
 from tricomm.store import hello, process, records
 from tricomm.store.control import ControlPage, Fault, Member, State
 from tricomm.store.deadline import Bounded
@@ -99,15 +99,20 @@ class _Meeting:
     def give_up(self, error: BaseException) -> None:
         """Tell whoever waits for this rank, through the store and through its page, as far as they still work."""
         kind = type(error).__name__ if isinstance(error, TricommError) else RendezvousError.__name__
-        text = str(error) if isinstance(error, TricommError) else f"stopped by {type(error).__name__}: {error}"
+        ours = isinstance(error, TricommError)
+        text = str(error) if ours else f"rank {self._rank} was stopped by {type(error).__name__}: {error}"
         if self._store.usable:
             self._store.extend(_GRACE_SECONDS)
             try:
+                if not ours and not self._generation:  # an interrupt before the first word: the others wait for it
+                    self._store.check(self._failed_key())  # behind what the worker may still be doing
+                    if not self._generation:
+                        self._take_generation()
                 self._publish(Failure(os.getpid(), kind, text))
             except RendezvousError:
                 pass  # the store is gone; the error that brought us here matters more
         if self._page is not None:
-            self._page.put_fault(Fault(kind, self._rank, 0, text))
+            self._page.put_fault(Fault(kind if ours else GroupAborted.__name__, self._rank, 0, text))
             self._page.state = State.CLOSED
 
     def _publish(self, failure: Failure) -> None:
@@ -123,7 +128,11 @@ class _Meeting:
             raise RendezvousError(
                 f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
             )
-        self._generation = next_generation(self._store, f"tricomm/{self._rank}/generation")
+        # Kept by the worker: whatever interrupts this thread meanwhile, the number is known, and is given up under it.
+        next_generation(self._store, f"tricomm/{self._rank}/generation", self._took)
+
+    def _took(self, generation: int) -> None:
+        self._generation = generation
 
     def _current_generation(self) -> int:
         """The meeting that rank 0 is in, or will be in next: where a rank that is none of its ranks complains."""

@@ -18,7 +18,7 @@ from tricomm import calls, env, joining, linking, nccl, routing, selection, tune
 from tricomm.activity import Statistics
 from tricomm.errors import InvalidArgument
 from tricomm.guarding import guarded, set_up
-from tricomm.kernels import collectives, interpreter, layout
+from tricomm.kernels import adapter, collectives, compiled, interpreter, layout
 from tricomm.messages import Messages
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
@@ -73,6 +73,9 @@ class Communicator(Messages):
         reason = interpreter.supported()
         if reason is not None and where.type == "cpu":
             raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
+        reason = compiled.refused()
+        if reason is not None and where.type == "cuda":
+            raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
         if world_size > layout.MAX_WORLD_SIZE and joining.behind(where, options)[0] is None:
@@ -178,7 +181,7 @@ class Communicator(Messages):
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
         self._usable()
-        if not hasattr(kernel, "fn") or not hasattr(kernel, "params"):
+        if not adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
         with self._my_turn(), self._monitor.user_call(self.device):

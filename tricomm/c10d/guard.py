@@ -48,14 +48,17 @@ def _guarded(method: Any) -> Any:
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.
         try: return _run(method, self, args, keywords)  # noqa: E701 # fmt: skip
-        except _REFUSALS:
-            raise
         except BaseException as error:
-            if not getattr(error, NOTHING_SENT, False):
+            if not refused(error):
                 self.interrupted(error)
             raise
 
     return call
+
+
+def refused(error: BaseException) -> bool:
+    """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
+    return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
 
 
 def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:
@@ -73,9 +76,7 @@ def check_plain(x: torch.Tensor, what: str) -> None:
     """Raises `WrapperTensor` if the memory of `x` is not its own but that of tensors inside of it."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-        raise WrapperTensor(
-            f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has"
-        )
+        raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")
 
 
 def unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
