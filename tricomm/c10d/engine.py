@@ -76,7 +76,9 @@ class Engine:
         self._place, self._facts, self._options = place, facts, options
         self._abort = weakref.WeakMethod(abort)  # ends NCCL's part; the group's own method, a cycle would keep it
         interrupted = weakref.WeakMethod(self.interrupted)
-        self._queue = CallQueue(str(place), lambda error: (tell := interrupted()) and tell(error))
+        self._queue = CallQueue(
+            str(place), lambda error: (tell := interrupted()) and tell(error), facts.no_kernels.get("cpu", "") is None
+        )
         self._quick = quick
         self._streams: dict[torch.device, Streams] = {}
         self._comms: dict[torch.device, Communicator] = {}

@@ -10,6 +10,10 @@ One worker runs the asynchronous calls of all groups as long as they make progre
 than `_PATIENCE_SECONDS` while other groups have calls to run, one more worker starts, up to `_MOST_BLOCKED`. A caller
 who waits blocks a thread of its own, so its call gets a worker at once. The workers end when the last group does.
 
+Interpreted kernels run one at a time in a process. If two ranks ran the kernels of two groups in different orders, each
+would wait for the other, so the calls of groups over the kernels (`one_at_a_time`) run in the order in which they were
+made, across all of these groups.
+
 A future's callbacks belong to its call: the calls that they make (as PowerSGD's do) run at once, before those in the
 queue. A callback that does not return, because it waits for one of those, is left behind after a moment.
 
@@ -20,6 +24,7 @@ lock, and an interrupt in the caller's thread cannot leave one taken.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import queue
 import threading
@@ -41,13 +46,16 @@ _MOST_BLOCKED = 16  # asynchronous calls that block at once
 _DRAIN_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
 _Message = tuple[str, "CallQueue | None", Any]
+_numbers = itertools.count()
 
 
 @dataclass(eq=False)
 class _Call:
+    number: int  # in the order of this process
     action: Callable[[], None]
     work: PendingWork
     waited_for: bool  # the caller waits in `run`
+    nested: bool  # the caller is a callback of another call
 
 
 @dataclass(eq=False)
@@ -65,10 +73,13 @@ class CallQueue:
     """Runs one group's calls in the order in which they were made.
 
     `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a caller's wait for a call.
+    `one_at_a_time`: its calls run alone among those of all such groups.
     """
 
-    def __init__(self, name: str, interrupted: Callable[[BaseException], None] = lambda error: None) -> None:
-        self._name, self._interrupted = name, interrupted
+    def __init__(
+        self, name: str, interrupted: Callable[[BaseException], None] = lambda error: None, one_at_a_time: bool = False
+    ) -> None:
+        self._name, self._interrupted, self.one_at_a_time = name, interrupted, one_at_a_time
         self._closed = False
         self.refusal: GroupAborted | None = None  # for the calls that are still in the queue
         self.current: _Run | None = None
@@ -86,7 +97,8 @@ class CallQueue:
             action()
             return FinishedWork(result)
         work = PendingWork(what, result, self._interrupted)
-        _workers.put(("call", self, _Call(action, work, not async_op)))
+        nested = threading.current_thread() in _workers.threads
+        _workers.put(("call", self, _Call(next(_numbers), action, work, not async_op, nested)))
         if not async_op:
             work.wait()
         return work
@@ -114,21 +126,21 @@ class Workers:
         self._leading = threading.Lock()  # taken by workers only
         self._ready: list[CallQueue] = []
         self._runs: set[_Run] = set()
-        self._threads: set[threading.Thread] = set()
+        self.threads: set[threading.Thread] = set()
 
     def put(self, message: _Message) -> None:
         self._inbox.put(message)
-        if not self._threads:
+        if not self.threads:
             self._start()
 
     def release(self, group: CallQueue) -> None:
         """Forget `group`; after the last one, wait a moment for the threads to end."""
         self.queues.discard(group)
-        if self.queues or threading.current_thread() in self._threads:
+        if self.queues or threading.current_thread() in self.threads:
             return
         self._inbox.put(("wake", None, None))
         end = time.monotonic() + 0.5
-        for thread in list(self._threads):
+        for thread in list(self.threads):
             thread.join(max(0.0, end - time.monotonic()))
 
     def _start(self) -> None:
@@ -136,12 +148,12 @@ class Workers:
 
     def _serve(self) -> None:
         me = threading.current_thread()
-        self._threads.add(me)
+        self.threads.add(me)
         while (run := self._lead()) is not None:
             self._run(run)
             del run  # a thread that waits must not keep the last call's tensors
-        self._threads.discard(me)
-        if not self._threads and not self._inbox.empty():  # a message came while this thread, the last one, ended
+        self.threads.discard(me)
+        if not self.threads and not self._inbox.empty():  # a message came while this thread, the last one, ended
             self._start()
 
     def _run(self, run: _Run) -> None:
@@ -170,7 +182,7 @@ class Workers:
                 group = self._choose(now)
                 if group is not None:
                     return self._begin(group)
-                spare = len(self._threads) > len(self._runs) + 1
+                spare = len(self.threads) > len(self._runs) + 1
                 if not self.queues and not self._runs and not self._ready and self._inbox.empty():
                     return None
                 if spare and now > idle:
@@ -207,26 +219,39 @@ class Workers:
             group.drained.open()
 
     def _choose(self, now: float) -> CallQueue | None:
+        ready = [group for group in self._ready if not group.one_at_a_time] + self._next_alone()
         blocking = sum(not run.call.waited_for and not run.left_behind for run in self._runs)
-        for group in self._ready:
+        for group in ready:
             if not blocking or group.calls[0].waited_for or group.refusal is not None:
                 return group
         if blocking < _MOST_BLOCKED:
-            return next((g for g in self._ready if now - g.ready_since >= _PATIENCE_SECONDS), None)
+            return next((g for g in ready if now - g.ready_since >= _PATIENCE_SECONDS), None)
         return None
+
+    def _next_alone(self) -> list[CallQueue]:
+        """The group, if any, whose call is the next of those that run one at a time."""
+        waiting = [group for group in self._ready if group.one_at_a_time]
+        alone = [run for run in self._runs if run.group.one_at_a_time and not run.left_behind]
+        if not waiting or not all(run.callbacks_since for run in alone):
+            return []
+        nested = [group for group in waiting if group.calls[0].nested]
+        if nested or alone:
+            return nested[:1]
+        return [min(waiting, key=lambda group: group.calls[0].number)]
 
     def _begin(self, group: CallQueue) -> _Run:
         self._ready.remove(group)
         run = group.current = _Run(group, group.calls.popleft(), threading.current_thread())
         self._runs.add(run)
-        if len(self._threads) <= len(self._runs):
+        if len(self.threads) <= len(self._runs):
             self._start()  # the next leader
         return run
 
     def _leave_callbacks_behind(self, now: float) -> None:
         for run in list(self._runs):
             since = run.callbacks_since
-            if since and now - since > _CALLBACK_SECONDS and run.group.current is run and run.group.calls:
+            awaited = run.group.calls or run.group.one_at_a_time and any(group.one_at_a_time for group in self._ready)
+            if since and now - since > _CALLBACK_SECONDS and run.group.current is run and awaited:
                 self._leave_behind(run)
                 self._make_ready(run.group)
 
