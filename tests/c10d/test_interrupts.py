@@ -25,7 +25,7 @@ def test_without_the_guard_the_other_rank_is_not_told(folder):
 
 
 QUICK = {("gloo", "all_reduce", "KeyboardInterrupt", False), ("kernels", "async", "Alarm", False),
-         ("gloo", "all_gather", "Alarm", True)}  # fmt: skip
+         ("gloo", "all_gather", "Alarm", True), ("kernels", "barrier", "Alarm", True)}  # fmt: skip
 
 
 def cases():
