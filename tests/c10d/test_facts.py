@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tricomm.c10d import facts, gloo_faults
-from tricomm.errors import GroupAborted, PeerDied, RendezvousError
+from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
 from tricomm.store.records import Capabilities, Record
 
@@ -47,7 +49,7 @@ def outcomes(store, world_size: int = 3, timeout: float = 2.0):
     def run(rank: int):
         try:
             return facts.agree(store, rank, world_size, timeout)
-        except RendezvousError as error:
+        except TricommError as error:
             return error
 
     with ThreadPoolExecutor(world_size) as pool:
@@ -115,6 +117,35 @@ def outcomes_of_one(store) -> None:
         facts.agree(store, 1, 2, 0.2)
     except RendezvousError:
         pass
+
+
+def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
+    """Whatever ends the making on one rank is told to the others, before their time is up."""
+    mine, ranks = facts._mine, itertools.count()
+    lock = threading.Lock()
+
+    def broken():
+        with lock:
+            if next(ranks) == 2:
+                raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
+        return mine()
+
+    monkeypatch.setattr(facts, "_mine", broken)
+    began = time.monotonic()
+    found = outcomes(HashStore(), timeout=60.0)
+    assert time.monotonic() - began < 30
+    assert sum(isinstance(error, InvalidArgument) for error in found) == 1
+    told = [str(error) for error in found if isinstance(error, RendezvousError)]
+    words = "gave the making of the group up: InvalidArgument: TRICOMM_CPU='mpi'"
+    assert len(told) == 2 and all(words in text for text in told)
+
+
+def test_a_forged_failure_is_not_believed(token):
+    store = HashStore()
+    forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
+    store.set("tricomm/facts/failed/1", forged)
+    with pytest.raises(RendezvousError, match="failure record: bad MAC"):
+        facts.agree(store, 0, 2, 5.0)
 
 
 def old_record(switches: int) -> bytes:

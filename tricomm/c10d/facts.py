@@ -22,10 +22,11 @@ from tricomm.kernels import compiled, interpreter
 from tricomm.store import process, records
 from tricomm.store.deadline import Bounded
 from tricomm.store.gathering import Arrived, gather, missing, next_generation
-from tricomm.store.records import Capabilities, Record, Said, said_of
+from tricomm.store.records import Capabilities, Failure, Kind, Record, Said, said_of
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _GRACE_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
     respect. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same records, written for this group
     and not before: whoever writes to the store without the token can end the making of a group, and change nothing.
     """
-    token, end = env.token(), time.monotonic() + timeout
+    token, end, generation = env.token(), time.monotonic() + timeout, 0
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
     try:
         generation = next_generation(bounded, f"tricomm/facts/{rank}")
@@ -69,9 +70,31 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
         said = _gather(bounded, own, token, "facts", timeout, end)
         if token is not None:
             _confirm(bounded, own, said, token, timeout, end)
+    except BaseException as error:
+        if generation:
+            _tell(bounded, rank, world_size, generation, token, error)
+        raise
     finally:
         bounded.close()
     return _conclude([_capabilities(record) for record in said])
+
+
+def _tell(
+    store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
+) -> None:
+    """Say why this rank gives up, so that nobody waits for it. Who failed first knows best why."""
+    failure = Failure(os.getpid(), type(error).__name__, str(error))
+    record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
+    try:
+        store.extend(_GRACE_SECONDS)
+        if store.usable and not store.check(_failed(generation)):
+            store.set(_failed(generation), record.pack(token))
+    except RendezvousError:
+        pass  # the store is gone; the error that brought us here matters more
+
+
+def _failed(generation: int) -> str:
+    return f"tricomm/facts/failed/{generation}"
 
 
 def _mine() -> Capabilities:
@@ -107,8 +130,21 @@ def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeou
                 "one store for one group"
             )
 
+    next_look = time.monotonic() + _LOOK_SECONDS
+
+    def look(said: Arrived) -> None:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return
+        next_look = time.monotonic() + _LOOK_SECONDS
+        if data := store.read(_failed(mine.generation)):
+            found = records.parse(data, Kind.FAILURE, mine.generation, None, token)
+            assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
+            who = f"rank {found.rank} (pid {failure.pid})"
+            raise RendezvousError(f"{who} gave the making of the group up: {failure.kind}: {failure.text}")
+
     return gather(
-        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check
+        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look
     )  # fmt: skip
 
 
