@@ -179,9 +179,9 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
         meanwhile()
         if time.monotonic() >= end:
             raise CollectiveTimeout(
-                f"kernel {name} waited {timeout:g} s for the interpreter, which another thread of this "
-                "process holds: interpreted kernels run one at a time, so two groups must be used in the same order "
-                "on all ranks"
+                f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of "
+                "this process holds: interpreted kernels run one at a time, so two groups must be used in the same "
+                "order on all ranks"
             )
 
 

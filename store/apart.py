@@ -14,6 +14,7 @@ import os
 import secrets
 import struct
 import time
+from collections.abc import Mapping
 
 from torch.distributed.distributed_c10d import Store
 
@@ -22,8 +23,9 @@ from tricomm.errors import CollectiveMismatch, CollectiveTimeout, RendezvousErro
 from tricomm.store import process, records
 from tricomm.store.control import ControlPage, Member, State
 from tricomm.store.deadline import Bounded
+from tricomm.store.gathering import gather, missing, next_generation
 from tricomm.store.page import NBYTES, Message, Page
-from tricomm.store.records import Kind, Record, Said
+from tricomm.store.records import Record, Said, said_of
 from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25
@@ -70,37 +72,28 @@ class Apart(ControlPage):
         return _Unseen()
 
     def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
-        store = Bounded(self._store, timeout + _GRACE_SECONDS)
-        began, pause = time.monotonic(), 1e-3
-        found = {self.rank: mine.payload}
+        def late(said: Mapping[int, Record]) -> CollectiveTimeout:
+            who = f"timeout after {timeout:g} s: rank(s) {missing(said, self.world_size)} did not come"
+            return CollectiveTimeout(f"{self._prefix(mine.what)}: {who}")
+
+        said = Said(mine.step, mine.what, mine.payload)
+        record = Record(self.rank, self.world_size, self._generation, self.nonce, said)
+        store, end = Bounded(self._store, timeout + _GRACE_SECONDS), time.monotonic() + timeout
         try:
-            said = Said(mine.step, mine.what, mine.payload)
-            record = Record(self.rank, self.world_size, self._generation, self.nonce, said)
-            store.set(self._key(mine.step, self.rank), record.pack(self._token))
-            while len(found) < self.world_size:
-                for rank in set(range(self.world_size)) - set(found):
-                    data = store.read(self._key(mine.step, rank))
-                    if data is not None:
-                        found[rank] = self._believed(data, rank, mine)
-                if len(found) < self.world_size and time.monotonic() - began > timeout:
-                    missing = sorted(set(range(self.world_size)) - set(found))
-                    late = f"rank(s) {missing} did not come within {timeout:g} s"
-                    raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late}")
-                time.sleep(pause)
-                pause = min(pause * 1.3, 0.02)
+            found = gather(
+                store, record, self._token, lambda rank: self._key(mine.step, rank), end, late,
+                lambda record: self._belongs(record, mine),
+            )  # fmt: skip
         finally:
             store.close()
-        return [found[r] for r in range(self.world_size)]
+        return [said_of(record).payload for record in found]
 
-    def _believed(self, data: bytes, rank: int, mine: Message) -> bytes:
-        record = records.parse(data, Kind.SAID, self._generation, rank, self._token)
-        said = record.body
-        assert isinstance(said, Said), "parse gives the kind that it was asked for"
+    def _belongs(self, record: Record, mine: Message) -> None:
+        said, what, rank = said_of(record), self._prefix(mine.what), record.rank
         if record.world_size != self.world_size or self._met and record.nonce != self.nonce or said.step != mine.step:
-            raise RendezvousError(f"{self._prefix(mine.what)}: rank {rank} is in another group on this store")
+            raise RendezvousError(f"{what}: rank {rank} is in another group on this store")
         if said.what != mine.what.encode()[:64].decode(errors="ignore"):
-            raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is at {said.what!r} instead")
-        return said.payload
+            raise CollectiveMismatch(f"{what}: rank {rank} is at {said.what!r} instead")
 
     def _key(self, step: int, rank: int) -> str:
         return f"tricomm/apart/{self._generation}/{step}/{rank}"
@@ -113,7 +106,7 @@ def meet_apart(store: Store, rank: int, world_size: int, timeout: float, agreed:
     """
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
     try:
-        generation = bounded.add(f"tricomm/apart/{rank}/generation", 1)
+        generation = next_generation(bounded, f"tricomm/apart/{rank}/generation")
     finally:
         bounded.close()
     control = Apart(store, rank, world_size, generation)

@@ -221,7 +221,7 @@ class ControlPage:
                 stopped = fault is not None and fault.kind == GroupAborted.__name__
                 raise GroupAborted(text) if stopped else PeerDied(text)
             if now - began >= timeout:
-                late = f"rank(s) {missing} did not come within {timeout:g} s"
+                late = f"timeout after {timeout:g} s: rank(s) {missing} did not come"
                 raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
             self._pause(pause)
             pause = min(pause + 5e-5, 2e-3)

@@ -70,9 +70,7 @@ class Worker:
         if not job.done.wait(max(seconds, 0.0)):
             self.stuck = what
             self._jobs.put(None)  # should it ever come back, it ends
-            raise RendezvousError(
-                f"{what} did not return within {max(seconds, 0.0):.1f} s: is the store's server stopped?"
-            )
+            raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
         return job.result()
 
     def close(self) -> None:

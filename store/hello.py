@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import process
@@ -71,7 +72,7 @@ def check(theirs: Record, rank: int, world_size: int, layout_hash: int) -> None:
         )
 
 
-def who_came(said: dict[int, Record], world_size: int) -> str:
+def who_came(said: Mapping[int, Record], world_size: int) -> str:
     """In words: which ranks are missing, and what those who are there said."""
     missing = [rank for rank in range(world_size) if rank not in said]
     came = (f"rank {r} (pid {hello_of(record).pid}, world size {record.world_size})" for r, record in said.items())

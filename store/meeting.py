@@ -16,7 +16,6 @@ import os
 import secrets
 import time
 from contextlib import ExitStack
-from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
@@ -25,6 +24,7 @@ from tricomm.errors import GroupAborted, RendezvousError, ResourceError, Tricomm
 from tricomm.store import hello, process, records
 from tricomm.store.control import ControlPage, Fault, Member, State
 from tricomm.store.deadline import Bounded
+from tricomm.store.gathering import Arrived, gather, next_generation
 from tricomm.store.hello import SpansNodes, hello_of
 from tricomm.store.page import NBYTES, Page, check_page
 from tricomm.store.records import Failure, Hello, Kind, Record
@@ -72,10 +72,11 @@ class _Meeting:
         self._page: Page | None = None
         self._control: ControlPage | None = None
         self._withdrawn = 0
+        self._next_look = self._began + _LOOK_SECONDS
 
     def run(self) -> ControlPage:
         self._take_generation()
-        said = self._gather()
+        said = self._gather(self._hello())
         members = [self._attach(r, said[r]) for r in range(self._world_size)]
         self._store.set(f"tricomm/{self._rank}/met", str(self._generation).encode())
         control = ControlPage(self._rank, said[0].nonce, members)
@@ -119,7 +120,7 @@ class _Meeting:
             self._store.set(self._hello_key(self._rank, self._withdrawn), b"")
             self._store.add(f"tricomm/{self._rank}/generation", -1)
         if self._generation and not self._store.check(self._failed_key()):  # who failed first knows best why
-            self._store.set(self._failed_key(), self._pack(failure))
+            self._store.set(self._failed_key(), self._record(failure).pack(self._token))
 
     def _take_generation(self) -> None:
         if not 0 <= self._rank < self._world_size:
@@ -128,7 +129,7 @@ class _Meeting:
                 f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
             )
         # Kept by the worker: whatever interrupts this thread meanwhile, the number is known, and is given up under it.
-        self._store.add(f"tricomm/{self._rank}/generation", 1, self._took)
+        next_generation(self._store, f"tricomm/{self._rank}/generation", self._took)
 
     def _took(self, generation: int) -> None:
         self._generation = generation
@@ -144,44 +145,30 @@ class _Meeting:
             raise RendezvousError(f"the store's {key!r} is not a number; does something else use this store?")
         return int(text)
 
-    def _say_hello(self) -> Record:
+    def _hello(self) -> Hello:
         self._look_for_failure()
         segment = Segment.create("tricomm-control", NBYTES)
         self._segments.append(segment)
         mine = hello.introduce(segment, self._rank, self._world_size, self._nonce, self._layout_hash)
         self._page = Page(segment.buffer, segment.address)
-        packed = self._pack(mine)
-        self._store.set(self._hello_key(self._rank, self._generation), packed)
-        return self._checked(self._rank, packed)
+        return mine
 
-    def _gather(self) -> dict[int, Record]:
-        """Everybody's hello."""
-        said: dict[int, Record] = {self._rank: self._say_hello()}
-        pause, next_look = 2e-4, time.monotonic() + _LOOK_SECONDS
-        while True:
-            self._look_for_failure()
-            self._look_for_duplicate()
-            missing = [r for r in range(self._world_size) if r not in said]
-            keys = [self._hello_key(rank, self._generation) for rank in missing]
-            look = time.monotonic() >= next_look or self._left() <= 0
-            if keys and (look or self._store.check(*keys)):  # one question for all of them, most of the time
-                for rank, key in zip(missing, keys, strict=True):
-                    if data := self._store.read(key):  # an empty one was withdrawn
-                        said[rank] = self._checked(rank, data)
-            if len(said) == self._world_size:
-                return said
-            if look:
-                self._look_for_dead(said)
-                next_look = time.monotonic() + _LOOK_SECONDS
-            if self._left() <= 0:
-                self._give_up_waiting(said)
-            time.sleep(pause)
-            pause = min(pause * 1.3, 0.02)
+    def _gather(self, mine: Hello) -> list[Record]:
+        """Everybody's hello; an empty one was withdrawn."""
+        return gather(
+            self._store, self._record(mine), self._token, lambda r: self._hello_key(r, self._generation),
+            self._began + self._timeout, self._late, self._check, self._look,
+        )  # fmt: skip
 
-    def _checked(self, rank: int, data: bytes) -> Record:
-        found = records.parse(data, Kind.HELLO, self._generation, rank, self._token)
+    def _look(self, said: Arrived) -> None:
+        self._look_for_failure()
+        self._look_for_duplicate()
+        if time.monotonic() >= self._next_look:
+            self._look_for_dead(said)
+            self._next_look = time.monotonic() + _LOOK_SECONDS
+
+    def _check(self, found: Record) -> None:
         hello.check(found, self._rank, self._world_size, self._layout_hash)
-        return found
 
     def _attach(self, rank: int, said: Record) -> Member:
         theirs = hello_of(said)
@@ -243,16 +230,16 @@ class _Meeting:
         gone = other.boot_id == process.node_id() and not process.alive(other.pid, other.start_time)
         return None if gone else other
 
-    def _give_up_waiting(self, said: dict[int, Record]) -> NoReturn:
-        text = f"within {self._timeout:g} s {hello.who_came(said, self._world_size)}"
+    def _late(self, said: Arrived) -> RendezvousError:
+        text = f"timeout after {self._timeout:g} s: {hello.who_came(said, self._world_size)}"
         other = self._claimant(self._generation - 1)
         if len(said) == 1 and other is not None and other.pid != os.getpid():
             # Nobody was waiting for this process: withdraw, so that the one who had the number stays in step.
             self._generation, self._withdrawn = 0, self._generation
             text += f"; pid {other.pid}, which met as rank {self._rank} before, still runs: is the number taken?"
-        raise RendezvousError(text)
+        return RendezvousError(text)
 
-    def _look_for_dead(self, said: dict[int, Record]) -> None:
+    def _look_for_dead(self, said: Arrived) -> None:
         for rank, record in said.items():
             theirs = hello_of(record)
             if not process.alive(theirs.pid, theirs.start_time):
@@ -269,8 +256,8 @@ class _Meeting:
     def _left(self) -> float:
         return self._timeout - (time.monotonic() - self._began)
 
-    def _pack(self, body: Hello | Failure) -> bytes:
-        return Record(self._rank, self._world_size, self._generation, self._nonce, body).pack(self._token)
+    def _record(self, body: Hello | Failure) -> Record:
+        return Record(self._rank, self._world_size, self._generation, self._nonce, body)
 
     def _failed_key(self, generation: int | None = None) -> str:
         return f"tricomm/failed/{generation or self._generation}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import resource
 import select
 import socket
 import uuid
@@ -15,6 +16,8 @@ from tricomm import env
 
 _STATE_FIELD, _START_FIELD = 3, 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
+ENDED, STOPPED = "ended", "stopped"
+_MANY = 1 << 40
 
 
 _forks = 0
@@ -52,6 +55,20 @@ def start_time(pid: int) -> int | None:
     except OSError:
         return None
     return _parse_start(stat)
+
+
+def state(pid: int, started: int) -> str | None:
+    """`ENDED`, `STOPPED` (by a signal or a debugger) or None: the process `pid` that started at `started` runs, or the
+    system does not say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return ENDED
+    except OSError:
+        return None
+    if _parse_start(stat) != started:
+        return ENDED
+    return STOPPED if stat.rpartition(b")")[2].split()[0] in (b"T", b"t") else None
 
 
 def _parse_start(stat: bytes) -> int | None:
@@ -119,6 +136,14 @@ def alive(pid: int, started: int) -> bool:
         return False
     except OSError:
         return True
+
+
+def descriptors_left() -> int:
+    """How many more descriptors this process may open: its soft limit less those that are open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MANY
+    return max(0, soft - len(os.listdir("/proc/self/fd")) + 1)
 
 
 @functools.cache

@@ -13,11 +13,13 @@ import enum
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from tricomm.errors import RendezvousError
 
 MAX_WORLD_SIZE = 1 << 16
+MAX_GENERATION = 1 << 62
 NONCE_BYTES = 16
 SEAL_BYTES = 32
 
@@ -27,7 +29,9 @@ _HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
 _HELLO = struct.Struct("<QQQ16sIIQQI64s")
 _FAILURE = struct.Struct("<Q32s512s")
 _SAID = struct.Struct("<Q64sI1024s")
+_CAPABILITIES = struct.Struct("<QQQ16sQQ")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
+_MAX_START = 1 << 62
 _MAX_FD = 1 << 30
 _MAX_SEGMENT = 1 << 30
 _PLAIN, _KEYED = 1, 2
@@ -39,9 +43,10 @@ class Kind(enum.IntEnum):
     HELLO = 1
     FAILURE = 2
     SAID = 3
+    CAPABILITIES = 4
 
 
-_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE, Kind.SAID: _SAID}
+_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE, Kind.SAID: _SAID, Kind.CAPABILITIES: _CAPABILITIES}
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,26 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Capabilities:
+    """A rank of a c10d group: its process and its node, what its environment allows (bits of `switches`), and how many
+    more descriptors it may open."""
+
+    pid: int
+    start_time: int
+    pid_namespace: int
+    node: bytes
+    switches: int
+    descriptors: int
+
+    def pack(self) -> bytes:
+        where = (self.pid, self.start_time, self.pid_namespace, self.node)
+        return _CAPABILITIES.pack(*where, self.switches, self.descriptors)
+
+
+Body = Hello | Failure | Said | Capabilities
+
+
+@dataclass(frozen=True)
 class Record:
     """One record: who says it, in which group and generation, and what. Never printed: the nonce is a secret."""
 
@@ -97,10 +122,10 @@ class Record:
     world_size: int
     generation: int
     nonce: bytes
-    body: Hello | Failure | Said
+    body: Body
 
     def pack(self, token: bytes | None) -> bytes:
-        kind = _KINDS[type(self.body)]
+        kind = kind_of(self.body)
         payload = self.body.pack()
         seal_kind = _PLAIN if token is None else _KEYED
         head = (_MAGIC, _VERSION, kind, len(payload), self.generation, self.rank, self.world_size, seal_kind)
@@ -111,7 +136,20 @@ class Record:
         return f"Record(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
 
 
-_KINDS: dict[type, Kind] = {Hello: Kind.HELLO, Failure: Kind.FAILURE, Said: Kind.SAID}
+_KINDS: dict[type[Body], Kind] = {
+    Hello: Kind.HELLO, Failure: Kind.FAILURE, Said: Kind.SAID, Capabilities: Kind.CAPABILITIES,
+}  # fmt: skip
+
+
+def kind_of(body: Body) -> Kind:
+    """The kind of record that carries `body`."""
+    return _KINDS[type(body)]
+
+
+def said_of(record: Record) -> Said:
+    """What a record parsed as SAID carries."""
+    assert isinstance(record.body, Said), "parse gives the kind that it was asked for"
+    return record.body
 
 
 def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: bytes | None) -> Record:
@@ -134,8 +172,26 @@ def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: byt
         return Record(sender, world_size, generation, nonce, _failure(payload))
     if not 1 <= world_size <= MAX_WORLD_SIZE or not 0 <= sender < world_size:
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
-    body = _hello(payload, whose) if kind is Kind.HELLO else _said(payload, whose)
-    return Record(sender, world_size, generation, nonce, body)
+    return Record(sender, world_size, generation, nonce, _READERS[kind](payload, whose))
+
+
+def pack_long(record: Record, data: bytes, token: bytes | None) -> bytes:
+    """A message of any length: `record`, which is a `Said` without a payload, with the digest of `data`, and `data`."""
+    digest = hashlib.sha256(data).digest()
+    return replace(record, body=replace(said_of(record), payload=digest)).pack(token) + data
+
+
+def parse_long(data: bytes, expected: Record, token: bytes | None) -> bytes:
+    """The message in what `pack_long` made of a record like `expected`; pure, and raises as `parse` does."""
+    size = _HEADER.size + _SAID.size + SEAL_BYTES
+    whose = f"rank {expected.rank}'s message"
+    found = parse(data[:size], Kind.SAID, expected.generation, expected.rank, token)
+    said, wanted = said_of(found), said_of(expected)
+    if (found.world_size, said.step, said.what) != (expected.world_size, wanted.step, wanted.what):
+        raise RendezvousError(f"{whose}: it is {said.what!r} {said.step}, not {wanted.what!r} {wanted.step}")
+    if not hmac.compare_digest(said.payload, hashlib.sha256(data[size:]).digest()):
+        raise RendezvousError(f"{whose}: bad checksum: it was changed")
+    return data[size:]
 
 
 def _check_envelope(data: bytes, whose: str, kind: Kind, payload_bytes: int) -> None:
@@ -171,14 +227,10 @@ def _seal(data: bytes, token: bytes | None) -> bytes:
 
 def _hello(payload: bytes, whose: str) -> Hello:
     pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, host = _HELLO.unpack(payload)
-    for name, value, least, most in (
-        ("pid", pid, 1, _MAX_PID),
-        ("start time", started, 1, 1 << 62),
-        ("descriptor", fd, 0, _MAX_FD),
-        ("segment size", nbytes, 1, _MAX_SEGMENT),
-    ):
-        if not least <= value <= most:
-            raise RendezvousError(f"{whose}: bad {name}: {value} is not in {least}..{most}")
+    _check_range(whose, "pid", pid, 1, _MAX_PID)
+    _check_range(whose, "start time", started, 1, _MAX_START)
+    _check_range(whose, "descriptor", fd, 0, _MAX_FD)
+    _check_range(whose, "segment size", nbytes, 1, _MAX_SEGMENT)
     return Hello(pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, _text(host))
 
 
@@ -192,6 +244,23 @@ def _said(payload: bytes, whose: str) -> Said:
     if length > len(text):
         raise RendezvousError(f"{whose}: bad length: it claims {length} of at most {len(text)} bytes")
     return Said(step, _text(what), text[:length])
+
+
+def _capabilities(payload: bytes, whose: str) -> Capabilities:
+    pid, started, namespace, node, switches, descriptors = _CAPABILITIES.unpack(payload)
+    _check_range(whose, "pid", pid, 1, _MAX_PID)
+    _check_range(whose, "start time", started, 0, _MAX_START)
+    return Capabilities(pid, started, namespace, node, switches, descriptors)
+
+
+_READERS: dict[Kind, Callable[[bytes, str], Body]] = {
+    Kind.HELLO: _hello, Kind.SAID: _said, Kind.CAPABILITIES: _capabilities,
+}  # fmt: skip
+
+
+def _check_range(whose: str, name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise RendezvousError(f"{whose}: bad {name}: {value} is not in {least}..{most}")
 
 
 def _text(data: bytes) -> str:

@@ -178,8 +178,8 @@ def _join(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
             waited = time.monotonic() - began
             if waited + _RETRY_SECONDS >= timeout:
                 raise RendezvousError(
-                    f"no store at {host}:{port} within {waited:.1f} s ({error.strerror or error}): does rank 0 run, "
-                    "and do all ranks have the same MASTER_ADDR and MASTER_PORT?"
+                    f"no store at {host}:{port}: timeout after {waited:.1f} s ({error.strerror or error}): does rank 0 "
+                    "run, and do all ranks have the same MASTER_ADDR and MASTER_PORT?"
                 ) from error
         time.sleep(_RETRY_SECONDS)
     left = max(timeout - (time.monotonic() - began), _RETRY_SECONDS)

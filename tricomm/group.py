@@ -194,6 +194,10 @@ class Group(Faults):
         with self._my_turn():
             self._sequence -= calls
 
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up because `error` has ended a call of this rank; the other ranks are told."""
+        self._stopped(error)
+
     def watch(self, native: Native) -> None:
         """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
         self._monitor.watch(native)
@@ -309,7 +313,7 @@ class Group(Faults):
                 "let it set a flag instead"
             )
         if not self._turn.acquire(timeout=self._timeout):
-            raise CollectiveTimeout(f"{self}: another thread's call has not returned within {self._timeout:g} s")
+            raise CollectiveTimeout(f"{self}: timeout after {self._timeout:g} s: another thread's call still runs")
 
     @contextmanager
     def _my_turn(self) -> Iterator[None]:
@@ -350,7 +354,7 @@ class Group(Faults):
             while not event.query():
                 self.check()
                 if time.monotonic() > end:
-                    raise CollectiveTimeout(f"{self}: the stream has not finished within {timeout:g} s")
+                    raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
                 time.sleep(2e-5)
         self.check()
 

@@ -298,7 +298,7 @@ class Monitor:
         return self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
-            f"the call took longer than {self._timeout:g} s; {who}",
+            f"timeout after {self._timeout:g} s: {who}",
         )
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:

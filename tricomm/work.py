@@ -55,5 +55,5 @@ class Work:
         while not self.is_completed():
             self._comm.check()
             if time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._comm}: the call has not finished within {timeout:g} s")
+                raise CollectiveTimeout(f"{self._comm}: timeout after {timeout:g} s: the call has not finished")
             time.sleep(5e-5)

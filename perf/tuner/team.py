@@ -8,13 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, table_file
+from tricomm import (
+    Communicator,
+    InvalidArgument,
+    PeerDied,
+    PeerStalled,
+    ResourceError,
+    TricommError,
+    env,
+    table_file,
+)
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sampler import Sampler
+from tricomm.store import records
 
 Open = Callable[[int], Communicator]
 
@@ -61,32 +72,47 @@ class Team:
         self.comm.close()
 
     def follow(self) -> None:
-        """Be a rank other than 0: do what is asked until the end. Raises `RankLost` where nothing is asked in time."""
+        """Be a rank other than 0: do what is asked until the end.
+
+        Raises `RankLost` if nothing is asked in time, `RendezvousError` if what is asked is not from rank 0.
+        """
         while True:
-            task = msgspec.json.decode(self._get(f"task{self._number}", 0), type=Task)
-            answer = self._do(task)
-            self._store.set(f"answer{self._number}/{self._rank}", msgspec.json.encode(answer).decode())
+            task = msgspec.json.decode(self._get("task", 0), type=Task)
+            self._set("answer", self._do(task))
             self._number += 1
             if task.do == "end":
                 return
 
     def ask(self, task: Task) -> list[Answer]:
-        """Rank 0: have it done by all; their answers by rank. Raises `RankLost`."""
-        self._store.set(f"task{self._number}", msgspec.json.encode(task).decode())
+        """Rank 0: have it done by all; their answers by rank. Raises as `follow`."""
+        self._set("task", task)
         answers = [self._do(task)]
         for rank in range(1, self._world_size):
-            answers.append(msgspec.json.decode(self._get(f"answer{self._number}/{rank}", rank), type=Answer))
+            answers.append(msgspec.json.decode(self._get("answer", rank), type=Answer))
         self._number += 1
         return answers
 
-    def _get(self, key: str, rank: int) -> bytes:
+    def _set(self, what: str, said: Task | Answer) -> None:
+        data = records.pack_long(self._record(what, self._rank), msgspec.json.encode(said), env.token())
+        self._store.set(self._key(what, self._rank), cast(str, data))  # declared as str; bytes go as they are
+
+    def _get(self, what: str, rank: int) -> bytes:
+        key = self._key(what, rank)
         try:
             self._store.wait([key], self._patience)
-            return bytes(self._store.get(key))
+            data = bytes(self._store.get(key))
         except RuntimeError as error:  # torch's DistError among them
             raise RankLost(
                 f"rank {rank} has said nothing for {self._patience.total_seconds():g} s: {str(error).splitlines()[0]}"
             ) from None
+        return records.parse_long(data, self._record(what, rank), env.token())
+
+    def _record(self, what: str, rank: int) -> records.Record:
+        said = records.Said(self._number, what, b"")
+        return records.Record(rank, self._world_size, 1, bytes(records.NONCE_BYTES), said)
+
+    def _key(self, what: str, rank: int) -> str:
+        return f"{what}{self._number}/{rank}"
 
     def _do(self, task: Task) -> Answer:
         match task.do:

@@ -146,14 +146,15 @@ def wrapped(rank, world_size, tell, url, route):
 
 def two_devices(rank, world_size, tell, url):
     """With a backend per device, torch finds the right one for each."""
-    from tricomm.c10d import natives
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
     from tricomm.c10d.backend import TricommGroup
     from tricomm.c10d.facts import agree
 
     with default_group(rank, world_size, url) as world:
         place = world._place
         store = dist.PrefixStore("other", place.store)
-        other = natives.gloo(store, rank, world_size, place.timeout, place.ranks, "other")
+        other = ProcessGroupGloo(store, rank, world_size, place.timeout)
         group = TricommGroup(place, agree(store, rank, world_size, 60), {"cpu": world._backends["cpu"], "cuda": other})
         cpu, cuda = (group._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
         group._engine.close()

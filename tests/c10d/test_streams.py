@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.c10d import on_cuda
+from tricomm.c10d import on_cuda, works
 
 DEVICE = torch.device("cuda", 0)
 
@@ -128,10 +129,10 @@ def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda)
 def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
     cuda.done = False
     work = run(cuda, on_cuda.Streams(DEVICE), True, timeout=timedelta(seconds=0.02))
-    with pytest.raises(errors.CollectiveTimeout, match="0.01 s"):
+    with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
         work.wait(timedelta(seconds=0.01))
     monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
-    with pytest.raises(errors.CollectiveTimeout, match="0.02 s"):
+    with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.02 s"):
         work.wait()
     cuda.done = True
     assert work.wait() and work.is_success()
@@ -144,6 +145,60 @@ def test_a_fault_of_the_group_comes_out_of_wait(cuda):
     with pytest.raises(errors.PeerDied):
         work.wait()
     assert isinstance(work.exception(), errors.PeerDied) and not work.is_success()
+    future = work.get_future()
+    assert future.done()
+    with pytest.raises(errors.PeerDied):
+        future.wait()
+
+
+def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
+    """As DDP's reducer makes it, from C++: `called_by_autograd` stands for that."""
+    comm, made = FakeComm(), []
+
+    def bucket(grad):
+        made.append(run(cuda, on_cuda.Streams(DEVICE), True, comm))
+        called_by_autograd(made[0])
+        assert "PeerDied: rank 1" in reads_as_the_reducer_does(made[0], comm)
+        return grad
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(namespace(bucket))
+    with pytest.raises(errors.PeerDied):
+        x.sum().backward()
+    assert "user waits for event" in cuda.log  # the pass orders itself after the call
+
+
+def reads_as_the_reducer_does(work, comm):
+    comm.fault = errors.PeerDied("rank 1 died")
+    with pytest.raises(RuntimeError) as caught:
+        work.get_future().wait()
+    return str(caught.value)
+
+
+def called_by_autograd(work):
+    works.raise_in_backward(work)
+
+
+def namespace(function):
+    """`function` as one of tricomm.c10d's own, which autograd calls itself."""
+    space = {**function.__globals__, "__name__": "tricomm.c10d.test"}
+    space["called_by_autograd"] = types.FunctionType(called_by_autograd.__code__, space)
+    return types.FunctionType(function.__code__, space, function.__name__, None, function.__closure__)
+
+
+def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
+    comm, told = FakeComm(), []
+    comm.interrupted = told.append
+    cuda.done = False
+    work = run(cuda, on_cuda.Streams(DEVICE), True, comm)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_cuda.time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait(timedelta(seconds=20))
+    assert [type(error) for error in told] == [KeyboardInterrupt]
 
 
 def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):

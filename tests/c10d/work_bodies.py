@@ -60,7 +60,7 @@ def does_not_block(rank, world_size, tell, url):
             x = torch.ones(3)
             work = dist.all_reduce(x, async_op=True)
             early = work.is_completed()
-            refused(lambda: work.wait(timedelta(seconds=0.2)), "not finished", "0.2", kind=tricomm.CollectiveTimeout)
+            refused(lambda: work.wait(timedelta(seconds=0.2)), "timeout after 0.2 s", kind=tricomm.CollectiveTimeout)
             world.send([torch.ones(1)], 1, 3).wait()  # only now does the other one come
             work.wait()
             return early, x.tolist()

@@ -164,7 +164,7 @@ def test_exchange_names_the_missing_ranks():
         assert 0.5 <= time.monotonic() - began < 10
         for rank in (0, 2):
             assert isinstance(outcomes[rank], CollectiveTimeout)
-            assert f"rank {rank} of 3: grid: rank(s) [1] did not come within 0.5 s" in str(outcomes[rank])
+            assert f"rank {rank} of 3: grid: timeout after 0.5 s: rank(s) [1] did not come" in str(outcomes[rank])
 
 
 def test_exchange_with_a_rank_that_is_elsewhere():
@@ -323,7 +323,7 @@ def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
         if hurt == signal.SIGKILL:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2
         else:
-            assert "rank(s) [1] did not come within 2 s" in text and 2.0 <= seconds < 3.0
+            assert "timeout after 2 s: rank(s) [1] did not come" in text and 2.0 <= seconds < 3.0
 
 
 def group_result(group: ranks.Ranks, rank: int) -> ranks.Outcome:

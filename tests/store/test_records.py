@@ -13,19 +13,21 @@ import pytest
 
 from tricomm.errors import RendezvousError
 from tricomm.store import records
-from tricomm.store.records import Failure, Hello, Kind, Record, parse
+from tricomm.store.records import Capabilities, Failure, Hello, Kind, Record, Said, kind_of, parse
 
 HELLO = Hello(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
 RECORD = Record(1, 4, 3, bytes(range(100, 116)), HELLO)
+CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011, 1000)
+FAILURE = Failure(17, "RendezvousError", "rank 2 did not come — ever")
+BODIES = [HELLO, FAILURE, Said(7, "split", b"[0, 2]"), CAPABILITIES]
 TOKENS = [None, b"secret"]
 
 
 @pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("body", [HELLO, Failure(17, "RendezvousError", "rank 2 did not come — ever")])
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: kind_of(body).name)
 def test_a_record_comes_back_as_it_was(body, token):
     record = dataclasses.replace(RECORD, body=body)
-    kind = Kind.HELLO if isinstance(body, Hello) else Kind.FAILURE
-    assert parse(record.pack(token), kind, 3, 1, token) == record
+    assert parse(record.pack(token), kind_of(body), 3, 1, token) == record
 
 
 def test_size_does_not_depend_on_what_is_said():
@@ -57,23 +59,24 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def fuzz(mutations: int, token: bytes | None, seed: int) -> None:
+def fuzz(mutations: int, token: bytes | None, seed: int, body: Hello | Capabilities = HELLO) -> None:
     rng = random.Random(seed)
-    valid = RECORD.pack(token)
+    valid = dataclasses.replace(RECORD, body=body).pack(token)
     refused = 0
     for _ in range(mutations):
         data = mutate(valid, rng)
         if data == valid:
             continue
         with pytest.raises(RendezvousError, match="rank 1's record: bad "):
-            parse(data, Kind.HELLO, 3, 1, token)
+            parse(data, kind_of(body), 3, 1, token)
         refused += 1
     assert refused > mutations * 0.9
 
 
 @pytest.mark.parametrize("token", TOKENS)
-def test_no_mutation_is_accepted(token):
-    fuzz(10_000, token, seed=1)
+@pytest.mark.parametrize("body", [HELLO, CAPABILITIES], ids=["hello", "capabilities"])
+def test_no_mutation_is_accepted(token, body):
+    fuzz(10_000, token, seed=1, body=body)
 
 
 @pytest.mark.soak
@@ -152,6 +155,39 @@ def test_the_forger_can_forge():
 def test_boundary_values(data, words):
     with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
         parse(data, Kind.HELLO, 3, 1, None)
+
+
+@pytest.mark.parametrize(
+    "body,words",
+    [
+        (dict(pid=0), "bad pid: 0"),
+        (dict(pid=2**22 + 1), "bad pid"),
+        (dict(start_time=2**64 - 1), "bad start time"),
+    ],
+)
+def test_boundary_values_of_capabilities(body, words):
+    record = dataclasses.replace(RECORD, body=dataclasses.replace(CAPABILITIES, **body))
+    with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
+        parse(record.pack(None), Kind.CAPABILITIES, 3, 1, None)
+
+
+LONG = dataclasses.replace(RECORD, body=Said(7, "task", b""))
+
+
+@pytest.mark.parametrize("token", TOKENS)
+@pytest.mark.parametrize("text", [b"", b"{}" * 5000])
+def test_a_long_message(text, token):
+    data = records.pack_long(LONG, text, token)
+    assert records.parse_long(data, LONG, token) == text
+    for bad in (data + b"x", data[:-1], bytes([data[0] ^ 1]) + data[1:]):
+        with pytest.raises(RendezvousError, match="rank 1's (message|record): bad"):
+            records.parse_long(bad, LONG, token)
+    if token is None:
+        return
+    with pytest.raises(RendezvousError, match="bad MAC"):
+        records.parse_long(records.pack_long(LONG, text, None), LONG, token)
+    with pytest.raises(RendezvousError, match="it is 'task' 7, not 'task' 8"):
+        records.parse_long(data, dataclasses.replace(LONG, body=Said(8, "task", b"")), token)
 
 
 class Canary:

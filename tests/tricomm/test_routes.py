@@ -80,7 +80,7 @@ def test_a_handshake_that_fails_parts_ranks_too(url):
 
 def test_a_rank_of_another_node_that_does_not_come(url):
     kind, text, seconds, ended = ranks.run(2, bodies.absent_on_another_node, url)[0]
-    assert kind == "CollectiveTimeout" and "longer than 3 s" in text and "cannot be seen from here" in text
+    assert kind == "CollectiveTimeout" and "timeout after 3 s" in text and "cannot be seen from here" in text
     assert 2.0 < seconds < 8.0 and ended == "aborted"
 
 

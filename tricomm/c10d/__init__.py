@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tricomm.c10d import ops
-from tricomm.c10d.backend import TricommGroup, create, make
-from tricomm.c10d.wrapping import ddp_hook, wrap
+from tricomm.c10d.backend import TricommGroup
+from tricomm.c10d.wrapping import create, ddp_hook, make, wrap
 from tricomm.options import Options
 
 __all__ = ["TricommGroup", "ddp_hook", "group_over", "ops", "register", "wrap"]

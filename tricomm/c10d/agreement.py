@@ -1,36 +1,33 @@
-"""Before Gloo moves any data, the ranks compare what they are about to do.
+"""Before any data moves, the ranks compare what they are about to do.
 
-Gloo ends the process where two ranks disagree on a size, and returns wrong numbers where they disagree on a type. So
-each call is preceded by an exchange of fixed-size records; all ranks read all of them and come to one verdict. A
-mismatch costs the call, not the group: no data was sent. TRICOMM_CHECK=0, on all ranks, leaves it out.
+Gloo ends the process if a message is longer than what its receiver expects, and a type that differs gives wrong
+numbers. So each call is preceded by an exchange of fixed-size records; all ranks read all of them and come to one
+verdict. A mismatch costs the call, not the group: no data was sent. TRICOMM_CHECK=0, on all ranks, leaves it out.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from datetime import timedelta
-from typing import Any
 
 import torch
 
 from tricomm.c10d.call import Call
-from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.gloo_collectives import Turn
 from tricomm.errors import CollectiveMismatch
 
 _TEXT = 160
 _HEAD = struct.Struct(f"<QI{_TEXT}s")
 
 
-def check(gloo: Any, batch: list[Call], number: int, timeout: timedelta | None, group: str) -> None:
+def check(turn: Turn, batch: list[Call], number: int, group: str) -> None:
     """Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called."""
-    world_size = gloo.size()
-    mine = _record(batch, number, world_size)
+    world_size = turn.world_size
+    mine = torch.frombuffer(_record(batch, number, world_size), dtype=torch.uint8)
     records = torch.empty(world_size, len(mine), dtype=torch.uint8)
-    options: Any = c10d.AllgatherOptions()
-    if timeout is not None:
-        options.timeout = timeout
-    gloo.allgather([list(records.unbind())], [torch.frombuffer(mine, dtype=torch.uint8)], options).wait()
+    rows, others = list(records.unbind()), turn.others()
+    turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
+    rows[turn.rank].copy_(mine)
     said = [_HEAD.unpack_from(row.numpy().tobytes()) for row in records]
     if any(head[:2] != said[0][:2] for head in said):
         raise CollectiveMismatch(f"{group}, call {number}: ranks made different calls: {_who(said)}")

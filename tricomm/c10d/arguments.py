@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from tricomm import calls
 from tricomm.c10d.call import Call
 from tricomm.c10d.carriers import check_reduction
+from tricomm.c10d.guard import check_plain
 from tricomm.errors import InvalidArgument
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -30,6 +32,34 @@ def operation(op: Any) -> str:
     return name
 
 
+def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
+    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
+    if hasattr(given, "asyncOp"):
+        return given
+    made = kind()
+    if isinstance(given, timedelta):
+        timeout = given
+    elif given is not None and field is not None:
+        try:
+            setattr(made, field, given)
+        except TypeError:
+            needed = "a torch.distributed.ReduceOp" if field == "reduceOp" else "a rank of the group"
+            raise InvalidArgument(f"{field}={given!r}: {needed} is needed") from None
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
+    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
+    name = operation(op)
+    if name == "premul_sum" and x.device.type == "cpu":
+        factor = op.__getstate__()[1]
+        x.mul_(factor)
+        return x, "sum"
+    return x, name
+
+
 def one(tensors: Any, what: str) -> torch.Tensor:
     """The only tensor of a list, or the tensor itself. c10d's lists are for several devices per rank, long gone."""
     found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
@@ -39,9 +69,10 @@ def one(tensors: Any, what: str) -> torch.Tensor:
 
 
 def checked(x: Any, what: str) -> torch.Tensor:
-    """`x` detached, where it is a dense tensor with data; raises `InvalidArgument` otherwise."""
+    """`x` detached, if it is a dense tensor with data; raises `InvalidArgument` otherwise."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
+    check_plain(x, what)
     if x.layout in _UNSUPPORTED or x.is_nested or x.is_quantized:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.device.type == "meta":

@@ -12,24 +12,31 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
 from tricomm import routing
 from tricomm.c10d import arguments, natives, points
 from tricomm.c10d.call import Call
 from tricomm.c10d.carriers import as_bytes
 from tricomm.c10d.engine import Engine, Place
-from tricomm.c10d.facts import Facts, agree
+from tricomm.c10d.facts import Facts
+from tricomm.c10d.guard import guarded
 from tricomm.c10d.quick import Quick
 from tricomm.c10d.torch_names import c10d
-from tricomm.c10d.works import AllOf, FinishedWork, bounded
-from tricomm.errors import InvalidArgument
+from tricomm.c10d.works import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
+from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 
 # Of one type for two devices, torch would take the first backend for both.
 _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
+@guarded(
+    "_allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
+    "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
+    "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
+    "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv",
+    "recv_anysource", "barrier", "monitored_barrier",
+)  # fmt: skip
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
@@ -42,22 +49,50 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._backends = backends
         self._coalescing: list[Any] | None = None
         self._own = True  # whether the native backends end with this group
+        self._name, self._desc = place.name, ""
+        self._points: points.Points | None = None
+        cpu = backends.get("cpu")
+        if isinstance(cpu, natives.CpuBackend):
+            cpu.serves(self)
+            self._engine.use(cpu.transport)
+            self._points = points.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
         for device, backend in backends.items():
-            self._register_backend(torch.device(device), _TYPES[device], backend)
+            native = None if isinstance(backend, natives.CpuBackend) else backend
+            self._register_backend(torch.device(device), _TYPES[device], native)
         self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
 
     def getBackendName(self) -> str:
         return "tricomm"
 
+    # torch keeps these in the backends' objects, which the CPU has none of.
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def setGroupDesc(self, text: str) -> None:
+        self._desc = text
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._native(torch.device(device))
+
+    def _has_hooks(self) -> bool:
+        return False
+
     # In place
 
     def _allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
+        opts = arguments.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
         x = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
         if x is not None and x.layout != torch.strided and x.device.type == "cpu":
             call = Call("all_reduce_sparse", op=arguments.operation(opts.reduceOp), result=[x], keep=[x])
         else:
-            x, op = _premultiplied(arguments.one(tensors, "all_reduce"), opts.reduceOp)
+            x, op = arguments.premultiplied(arguments.one(tensors, "all_reduce"), opts.reduceOp)
             call = arguments.in_place("all_reduce", x, op, result=tensors)
         return self._submit([call], opts, ("allreduce",), tensors, opts)
 
@@ -68,23 +103,23 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._submit(batch, opts, ("allreduce_coalesced",), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.BroadcastOptions, opts, "rootRank", timeout)
+        opts = arguments.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
         x = arguments.one(tensors, "broadcast")
         call = arguments.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
         return self._submit([call], opts, ("broadcast",), tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.ReduceOptions, opts, "rootRank", timeout)
+        opts = arguments.options(c10d.ReduceOptions, opts, "rootRank", timeout)
         if op is not None:
             opts.reduceOp = op
-        x, name = _premultiplied(arguments.one(tensors, "reduce"), opts.reduceOp)
+        x, name = arguments.premultiplied(arguments.one(tensors, "reduce"), opts.reduceOp)
         call = arguments.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
         return self._submit([call], opts, ("reduce",), tensors, opts)
 
     # Gathering
 
     def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.AllgatherOptions, opts, None, timeout)
+        opts = arguments.options(c10d.AllgatherOptions, opts, None, timeout)
         rows = arguments.tensor_list(outs, "all_gather output list", self.size())
         call = arguments.gathered(rows, arguments.one(xs, "all_gather"), self.rank(), result=outs)
         return self._submit([call], opts, ("allgather",), outs, xs, opts)
@@ -127,7 +162,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def gather(
         self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Any:  # fmt: skip
-        opts = _options(c10d.GatherOptions, opts, "rootRank", timeout)
+        opts = arguments.options(c10d.GatherOptions, opts, "rootRank", timeout)
         root = self._root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
         call = arguments.gather(rows, arguments.one(xs, "gather"), root)
@@ -136,7 +171,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Scattering
 
     def scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.ScatterOptions, opts, "rootRank", timeout)
+        opts = arguments.options(c10d.ScatterOptions, opts, "rootRank", timeout)
         root = self._root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
         call = arguments.scatter(arguments.one(outs, "scatter"), parts, root)
@@ -145,7 +180,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def reduce_scatter(
         self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Any:  # fmt: skip
-        opts = _options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
+        opts = arguments.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
         parts = arguments.tensor_list(xs, "reduce_scatter input list", self.size())
         op = arguments.operation(opts.reduceOp)
         call = arguments.reduced_list(arguments.one(outs, "reduce_scatter"), parts, op, self.rank())
@@ -179,7 +214,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # All to all
 
     def alltoall(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.AllToAllOptions, opts, None, timeout)
+        opts = arguments.options(c10d.AllToAllOptions, opts, None, timeout)
         rows = arguments.tensor_list(outs, "all_to_all output list", self.size())
         parts = arguments.tensor_list(xs, "all_to_all input list", self.size())
         return self._submit([arguments.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
@@ -187,7 +222,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:  # fmt: skip
-        opts = _options(c10d.AllToAllOptions, opts, None, None)
+        opts = arguments.options(c10d.AllToAllOptions, opts, None, None)
         y, z = (arguments.checked(t, "all_to_all_single") for t in (out, x))
         call = arguments.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
         names = ("all_to_all_single", "alltoall_base")
@@ -202,29 +237,24 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         x = self._point("send", tensors, dst)
-        native = self._native(x.device)
-        return points.send(native, x, dst, tag) if self._headed(x) else native.send([_bare(x)], dst, tag)
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.send(x, dst, tag)
+        return self._native(x.device).send([_bare(x)], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         x = self._point("recv", tensors, src)
-        native = self._native(x.device)
-        return (
-            points.recv(native, x, src, tag, str(self._place)) if self._headed(x) else native.recv([_bare(x)], src, tag)
-        )
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.recv(x, src, tag)
+        return self._native(x.device).recv([_bare(x)], src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         x = self._point("recv", tensors, None)
-        native = self._native(x.device)
-        if self._headed(x):
-            return points.recv(native, x, None, tag, str(self._place))
-        return native.recv_anysource([_bare(x)], tag)
-
-    def _headed(self, x: torch.Tensor) -> bool:
-        """Whether messages say what they are. A wrapped group's own ones do not, and may come from its other users."""
-        return self._own and self._engine.checks and x.device.type == "cpu"
+        if self._points is not None and x.device.type == "cpu":
+            return self._points.recv(x, None, tag)
+        return self._native(x.device).recv_anysource([_bare(x)], tag)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = _options(c10d.BarrierOptions, opts, None, timeout)
+        opts = arguments.options(c10d.BarrierOptions, opts, None, timeout)
         device = opts.device
         if device is None or device.type not in self._backends:
             cuda = bool(opts.device_ids) or "cpu" not in self._backends
@@ -232,11 +262,16 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             device = torch.device("cuda", torch.cuda.current_device() if index is None else index) if cuda else None
         return self._submit([arguments.barrier(device or torch.device("cpu"))], opts, ("barrier",), opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
-        """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo."""
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.
+
+        Any barrier names all ranks that have not come, so `wait_all_ranks` changes nothing.
+        """
         self._engine.usable("monitored_barrier")
-        limit = self._place.timeout if bounded(timeout) is None else timeout
-        return self._native(torch.device("cpu")).monitored_barrier(limit, wait_all_ranks)
+        opts = c10d.BarrierOptions()
+        opts.asyncOp = False
+        opts.timeout = self._place.timeout if bounded(timeout) is None else timeout
+        self._submit([arguments.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
     # Coalescing
 
@@ -263,10 +298,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 backend.shutdown()
 
     def abort(self) -> None:
+        self._engine.give_up(GroupAborted(f"rank {self.rank()} aborted the group"))
         self._engine.close()
-        if self._own:
-            for backend in self._backends.values():
-                backend.abort()
+        if self._own and "cuda" in self._backends:
+            self._backends["cuda"].abort()
+
+    def interrupted(self, error: BaseException) -> None:
+        """A foreign exception has left a call of this group."""
+        self._engine.interrupted(error)
 
     def _abort_nccl(self) -> None:
         backend = self._backends.get("cuda")
@@ -291,6 +330,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
         if self._coalescing is not None:
             self._coalescing.append(work)
+        if in_backward():
+            raise_in_backward(work)
         return work
 
     def _each(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:
@@ -350,49 +391,3 @@ def _profiled(collective: str) -> Any:
     if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.autograd.profiler.record_function(f"tricomm::{collective}")
-
-
-def _options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
-    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
-    if hasattr(given, "asyncOp"):
-        return given
-    options = kind()
-    if isinstance(given, timedelta):
-        timeout = given
-    elif given is not None and field is not None:
-        try:
-            setattr(options, field, given)
-        except TypeError:
-            needed = "a torch.distributed.ReduceOp" if field == "reduceOp" else "a rank of the group"
-            raise InvalidArgument(f"{field}={given!r}: {needed} is needed") from None
-    if timeout is not None:
-        options.timeout = timeout
-    return options
-
-
-def _premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
-    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
-    name = arguments.operation(op)
-    if name == "premul_sum" and x.device.type == "cpu":
-        factor = op.__getstate__()[1]
-        x.mul_(factor)
-        return x, "sum"
-    return x, name
-
-
-def create(opts: Any, pg_options: Any) -> TricommGroup:
-    """Make a group for c10d; called by all its ranks. `pg_options` is a `tricomm.Options`, or None."""
-    if pg_options is not None and not isinstance(pg_options, Options):
-        raise InvalidArgument(f"pg_options={pg_options!r}: tricomm.Options or None is needed")
-    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
-    name = str(opts.group_id)
-    return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, ranks, name, pg_options)
-
-
-def make(
-    store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str, options: Options | None
-) -> TricommGroup:
-    """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
-    place = Place(PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
-    facts = agree(place.store, rank, world_size, timeout.total_seconds())
-    return TricommGroup(place, facts, natives.make(place.store, rank, world_size, timeout, ranks, name), options)

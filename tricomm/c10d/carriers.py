@@ -1,27 +1,33 @@
-"""Types and operations that Gloo lacks, carried by those that it has.
+"""Reductions on the CPU with the bits of the kernels, of every type that torch stores.
 
-Data that is only moved goes as bytes. What is reduced goes as a type that holds every value: int16 as int32, an
-unsigned type as the next signed one, 8-bit floats as fp32 (rounded once, at the end), bool as bytes with "sum" meaning
-"any" as in NCCL.
+In ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once (kernels/reference.py). Types
+in which torch cannot compute are carried by one that holds all their values: uint16 by int32, uint32 by int64, uint64
+by the bits of int64, bool by bytes with "sum" meaning "any", as in NCCL. What is only moved goes as bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from tricomm.errors import InvalidArgument
 
-_NATIVE = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64,
-    torch.complex64, torch.complex128,
-})  # fmt: skip
-_AS = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64}
-_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "prod": "min", "band": "band", "bor": "bor", "bxor": "bxor"}
+_F8 = tuple(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype))
+_WIDE = {
+    **dict.fromkeys((torch.float16, torch.bfloat16, *_F8), torch.float32), torch.complex32: torch.complex64,
+    **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16), torch.int32), torch.uint32: torch.int64,
+}  # fmt: skip
+_PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128)
+_BOOL_OPS = {"sum": "bor", "max": "bor", "min": "band", "prod": "band", "band": "band", "bor": "bor", "bxor": "bxor"}
 _BITWISE = frozenset({"band", "bor", "bxor"})
+_IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.Tensor.add_, "prod": torch.Tensor.mul_, "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_, "bxor": torch.Tensor.bitwise_xor_,
+}  # fmt: skip
 _SIGN = -(1 << 63)
+_E4M3_MOST = 448.0  # e4m3fn has no infinity
+_BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads for so few
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -39,55 +45,59 @@ def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
         raise InvalidArgument(f"{what}: {op} of {dtype} is not defined; complex numbers have no order")
 
 
-def carried(
-    x: torch.Tensor, op: str, world_size: int
-) -> tuple[torch.Tensor, str, Callable[[torch.Tensor, torch.Tensor], Any]]:
-    """What Gloo reduces in place of `x`, with which operation, and how (reduced, target) becomes the result."""
-    average = op == "avg"
-    if average:
-        op = "sum"
-
-    def back(reduced: torch.Tensor, target: torch.Tensor) -> None:
-        if average:
-            whole = not (reduced.is_floating_point() or reduced.is_complex())
-            reduced = reduced.div(world_size, rounding_mode="trunc" if whole else None)
-        if reduced is not target:
-            target.copy_(reduced)
-
-    if x.dtype in _NATIVE:
-        return x, op, back
-    if x.dtype == torch.bool:
-        return x.view(torch.uint8), _BOOL_OPS[op], lambda reduced, target: _into_bool(reduced, target)
-    if x.dtype in _AS:
-        return x.to(_AS[x.dtype]), op, lambda reduced, target: back(_wrapped(reduced, x.dtype), target)
-    if x.dtype == torch.uint64:
-        if op in ("min", "max"):  # flipping the sign bit turns unsigned order into signed order
-            return x.view(torch.int64) ^ _SIGN, op, lambda reduced, target: _signed(target).copy_(reduced ^ _SIGN)
-        if average:
-            return x.view(torch.int64), op, lambda reduced, target: _signed(target).copy_(_divided(reduced, world_size))
-        return x.view(torch.int64), op, lambda reduced, target: back(reduced, _signed(target))
-    if x.dtype.is_floating_point:
-        return x.float(), op, back
-    raise InvalidArgument(f"{op} of {x.dtype} cannot be carried by Gloo; convert the tensor")
+def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the reduction of the ranks' 1-dimensional `parts`, in their order, to `out`, which may be one of them."""
+    dtype = out.dtype
+    if dtype == torch.bool:
+        op, parts, out = _BOOL_OPS[op], [as_bytes(part) for part in parts], as_bytes(out)
+    elif dtype == torch.uint64:
+        parts, out = [part.view(torch.int64) for part in parts], out.view(torch.int64)
+    elif dtype not in _PLAIN and dtype not in _WIDE:
+        raise InvalidArgument(f"{op} of {dtype} is not defined on the CPU; convert the tensor")
+    if out.numel() <= _BLOCK:
+        _block(op, parts, out, dtype)
+        return
+    for block in zip(out.split(_BLOCK), *(part.split(_BLOCK) for part in parts), strict=True):
+        _block(op, list(block[1:]), block[0], dtype)
 
 
-def _signed(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int64)
+def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:
+    flip = dtype == torch.uint64 and op in ("min", "max")  # the sign bit turns unsigned order into signed order
+    wide = _WIDE.get(dtype) if dtype != torch.bool else None
+    total = parts[0] ^ _SIGN if flip else parts[0].to(wide) if wide else parts[0].clone()
+    apply = _IN_PLACE.get("sum" if op == "avg" else op)
+    for part in parts[1:]:
+        other = part ^ _SIGN if flip else part.to(wide) if wide else part
+        if apply is not None:
+            apply(total, other)
+        else:
+            total = _extreme(op, total, other)
+    if op == "avg":
+        total = _mean(total, len(parts), dtype)
+    if flip:
+        total ^= _SIGN
+    if wide is not None and not dtype.is_signed:
+        total &= (1 << 8 * dtype.itemsize) - 1
+    if dtype == torch.float8_e4m3fn:
+        total.clamp_(-_E4M3_MOST, _E4M3_MOST)
+    out.copy_(total)
 
 
-def _divided(x: torch.Tensor, world_size: int) -> torch.Tensor:
-    """int64 that means uint64, divided; torch does not divide unsigned 64-bit numbers."""
-    return torch.from_numpy((x.numpy().view("uint64") // world_size).view("int64"))
+def _extreme(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """min or max; -0 is less than +0, which torch does not say."""
+    found = torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
+    if a.dtype.is_floating_point:
+        zero = found == 0
+        if zero.any():
+            signs = torch.signbit(a), torch.signbit(b)
+            negative = signs[0] | signs[1] if op == "min" else signs[0] & signs[1]
+            nought = torch.zeros((), dtype=a.dtype)
+            found = torch.where(zero, torch.where(negative, -nought, nought), found)
+    return found
 
 
-def _wrapped(reduced: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Modulo the range of `dtype`, in the carrying type: a sum wraps before it is averaged, as in the kernels."""
-    bits = dtype.itemsize * 8
-    reduced = reduced & ((1 << bits) - 1)
-    if dtype.is_signed:
-        reduced = torch.where(reduced >= 1 << (bits - 1), reduced - (1 << bits), reduced)
-    return reduced
-
-
-def _into_bool(reduced: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(reduced != 0)
+def _mean(total: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.uint64:  # torch does not divide unsigned 64-bit numbers
+        return torch.from_numpy((total.numpy().view("uint64") // count).view("int64"))
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    return total.div_(count, rounding_mode="trunc" if whole else None)

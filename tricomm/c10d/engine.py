@@ -14,28 +14,41 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm import env, routing
-from tricomm.c10d import agreement, natives, on_gloo, on_kernels
+from tricomm.c10d import agreement, gloo_collectives, natives
 from tricomm.c10d.call import Call
-from tricomm.c10d.facts import Facts, torch_backend
-from tricomm.c10d.lane import Lane
+from tricomm.c10d.facts import Facts, agree, torch_backend
+from tricomm.c10d.gloo_collectives import Turn
+from tricomm.c10d.gloo_transport import Transport
+from tricomm.c10d.guard import NOTHING_SENT
 from tricomm.c10d.on_cuda import Streams
 from tricomm.c10d.quick import Quick
+from tricomm.c10d.worker import CallQueue
 from tricomm.c10d.works import bounded
 from tricomm.communicator import Communicator
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
     InvalidArgument,
-    PeerDied,
     RendezvousError,
     ResourceError,
     TricommError,
 )
 from tricomm.options import Options
 from tricomm.routing import Route, Site
-from tricomm.store.deadline import Bounded, first_line
+from tricomm.store.deadline import first_line
 
-_SECOND_LOOK = 0.5  # for the other ranks to say that they failed too
+# Every collective over a communicator. All uneven exchanges and all even ones are one row: no rank knows alone which.
+_KERNELS: dict[str, Callable[[Any, Call], Any]] = {
+    "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
+    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
+    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.x, op=call.op, out=call.out),
+    "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
+    "reduce": lambda comm, call: comm.reduce(call.x, call.root, op=call.op),
+    "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
+    "scatter": lambda comm, call: comm.scatter(call.x, call.root, out=call.out),
+    "all_to_all_v": lambda comm, call: comm.all_to_all_v(call.x, *(call.splits or ()), out=call.out),
+    "barrier": lambda comm, call: comm.barrier(),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +74,15 @@ class Engine:
     ) -> None:
         self._place, self._facts, self._options = place, facts, options
         self._abort = weakref.WeakMethod(abort)  # ends NCCL's part; the group's own method, a cycle would keep it
-        self._lane = Lane(place.name)
+        interrupted = weakref.WeakMethod(self.interrupted)
+        self._queue = CallQueue(str(place), lambda error: (tell := interrupted()) and tell(error))
         self._quick = quick
         self._streams: dict[torch.device, Streams] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(facts.no_kernels)
-        self._gloo: Any = None
+        self._transport: Transport | None = None
         self._number = 0
-        self._lost: str | None = None
+        self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
 
     @property
@@ -147,82 +161,50 @@ class Engine:
         """Run `batch` in its turn; the handle's result is that of the calls, one after another."""
         self.usable(batch[0].collective)
         result = [x for call in batch for x in call.result]
-        return self._lane.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
+        return self._queue.run(lambda: self._run(batch), str(self._place), result, batch[0].async_op)
 
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
         self._number += 1
-        timeout = batch[0].timeout or self._place.timeout
-        began = time.monotonic()
+        if self._facts.check:
+            agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))
+        for call in batch:
+            route = self.route(call)
+            self.took(call, route)
+            if route.path == routing.KERNELS:
+                _KERNELS[call.collective](self._comms[call.device], call)
+            else:
+                gloo_collectives.run(self._turn(call), call)
+            call.finish()
+
+    def _turn(self, call: Call) -> Turn:
+        """The connections, for as long as `call` may take."""
+        number, place = self._number, self._place
+        limit = (call.timeout or place.timeout).total_seconds()
+        if self._transport is None:
+            self._transport = self._connected()
+        return Turn(self._transport, time.monotonic() + limit, lambda: f"{place}, call {number} ({call.text()})")
+
+    def _connected(self) -> Transport:
+        """Connections of a wrapped group's own, at the first call that needs them: its native backend is in use."""
+        place = self._place
+        store = PrefixStore("wrapped", place.store)
         try:
-            if self._facts.check:
-                gloo = self._private_gloo()
-                agreement.check(gloo, batch, self._number, timeout, str(self._place))
-            for call in batch:
-                if call.timeout is None:
-                    call = replace(call, timeout=timeout)
-                route = self.route(call)
-                self.took(call, route)
-                if route.path == routing.KERNELS:
-                    on_kernels.TABLE[call.collective](self._comms[call.device], call)
-                else:
-                    on_gloo.TABLE[call.collective](self._private_gloo(), call)
-                call.finish()
-        except TricommError:
-            raise
-        except RuntimeError as error:
-            raise self._diagnosed(error, batch, time.monotonic() - began) from error
+            facts = agree(store, place.rank, place.world_size, place.timeout.total_seconds())
+        except RendezvousError as error:
+            raise CollectiveTimeout(f"{place}, call {self._number}: timed out: {error}") from error
+        return natives.connected(
+            store, place.rank, place.world_size, place.timeout, place.name, facts.members, self._options
+        )
 
-    def _private_gloo(self) -> Any:
-        """Gloo for the lane alone: C++-only paths use the registered one, in an order of their own."""
-        if self._gloo is None:
-            place = self._place
-            store = PrefixStore("lane", place.store)
-            self._gloo = natives.gloo(
-                store, place.rank, place.world_size, place.timeout, place.ranks, f"{place.name}/lane"
-            )
-        return self._gloo
+    def use(self, transport: Transport) -> None:
+        """The connections that were made with the group."""
+        self._transport = transport
 
-    def _diagnosed(self, error: RuntimeError, batch: list[Call], waited: float) -> TricommError:
-        """Gloo's failure in words of ours. Gloo's connections are gone after it, and with them the group."""
-        what = f"{self._place}, call {self._number} ({batch[0].text()})"
-        dead = self._ended()
-        absent = self._absent()
-        timed_out = "imed out" in str(error) or "timeout" in str(error)
-        if not timed_out:  # a process that was killed loses its connections a moment before it counts as ended
-            end = time.monotonic() + _SECOND_LOOK
-            while not dead and absent and time.monotonic() < end:
-                time.sleep(0.01)
-                dead = self._ended()
-        if dead:
-            found: TricommError = PeerDied(f"{what}: the process of rank(s) {dead} has ended")
-        elif timed_out:
-            who = f"rank(s) {absent} have not come" if absent else "some rank was too late"
-            found = CollectiveTimeout(f"{what}: {who} within {waited:.1f} s")
-        else:
-            found = GroupAborted(f"{what}: the connection failed: {first_line(error)}")
-        self._lost = str(found)
-        return type(found)(f"{found}. The group is lost; make a new one")
-
-    def _ended(self) -> list[int]:
-        return [r for r, member in enumerate(self._facts.members) if member.ended()]
-
-    def _absent(self) -> list[int]:
-        """Ranks that do not say within a moment that this very call failed for them too."""
-        place, key = self._place, f"lost/{self._number}"
-        bounded_store = Bounded(PrefixStore("tricomm", place.store), 2 * _SECOND_LOOK)
-        try:
-            bounded_store.set(f"{key}/{place.rank}", b"1")
-            end = time.monotonic() + _SECOND_LOOK
-            missing = [r for r in range(place.world_size) if r != place.rank]
-            while missing and time.monotonic() < end:
-                missing = [r for r in missing if not bounded_store.check(f"{key}/{r}")]
-                time.sleep(0.02)
-            return missing
-        except RendezvousError:  # the store is gone as well
-            return []
-        finally:
-            bounded_store.close()
+    def give_up(self, error: TricommError) -> None:
+        """End all waits on the connections, here and on the other ranks, with `error`; any thread may call it."""
+        if self._transport is not None:
+            self._transport.fail(error)
 
     # CUDA
 
@@ -235,19 +217,20 @@ class Engine:
         device = batch[0].device
         comm = self._comms.get(device)
         if comm is None or any(route.path != routing.KERNELS for route in routes):
-            if comm is None:
-                return native()
             for call, route in zip(batch, routes, strict=True):
-                comm.announce(call.record(route.path))
+                if comm is not None:
+                    comm.announce(call.record(route.path))
             try:
                 return native()
-            except Exception:
-                comm.withdraw(len(batch))
+            except Exception as error:
+                setattr(error, NOTHING_SENT, True)
+                if comm is not None:
+                    comm.withdraw(len(batch))
                 raise
 
         def action() -> None:
             for call in batch:
-                on_kernels.TABLE[call.collective](comm, call)
+                _KERNELS[call.collective](comm, call)
                 call.finish()
 
         keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
@@ -262,8 +245,21 @@ class Engine:
         """Raises `GroupAborted` after `close`, and after a failure that the group did not survive."""
         if self._closed:
             raise GroupAborted(f"{self._place}: {what} on a group that was destroyed; make a new one")
+        if self._transport is not None:
+            self._transport.usable(what)
         if self._lost is not None:
             raise GroupAborted(f"{self._place}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
+
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up, because `error` has ended a call of this rank at some point; the other ranks are told."""
+        if self._closed:
+            return
+        if self._lost is None:
+            self._lost = GroupAborted(f"rank {self._place.rank} was stopped by {first_line(error)}")
+        for comm in list(self._comms.values()):
+            comm.interrupted(error)
+        self.give_up(self._lost)
+        self.abort()
 
     def close(self) -> None:
         """End what this group runs; idempotent."""
@@ -271,11 +267,12 @@ class Engine:
             return
         self._closed = True
         self._quick.clear()
-        self._lane.close()
+        self._queue.close()
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()
-        self._gloo = None
+        if self._transport is not None:
+            self._transport.close()
 
 
 def options_for(given: Options | None, timeout: timedelta) -> Options:

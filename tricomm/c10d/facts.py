@@ -7,10 +7,11 @@ really share memory shows when the kernels' communicator is made.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import struct
+import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ import torch
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels import interpreter
-from tricomm.store import process
+from tricomm.store import process, records
 from tricomm.store.deadline import Bounded
+from tricomm.store.gathering import Arrived, gather, missing, next_generation
+from tricomm.store.records import Capabilities, Record, Said, said_of
 
-_MAGIC, _VERSION = b"TCFA", 1
-_RECORD = struct.Struct("<4sHH16sQQIIQ")  # magic, version, flags, node, pid, start time, rank, world, pid namespace
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
-_WAIT = 0.005
+_GRACE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Member:
     pid: int
     started: int
     namespace: int
+    descriptors: int  # that it had left when the group was made
 
     def ended(self) -> bool:
         """True where this process can see that the other one is gone; False says nothing across hosts."""
@@ -53,24 +55,32 @@ class Facts:
 
 
 def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
-    """Exchange facts; every rank of the group calls it. `RendezvousError` names who did not come in `timeout` s."""
-    bounded = Bounded(store, timeout + 0.5)
+    """Exchange facts; every rank of the group calls it.
+
+    Raises `RendezvousError` that names who did not come in `timeout` seconds, or whose record is wrong and in which
+    respect. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same records, written for this group
+    and not before: whoever writes to the store without the token can end the making of a group, and change nothing.
+    """
+    token, end = env.token(), time.monotonic() + timeout
+    bounded = Bounded(store, timeout + _GRACE_SECONDS)
     try:
-        generation = bounded.add(f"tricomm/facts/{rank}", 1)
-        bounded.set(f"tricomm/facts/{rank}/{generation}", _mine(rank, world_size))
-        records = _collect(bounded, rank, world_size, generation, timeout)
+        generation = next_generation(bounded, f"tricomm/facts/{rank}")
+        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _mine())
+        said = _gather(bounded, own, token, "facts", timeout, end)
+        if token is not None:
+            _confirm(bounded, own, said, token, timeout, end)
     finally:
         bounded.close()
-    return _conclude([_parse(record, r, world_size) for r, record in enumerate(records)])
+    return _conclude([_capabilities(record) for record in said])
 
 
-def _mine(rank: int, world_size: int) -> bytes:
-    flags = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
-    flags |= _CUDA_KERNELS * (not env.peer_access_disabled())
-    flags |= _CPU_POSSIBLE * (interpreter.supported() is None)
+def _mine() -> Capabilities:
+    switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
+    switches |= _CUDA_KERNELS * (not env.peer_access_disabled())
+    switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
     pid = os.getpid()
-    where = (process.start_time(pid) or 0, rank, world_size, process.pid_namespace())
-    return _RECORD.pack(_MAGIC, _VERSION, flags, process.node_id(), pid, *where)
+    left = process.descriptors_left()
+    return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches, left)
 
 
 def cpu_through_kernels() -> bool:
@@ -81,47 +91,49 @@ def cpu_through_kernels() -> bool:
     return found == "kernels"
 
 
-def _collect(store: Bounded, rank: int, world_size: int, generation: int, timeout: float) -> list[bytes]:
-    records: dict[int, bytes] = {}
-    end = time.monotonic() + timeout
-    wait = _WAIT
-    while len(records) < world_size:
-        for other in range(world_size):
-            if other not in records:
-                data = store.read(f"tricomm/facts/{other}/{generation}")
-                if data is None:
-                    break
-                records[other] = data
-        else:
-            break
-        if time.monotonic() > end:
-            missing = [r for r in range(world_size) if r not in records]
-            raise RendezvousError(
-                f"rank {rank} of {world_size}: within {timeout:g} s rank(s) {missing} did not come to make the group; "
-                "do all of its ranks run, and make their groups in the same order?"
-            )
-        time.sleep(wait)
-        wait = min(2 * wait, 0.1)
-    return [records[r] for r in range(world_size)]
+def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeout: float, end: float) -> list[Record]:
+    who = f"rank {mine.rank} of {mine.world_size}"
 
-
-def _parse(data: bytes, rank: int, world_size: int) -> tuple[int, Member]:
-    if len(data) != _RECORD.size:
-        raise RendezvousError(f"rank {rank} wrote {len(data)} bytes of facts, {_RECORD.size} are needed: same tricomm?")
-    magic, version, flags, node, pid, started, theirs, world, namespace = _RECORD.unpack(data)
-    if (magic, version, theirs, world) != (_MAGIC, _VERSION, rank, world_size):
-        raise RendezvousError(
-            f"rank {rank}'s facts say version {version}, rank {theirs} of {world}; expected version {_VERSION}, "
-            f"rank {rank} of {world_size}: use the same tricomm, and one store for one group"
+    def late(said: Arrived) -> RendezvousError:
+        return RendezvousError(
+            f"{who}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make the "
+            "group; do all of its ranks run, and make their groups in the same order?"
         )
-    return flags, Member(node, pid, started, namespace)
+
+    def check(record: Record) -> None:
+        if record.world_size != mine.world_size:
+            raise RendezvousError(
+                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {mine.world_size}: "
+                "one store for one group"
+            )
+
+    return gather(
+        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check
+    )  # fmt: skip
 
 
-def _conclude(said: list[tuple[int, Member]]) -> Facts:
-    members = tuple(member for _, member in said)
+def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
+    """All ranks have read the same: a record of a rank's own choice is in it, so none can be an old one."""
+    digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
+    mine = replace(own, body=Said(1, "c10d group", digest))
+    for record in _gather(store, mine, token, "confirmed", timeout, end):
+        if said_of(record) != mine.body:
+            raise RendezvousError(
+                f"rank {record.rank} read other records of this group than rank {own.rank}: an old record, or one "
+                "that was exchanged; who else writes to this store?"
+            )
+
+
+def _capabilities(record: Record) -> Capabilities:
+    assert isinstance(record.body, Capabilities), "gather gives records of the kind that it was given"
+    return record.body
+
+
+def _conclude(said: list[Capabilities]) -> Facts:
+    members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
     everybody = ~0
-    for flags, _ in said:
-        everybody &= flags
+    for one in said:
+        everybody &= one.switches
     cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
     if everybody & _CPU_KERNELS:
         cpu = None if everybody & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"

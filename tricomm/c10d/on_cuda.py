@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
-from tricomm.c10d.works import FinishedWork, bounded
-from tricomm.errors import CollectiveTimeout
+from tricomm.c10d.works import FinishedWork, bounded, failed
+from tricomm.errors import CollectiveTimeout, TricommError
 
 _POLL = 5e-5
 
@@ -33,7 +33,13 @@ class CudaWork(Work):
         self._event.wait(torch.cuda.current_stream(self._comm.device))
         limit = bounded(timeout)
         if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
-            self._on_host(limit or self._limit)
+            try:
+                self._on_host(limit or self._limit)
+            except TricommError:
+                raise
+            except BaseException as error:
+                self._comm.interrupted(error)
+                raise
         self._comm.check()
         return True
 
@@ -42,7 +48,7 @@ class CudaWork(Work):
         while not self._event.query():
             self._comm.check()
             if end is not None and time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._what}: not finished within {limit:g} s of wait()")
+                raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
             time.sleep(_POLL)
 
     def synchronize(self) -> None:
@@ -65,7 +71,9 @@ class CudaWork(Work):
         return self._result
 
     def get_future(self) -> Any:
-        return self._future
+        """Done when the call is launched, as NCCL's; of a group whose fault is known, a failed one."""
+        error = self.exception()
+        return self._future if error is None else failed(error)
 
 
 class Streams:

@@ -1,18 +1,28 @@
-"""Handles: what a c10d call returns, to Python callers and to C++ ones (DDP's reducer reads the future)."""
+"""Handles: what a c10d call returns, to Python callers and to C++ ones.
+
+DDP's reducer waits in C++ for the futures of its buckets, and what it raises there is a RuntimeError with the text of
+the call's error. A Python callback of the backward pass, which runs before the reducer's own, raises the error itself.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd import graph
 from torch.futures import Future
 
 from tricomm.errors import CollectiveTimeout
 
 _UNSET = timedelta(0)
+_LOOK_SECONDS = 1.0
+_BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
 
 
 def bounded(timeout: timedelta | None) -> float | None:
@@ -20,32 +30,84 @@ def bounded(timeout: timedelta | None) -> float | None:
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
-class PendingWork(Work):
-    """A call that a lane runs. Whoever drops it loses nothing: the lane holds what the call needs until it has run."""
+class Latch:
+    """Opened once, by any thread. Unlike `threading.Event`, an interrupted `wait` leaves no lock of it taken."""
 
-    def __init__(self, what: str, result: list[Any]) -> None:
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Let all waiters go on. Called once."""
+        if not self.is_open:
+            self.is_open = True
+            self._lock.release()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until the latch is open, for `seconds` at most; returns whether it is."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while not self.is_open:
+            left = _LOOK_SECONDS if end is None else min(_LOOK_SECONDS, end - time.monotonic())
+            if left <= 0:
+                break
+            if self._lock.acquire(timeout=left):
+                self._lock.release()  # for the other waiters; they look again by themselves if this is interrupted
+        return self.is_open
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class _Promise:
+    """A future that somebody else completes, once."""
+
+    def __init__(self, future: Any, complete: Callable[[], None]) -> None:
+        self.future = future
+        self._complete = [complete]
+
+    def keep(self) -> None:
+        """Complete the future unless that has been done; by any thread."""
+        try:
+            complete = self._complete.pop()
+        except IndexError:
+            return
+        complete()
+
+
+class PendingWork(Work):
+    """A call that a worker runs. Dropping the handle is safe: the worker holds what the call needs until it has run.
+
+    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait.
+    """
+
+    def __init__(self, what: str, result: list[Any], interrupted: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self._what, self._result = what, result
-        self._done = threading.Event()
+        self._what, self._result, self._interrupted = what, result, interrupted
+        self._over = Latch()
         self._error: BaseException | None = None
-        self._future: Any = Future()
-        done = (
-            self._done
-        )  # first of the callbacks: whoever waits finds the future done, and waits for no other callback
-        self._future.add_done_callback(lambda _: done.set())
+        self._finished = False
+        self._promises: dict[bool, _Promise] = {}
 
     def finish(self, error: BaseException | None = None) -> None:
-        """By the lane, once: the call has run, or has failed with `error`."""
+        """By the worker, once: the call has run, or has failed with `error`."""
         self._error = error
-        if error is None:
-            self._future.set_result(self._result)
-        else:
-            self._future.set_exception(error)
+        self._finished = True
+        for promise in list(self._promises.values()):
+            promise.keep()
+        self._over.open()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises what it failed with, `CollectiveTimeout` after `timeout`."""
-        if not self._done.wait(bounded(timeout)):
-            raise CollectiveTimeout(f"{self._what}: not finished within {timeout.total_seconds():g} s of wait()")
+        try:
+            over = self._over.wait(bounded(timeout))
+        except BaseException as error:
+            self._interrupted(error)
+            raise
+        if not over:
+            raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
         if self._error is not None:
             raise self._error
         return True
@@ -54,10 +116,10 @@ class PendingWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done.is_set()
+        return self._over.is_open
 
     def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
+        return self._over.is_open and self._error is None
 
     def exception(self) -> Any:
         return self._error
@@ -66,8 +128,57 @@ class PendingWork(Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Holds the call's list of output tensors, as every c10d backend's does."""
-        return self._future
+        """Holds the call's list of output tensors, as every c10d backend's does.
+
+        If the call fails, `wait()` and `value()` of the future raise the call's own error. A future that is asked for
+        during a backward pass may be read by C++ (DDP's reducer), which knows no Python errors: it holds a C++ error,
+        and raises a RuntimeError with the class and the text of the call's own.
+        """
+        key = in_backward()
+        promise = self._promises.get(key)
+        if promise is None:
+            promise = self._promises.setdefault(key, self._for_reducer() if key else self._for_python())
+        if self._finished:
+            promise.keep()
+        return promise.future
+
+    def _for_python(self) -> _Promise:
+        future: Any = Future()
+        return self._promise(future, lambda: _settle(future, self._error, self._result))
+
+    def _for_reducer(self) -> _Promise:
+        trigger: Any = Future()
+        return self._promise(_read_by_reducer(trigger), lambda: _settle(trigger, self._error, self._result))
+
+    def _promise(self, future: Any, complete: Callable[[], None]) -> _Promise:
+        over = self._over
+        # The first of the callbacks: after `wait()` the future is done, and other callbacks are not waited for.
+        future.add_done_callback(lambda _: over.open())
+        return _Promise(future, complete)
+
+
+def failed(error: BaseException) -> Any:
+    """A future that has failed with `error`, for whoever asks now."""
+    future: Any = Future()
+    found = _read_by_reducer(future) if in_backward() else future
+    _settle(future, error, [])
+    return found
+
+
+def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _read_by_reducer(future: Any) -> Any:
+    """`future`, as a future that fails in C++ if `future` fails.
+
+    `set_exception` only makes the exception the future's value, and the reducer takes that for its tensors. An error
+    that a callback of `then` raises becomes an error of the future in C++.
+    """
+    return future.then(lambda done: done.value())
 
 
 class FinishedWork(Work):
@@ -129,3 +240,23 @@ class AllOf(Work):
 
     def get_future(self) -> Any:
         return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def raise_in_backward(work: Any) -> None:
+    """Make the running backward pass raise what `work` fails with, if the call comes from C++; else do nothing.
+
+    The reducer would wait for the call at the same place. A call that Python code makes is that code's to wait for.
+    """
+    if not _called_by_autograd():
+        return
+    if torch._C._current_autograd_node() is None:  # at the end already (a static graph's first pass), where it waits
+        work.wait()
+    else:
+        torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+
+
+def _called_by_autograd() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("tricomm.c10d"):
+        frame = frame.f_back
+    return frame is None or frame.f_code is _BACKWARD

@@ -1,4 +1,4 @@
-"""A group that a framework already made, accelerated; and the hook for DDP over it."""
+"""How groups are made: for `init_process_group`, and over a group that a framework already made; and DDP's hook."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tricomm.c10d import natives
 from tricomm.c10d.backend import TricommGroup
 from tricomm.c10d.engine import Place
 from tricomm.c10d.facts import agree
@@ -23,9 +24,6 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 class WrappedGroup(TricommGroup):
     """A second group over the same native backends. Names are its own: torch keeps them in the backends."""
-
-    def getGroupName(self) -> str:
-        return self._place.name
 
     def setGroupName(self, name: str) -> None:
         pass
@@ -100,3 +98,22 @@ ddp_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futu
 
 def _first(future: Any) -> torch.Tensor:
     return future.value()[0]  # type: ignore[no-any-return]
+
+
+def create(opts: Any, pg_options: Any) -> TricommGroup:
+    """Make a group for c10d; called by all its ranks. `pg_options` is a `tricomm.Options`, or None."""
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise InvalidArgument(f"pg_options={pg_options!r}: tricomm.Options or None is needed")
+    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    name = str(opts.group_id)
+    return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, ranks, name, pg_options)
+
+
+def make(
+    store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str, options: Options | None
+) -> TricommGroup:
+    """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
+    place = Place(c10d.PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
+    facts = agree(place.store, rank, world_size, timeout.total_seconds())
+    backends = natives.make(place.store, rank, world_size, timeout, ranks, name, facts.members, options)
+    return TricommGroup(place, facts, backends, options)

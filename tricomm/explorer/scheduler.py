@@ -156,7 +156,7 @@ class Scheduler:
         """Raise `CollectiveTimeout` in everything that still waits."""
         for task in list(self.blocks):
             if task.state is State.PARKED:
-                self._throw(task, CollectiveTimeout(text))
+                self._throw(task, CollectiveTimeout(f"timeout: {text}"))
 
     # The loop
 

@@ -46,7 +46,7 @@ def simulate(
             error.add_note(f"deadlock: {outcome.deadlock}")
         raise error
     if len(outcome.results) < world_size:
-        raise CollectiveTimeout(f"deadlock: {outcome.deadlock}")
+        raise CollectiveTimeout(f"timeout by a deadlock: {outcome.deadlock}")
     return [outcome.results[rank] for rank in range(world_size)]
 
 

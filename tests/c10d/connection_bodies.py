@@ -1,0 +1,147 @@
+"""What ranks see of faults on a group's connections. Module-level, so that a new process can find it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import tricomm
+from tests.c10d.groups import default_group, of, same
+from tricomm.c10d import gloo_faults, gloo_transport
+
+
+def _said(call):
+    """The kind and words of what `call` raises, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        call()
+    except tricomm.TricommError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+def survivor(rank, world_size, tell, url, timeout, way, unwatched=False):
+    """The last rank is in the test's hands; the others wait for it."""
+    if unwatched:
+        gloo_faults.Waiting.look = lambda waiting, elapsed: None
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "async": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(torch.ones(3), world_size - 1),
+        "send": lambda: dist.send(torch.ones(1 << 22), world_size - 1),
+        "any": lambda: dist.recv(torch.ones(3)),
+    }
+    with default_group(rank, world_size, url, timeout=timeout) as world:
+        dist.barrier()
+        tell(os.getpid())
+        if rank == world_size - 1:
+            time.sleep(60)
+        found = _said(calls[way])
+        lost = _said(lambda: world.allreduce([torch.ones(3)]))
+        assert lost[0] == "GroupAborted" and "lost" in lost[1], lost
+    return found
+
+
+def leaves(rank, world_size, tell, url, how):
+    """The last rank goes while the others wait; `slow`: rank 1 comes late, and rank 0 hears it before."""
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(0.5)
+        if how == "destroys":
+            dist.destroy_process_group()
+            time.sleep(6)
+        elif how == "interrupted":
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            try:
+                dist.recv(torch.ones(1), 0)
+            except KeyboardInterrupt:
+                return "KeyboardInterrupt", "", time.monotonic() - began
+        elif how == "fails":
+            dist.group.WORLD._engine.give_up(tricomm.GroupAborted("rank 2 has no more data"))
+            time.sleep(2)
+        return "left", "", 0.0
+    if rank == 1:
+        time.sleep(5)
+    return _said(lambda: dist.all_reduce(torch.ones(3)))
+
+
+def finished_first(rank, world_size, tell, url):
+    """Rank 2 has its part of a broadcast, and goes; that is no fault of the call that rank 0 is still in."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    x = of(rank, (1000,))
+    dist.broadcast(x, 0)
+    return same(x, of(0, (1000,)))
+
+
+def few_descriptors(rank, world_size, tell, url, checked):
+    """Rank 1 runs out of descriptors while all make groups."""
+    if not checked:
+        gloo_transport._check_descriptors = lambda members, name: None
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    with default_group(rank, world_size, url, timeout=20.0):
+        groups = [dist.new_group()]
+        if rank == 1:
+            used = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        found = ("nothing", "", 0.0)
+        for _ in range(20):
+            found = _said(lambda: groups.append(dist.new_group()))
+            if found[0] != "nothing":
+                break
+        for group in groups:
+            x = torch.ones(2)
+            dist.all_reduce(x, group=group)
+            assert x[0] == world_size
+        return found, len(groups)
+
+
+def many_groups(rank, world_size, tell, url, count):
+    """What `count` groups cost this process: threads, descriptors, seconds to make, to use and to destroy all."""
+    with default_group(rank, world_size, url):
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        threads, files = _threads(), len(os.listdir("/proc/self/fd"))
+        began = time.monotonic()
+        groups = [dist.new_group() for _ in range(count)]
+        made = time.monotonic()
+        for number, group in enumerate(groups):
+            y = of(rank, (4,), call=number)
+            dist.all_reduce(y, group=group)
+            assert same(y, sum(of(r, (4,), call=number) for r in range(world_size)))
+        used = time.monotonic()
+        more = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
+        dist.barrier()
+        ending = time.monotonic()
+        for group in groups:
+            dist.destroy_process_group(group)
+        ended = time.monotonic()
+        del groups, group
+        gc.collect()
+        dist.barrier()
+        time.sleep(0.2)
+        after = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
+    return {
+        "threads": more[0], "descriptors": more[1], "after": after, "make": made - began, "use": used - made,
+        "destroy": ended - ending,
+    }  # fmt: skip
+
+
+def _threads():
+    return len(os.listdir("/proc/self/task"))

@@ -1,0 +1,156 @@
+"""Three ranks, one of which is lost in the middle of a step: what the other two get, and what they can do then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import tricomm
+from tests.c10d.groups import of
+from tricomm.c10d import backend, works
+
+LIMIT = 8.0  # seconds a call
+WORLD = 3
+LOST = 1
+
+
+class Lose(torch.autograd.Function):
+    """The identity, whose backward loses rank LOST."""
+
+    how = ""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        lose()
+        return grad
+
+
+def lose():
+    if not Lose.how or dist.get_rank() != LOST:
+        return
+    if Lose.how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if Lose.how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if Lose.how == "raise":
+        raise LookupError("of the user's own code")
+    dist.destroy_process_group()
+    time.sleep(60)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(21, 21), nn.Linear(21, 21)
+
+    def forward(self, x):
+        return self.b(Lose.apply(self.a(x))).sum()
+
+
+def _ddp(mode, world):
+    more = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
+    net = DistributedDataParallel(Net(), bucket_cap_mb=0.001, **more)
+    if mode == "hook":
+        net.register_comm_hook(world, default_hooks.allreduce_hook)
+    if mode == "tricomm's hook":
+        net.register_comm_hook(world, tricomm.ddp_hook)
+    x = of(0, (2, 21))
+
+    def step():
+        if mode == "no_sync":
+            with net.no_sync():
+                net(x).backward()
+        net(x).backward()
+
+    return step
+
+
+def _fsdp2(world):
+    from torch.distributed.fsdp import fully_shard
+
+    net = Net()
+    for module in (net.a, net.b, net):
+        fully_shard(module)
+    return lambda: net(of(0, (2, 21))).backward()
+
+
+def _functional(world):
+    x = of(0, (6,)).requires_grad_(True)
+
+    def step():
+        y = functional.all_gather_tensor_autograd(Lose.apply(x), 0, world)
+        functional.reduce_scatter_tensor_autograd(y, "sum", 0, world).sum().backward()
+
+    return step
+
+
+def _plain(finish):
+    def step():
+        lose()
+        finish(dist.all_reduce(torch.ones(5), async_op=True))
+
+    return step
+
+
+def _step(mode, world):
+    if mode == "fsdp2":
+        return _fsdp2(world)
+    if mode == "functional":
+        return _functional(world)
+    if mode == "wait":
+        return _plain(lambda work: work.wait())
+    if mode == "future":
+        return _plain(lambda work: work.get_future().wait())
+    return _ddp(mode, world)
+
+
+def survive(rank, world_size, tell, url, route, mode, how, without=""):
+    """`without`: the protection that is taken away. Returns the error's class and text, and the seconds it took."""
+    os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
+    if without == "the future for the reducer":
+        works.PendingWork._for_reducer = works.PendingWork._for_python
+    if without:
+        backend.raise_in_backward = lambda work: None
+    dist.init_process_group(
+        "tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT)
+    )
+    step = _step(mode, dist.group.WORLD)
+    if mode != "static":  # its first pass ends in a way of its own
+        step()
+    dist.barrier()
+    Lose.how = how
+    tell(os.getpid())
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            step()
+        found = ("nothing", "")
+    except Exception as error:
+        found = (type(error).__name__, str(error))
+    seconds = time.monotonic() - began
+    if rank == LOST:
+        return found
+    del step
+    dist.destroy_process_group()
+    again = [r for r in range(world_size) if r != LOST].index(rank)
+    dist.init_process_group(
+        "tricomm", init_method=url + "2", rank=again, world_size=world_size - 1, timeout=timedelta(seconds=60)
+    )
+    x = of(again, (7,))
+    dist.all_reduce(x)
+    assert torch.equal(x, sum(of(r, (7,)) for r in range(world_size - 1)))
+    dist.destroy_process_group()
+    return (*found, seconds)

@@ -1,0 +1,158 @@
+"""Faults on the connections of a c10d group, what many groups cost, and what a fork leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.c10d import connection_bodies as bodies
+from tests.c10d.test_endings import BEGIN
+
+ROOT = Path(__file__).parents[2]
+FORK = """
+import signal
+from tricomm.c10d import gloo_transport
+if sys.argv[4] == "unhooked":
+    gloo_transport._leak = lambda found: None
+    gloo_transport.Transport._forked = lambda transport: None
+signal.alarm(60)
+began, child = time.monotonic(), os.fork()
+if child == 0:
+    try:
+        dist.all_reduce(x)
+    except tricomm.GroupAborted as error:
+        assert sys.argv[4] == "unhooked" or "parent" in str(error)
+    sys.exit(0)
+while os.waitpid(child, os.WNOHANG)[0] == 0:
+    if time.monotonic() - began > 6:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        print("killed")
+        break
+    time.sleep(0.01)
+else:
+    print("ended")
+dist.all_reduce(x)
+assert x[0] == 4
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def survivors(url, hurt, timeout, way, *args, limit=60.0):
+    """What the others say when `hurt` is done to the last of 3 ranks, 0.3 s into their call."""
+    with ranks.start(3, bodies.survivor, url, timeout, way, *args, timeout=limit) as started:
+        pids = [started.message(rank) for rank in range(3)]
+        time.sleep(0.3)
+        if hurt is not None:
+            os.kill(pids[2], hurt)
+        found = []
+        while len(found) < 2:
+            kind, value = started.pipes[len(found)].recv()
+            assert kind == "end" and value.error is None, value
+            found.append(value.value)
+    return pids, found
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "async", "recv", "send", "any"])
+def test_a_killed_peer_is_named_at_once(way, url):
+    pids, found = survivors(url, signal.SIGKILL, 20.0 if way != "any" else 3.0, way)
+    for kind, text, seconds in found:
+        # Another rank might still send to any rank that asks: the dead one is named when the time is up.
+        assert kind == "PeerDied" and f"[2] (pid {pids[2]}) has ended" in text, text
+        assert seconds < 5.0 + 3.0 * (way == "any")
+        assert way.replace("async", "all_reduce").replace("any", "recv from any") in text
+
+
+def test_a_stopped_peer_is_called_stopped(url):
+    pids, found = survivors(url, signal.SIGSTOP, 3.0, "all_reduce")
+    for kind, text, seconds in found:
+        assert kind == "PeerStalled" and f"rank 2 (pid {pids[2]}) is stopped" in text, text
+        assert 2.0 < seconds < 8.0
+
+
+def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
+    _, found = survivors(url, None, 2.0, "barrier")
+    for kind, text, seconds in found:
+        assert kind == "CollectiveTimeout" and "timed out" in text and "rank(s) [2] have not come" in text, text
+        assert 1.0 < seconds < 5.5
+
+
+def test_without_the_watcher_only_gloo_ends_the_wait(url):
+    _, found = survivors(url, None, 2.0, "barrier", True)
+    assert min(seconds for _, _, seconds in found) > 6.0
+
+
+@pytest.mark.parametrize(
+    "how, kind, words, within",
+    [
+        ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0), ("exits", "PeerDied", "has ended", 3.0),
+        ("interrupted", "GroupAborted", "rank 2 was interrupted by KeyboardInterrupt", 4.0),
+        ("fails", "GroupAborted", "rank 2 has no more data", 3.0),
+    ],
+)  # fmt: skip
+def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, within, url):
+    with ranks.start(3, bodies.leaves, url, how) as started:
+        first, late, gone = started.results()
+        pid = started.pids[2]
+    assert first.value[0] == kind and words.format(pid=pid) in first.value[1], first
+    assert first.value[2] < within
+    assert late.value[0] in (kind, "PeerDied"), late
+    assert gone.value is None or gone.value[0] in ("left", "KeyboardInterrupt"), gone
+    assert how != "interrupted" or gone.value[2] < 3.0
+
+
+def test_a_peer_that_went_after_its_part_is_no_fault(url):
+    assert ranks.run(3, bodies.finished_first, url) == [True, True, True]
+
+
+def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
+    found = ranks.run(3, bodies.few_descriptors, url, True)
+    assert len({count for _, count in found}) == 1, found
+    for (kind, text, seconds), _ in found:
+        assert kind == "ResourceError" and seconds < 5.0, text
+        for words in ("rank 1 (pid", "RLIMIT_NOFILE", "ulimit -n", "needs 2 descriptors", "destroy groups"):
+            assert words in text
+
+
+def test_without_the_count_a_lack_of_descriptors_ends_a_process(url):
+    with ranks.start(3, bodies.few_descriptors, url, False, timeout=120) as started:
+        outcomes = started.results()
+    assert any(o.code is not None or o.error is not None or o.value[0][0] != "ResourceError" for o in outcomes)
+
+
+def test_threads_do_not_grow_with_groups(url):
+    for found in ranks.run(3, bodies.many_groups, url, 30, timeout=120):
+        assert found["descriptors"] == 60 and found["after"][1] <= 0
+        assert found["threads"] <= 3 and found["after"][0] <= 3, found
+
+
+@pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])
+def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, tmp_path):
+    tmp_path.chmod(0o700)
+    script = BEGIN + FORK
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, str(rank), f"file://{tmp_path}/store", "gloo", how],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in started:
+            out, said = process.communicate(timeout=100)
+            assert (process.returncode == 0 and out.strip() == "ended") == ends, out + said
+    finally:
+        for process in started:
+            process.kill()

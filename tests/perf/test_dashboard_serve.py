@@ -1,0 +1,143 @@
+"""`dashboard --serve` under clients that are slow, many, or send too much: a normal one is still served."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from tricomm.perf.dashboard import serve
+
+_BIG = "x" * (32 << 20)  # more than the buffers of a connection take
+
+
+@contextmanager
+def _served(connections: int = 4, seconds: float = 1.0) -> Iterator[serve.Server]:
+    with serve.Server(0, lambda: _BIG, lambda: "data", bytes, connections=connections, seconds=seconds) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def _connect(server: serve.Server, stack: ExitStack, text: bytes = b"") -> socket.socket:
+    client = stack.enter_context(socket.create_connection(server.server_address[:2], timeout=20))
+    client.sendall(text)
+    return client
+
+
+def _data(server: serve.Server) -> str:
+    with urllib.request.urlopen(server.url + "data", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
+def _until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.01)
+
+
+def _threads(server: serve.Server) -> int:
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def _ended(client: socket.socket) -> bool:
+    """Whether the server has ended the connection; False for one that it keeps, after a moment."""
+    client.settimeout(0.2)
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline() -> None:
+    with _served() as server, ExitStack() as stack:
+        began, client = time.monotonic(), _connect(server, stack)
+        for byte in b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n" * 10:
+            try:
+                client.sendall(bytes([byte]))
+            except ConnectionError:
+                break
+            if _ended(client):
+                break
+        else:
+            pytest.fail("a slow request was never cut")
+        assert 0.9 < time.monotonic() - began < 10
+        _until(lambda: _threads(server) == 0)
+
+
+def test_without_deadlines_a_slow_client_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.Server, "service_actions", lambda self: None)
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET")
+        time.sleep(2.0)
+        assert not _ended(client) and _threads(server) == 1
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut() -> None:
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
+        assert client.recv(8) == b"HTTP/1.0"
+        _until(lambda: _threads(server) == 0)
+        assert _data(server) == "data"
+
+
+def test_a_hundred_connections_take_no_more_threads_than_places_and_lock_nobody_out() -> None:
+    with _served(connections=8, seconds=60.0) as server, ExitStack() as stack:
+        slow = []
+        for _ in range(100):
+            slow.append(_connect(server, stack, b"GET /data HTTP/1.0\r\n"))
+            assert _threads(server) <= 9  # one may be on its way out
+        assert _data(server) == "data"
+        _until(lambda: sum(map(_ended, slow[:90])) == 90)  # who came first has lost its place
+        assert _threads(server) <= 8
+        assert _data(server) == "data"
+
+
+def test_who_comes_while_all_places_are_at_work_is_told() -> None:
+    go = threading.Event()
+
+    def page() -> str:
+        go.wait(60)
+        return "page"
+
+    with serve.Server(0, page, lambda: "data", bytes, connections=2, seconds=5.0) as server, ExitStack() as stack:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        busy = [_connect(server, stack, b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n") for _ in range(2)]
+        _until(lambda: _threads(server) == 2 and not server._asking)
+        refused = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
+        assert refused.recv(12) == b"HTTP/1.0 503"
+        go.set()
+        for client in busy:
+            assert client.recv(12) == b"HTTP/1.0 200"
+        _until(lambda: _threads(server) == 0)
+        assert _data(server) == "data"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "request_text,status",
+    [
+        (b"GET /" + b"a" * serve.HEAD_BYTES + b" HTTP/1.0\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.0\r\nX: " + b"a" * serve.HEAD_BYTES + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.0\r\n" + b"X: aaaa\r\n" * (serve.HEAD_BYTES // 9) + b"\r\n", b"431"),
+        (b"POST /data HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n", b"501"),
+        (b"nonsense\r\n\r\n", b"400"),
+    ],
+    ids=["line", "header", "headers", "method", "nonsense"],
+)
+def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, status: bytes) -> None:
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, request_text)
+        assert status in client.recv(4096)
+        _until(lambda: _threads(server) == 0)
+        assert _data(server) == "data"

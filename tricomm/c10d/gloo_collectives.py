@@ -1,0 +1,229 @@
+"""Every collective over a group's own connections: one row per collective, each an exchange of messages or two.
+
+Not Gloo's collectives: those need a thread of each ProcessGroupGloo, and a wait inside one can be neither cancelled
+nor told who is missing. Here each rank sends straight to every rank that needs something of it. A reduction of few
+bytes exchanges everything and reduces on every rank (one shot); of many, each rank reduces a share that it then sends
+to all (two shots). Both reduce in rank order, so they give the same bits, and those are the kernels'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from tricomm.c10d.call import Call
+from tricomm.c10d.carriers import as_bytes, reduce_into
+from tricomm.c10d.gloo_transport import Part, Transport
+from tricomm.errors import CollectiveMismatch, InvalidArgument
+
+_ONE_SHOT_BYTES = 64 * 1024  # with 2 ranks, all: both ways move the same bytes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call's use of the connections: until `deadline` (of `time.monotonic()`), with the words of `what`."""
+
+    transport: Transport
+    deadline: float
+    what: Callable[[], str]
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.transport.world_size
+
+    def others(self) -> list[int]:
+        """The other ranks, each rank's next one first, so that not all of them begin with one."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def exchange(self, sends: list[Part], receives: list[Part]) -> None:
+        self.transport.exchange(sends, receives, self.deadline, self.what)
+
+
+def run(turn: Turn, call: Call) -> None:
+    """This rank's part of `call`; returns when it is done."""
+    with torch.no_grad():
+        TABLE[call.collective](turn, call)
+
+
+def _both(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.x is not None and call.out is not None, "a call of this collective has an input and an output"
+    return call.x, call.out
+
+
+def _rows(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """`x` as bytes, in rows of `sizes` elements."""
+    return list(as_bytes(x).split([n * x.itemsize for n in sizes]))
+
+
+def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(as_bytes(x).view(count, -1).unbind()) if x.numel() else [as_bytes(x)] * count
+
+
+def _gathered(turn: Turn, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
+    """Everybody's bytes into `rows`."""
+    mine, others = as_bytes(x), turn.others()
+    turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
+    rows[turn.rank].copy_(mine)
+
+
+def _shuffled(turn: Turn, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+    """Row r to rank r."""
+    others = turn.others()
+    turn.exchange([(r, sent[r]) for r in others], [(r, received[r]) for r in others])
+    received[turn.rank].copy_(sent[turn.rank])
+
+
+def _collected(turn: Turn, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
+    """Row r of each rank to rank r, which reduces them `into`."""
+    mine = rows[turn.rank]
+    parts = [mine if r == turn.rank else torch.empty_like(mine) for r in range(turn.world_size)]
+    others = turn.others()
+    turn.exchange([(r, as_bytes(rows[r])) for r in others], [(r, as_bytes(parts[r])) for r in others])
+    reduce_into(op, parts, into)
+
+
+def _all_reduce(turn: Turn, call: Call) -> None:
+    x, out = _both(call)
+    if turn.world_size == 2 or x.nbytes <= _ONE_SHOT_BYTES:
+        _collected(turn, call.op, [x] * turn.world_size, out)
+        return
+    ends = [x.numel() * r // turn.world_size for r in range(turn.world_size + 1)]
+    sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    mine = out.split(sizes)[turn.rank]
+    _collected(turn, call.op, list(x.split(sizes)), mine)
+    _gathered(turn, mine, _rows(out, sizes))
+
+
+def _reduce(turn: Turn, call: Call) -> None:
+    x, out = _both(call)
+    if turn.rank != call.root:
+        turn.exchange([(call.root, as_bytes(x))], [])
+        return
+    parts = [x if r == turn.rank else torch.empty_like(x) for r in range(turn.world_size)]
+    turn.exchange([], [(r, as_bytes(parts[r])) for r in turn.others()])
+    reduce_into(call.op, parts, out)
+
+
+def _reduce_scatter(turn: Turn, call: Call) -> None:
+    x, out = _both(call)
+    _collected(turn, call.op, list(x.split(list(call.sizes or (out.numel(),) * turn.world_size))), out)
+
+
+def _broadcast(turn: Turn, call: Call) -> None:
+    x, _ = _both(call)
+    if turn.rank == call.root:
+        turn.exchange([(r, as_bytes(x)) for r in turn.others()], [])
+    else:
+        turn.exchange([], [(call.root, as_bytes(x))])
+
+
+def _all_gather(turn: Turn, call: Call) -> None:
+    x, out = _both(call)
+    _gathered(turn, x, _rows(out, list(call.sizes)) if call.sizes else _even(out, turn.world_size))
+
+
+def _gather(turn: Turn, call: Call) -> None:
+    assert call.x is not None, "every rank of a gather gives something"
+    mine = as_bytes(call.x)
+    if call.out is None:
+        turn.exchange([(call.root, mine)], [])
+        return
+    rows = _even(call.out, turn.world_size)
+    turn.exchange([], [(r, rows[r]) for r in turn.others()])
+    rows[turn.rank].copy_(mine)
+
+
+def _scatter(turn: Turn, call: Call) -> None:
+    assert call.out is not None, "every rank of a scatter gets something"
+    mine = as_bytes(call.out)
+    if call.x is None:
+        turn.exchange([], [(call.root, mine)])
+        return
+    rows = _even(call.x, turn.world_size)
+    turn.exchange([(r, rows[r]) for r in turn.others()], [])
+    mine.copy_(rows[turn.rank])
+
+
+def _all_to_all_v(turn: Turn, call: Call) -> None:
+    x, out = _both(call)
+    assert call.splits is not None, "an all_to_all has splits"
+    sent, received = call.splits
+    _shuffled(turn, _rows(x, sent), _rows(out, received))
+
+
+def _barrier(turn: Turn, call: Call) -> None:
+    word = torch.zeros(1, dtype=torch.uint8)
+    _shuffled(turn, [word] * turn.world_size, [torch.empty_like(word) for _ in range(turn.world_size)])
+
+
+def _all_reduce_sparse(turn: Turn, call: Call) -> None:
+    """The sum of COO tensors, in rank order, into the caller's own; ranks may have any number of elements."""
+    (x,) = call.result
+    if call.op != "sum" or x.layout != torch.sparse_coo:
+        raise InvalidArgument(f"all_reduce: {call.op} of {x.layout} is not defined; sum of a sparse COO tensor is")
+    mine = x.detach().coalesce()
+    head = torch.tensor([mine._nnz(), mine.sparse_dim(), mine.dense_dim(), *_shape(mine)], dtype=torch.int64)
+    heads = [torch.empty_like(head) for _ in range(turn.world_size)]
+    _gathered(turn, head, [as_bytes(row) for row in heads])
+    if any(row[1:].tolist() != head[1:].tolist() for row in heads):
+        said = "; ".join(f"rank {r}: {row[1:].tolist()}" for r, row in enumerate(heads))
+        raise CollectiveMismatch(
+            f"{turn.what()}: ranks have sparse tensors of different shapes (sparse and dense dimensions, type, number "
+            f"of dimensions, sizes): {said}; give all ranks one shape and type"
+        )
+    counts = [int(row[0]) for row in heads]
+    values, indices = mine.values(), mine.indices()
+    all_indices = _ragged(turn, indices.t(), counts)
+    all_values = _ragged(turn, values, counts)
+    parts = [
+        torch.sparse_coo_tensor(index.t(), value, mine.shape, check_invariants=True)
+        for index, value in zip(all_indices, all_values, strict=True)
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    x.copy_(total.coalesce())
+
+
+_DIMENSIONS = 32
+_DTYPES = sorted({str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)})
+
+
+def _shape(x: torch.Tensor) -> list[int]:
+    if x.dim() > _DIMENSIONS:
+        raise InvalidArgument(f"all_reduce of a sparse tensor of {x.dim()} dimensions: {_DIMENSIONS} at most")
+    return [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape, *[0] * (_DIMENSIONS - x.dim())]
+
+
+def _ragged(turn: Turn, x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+    """The first dimension of rank r's tensor is `counts[r]` long, the others are equal."""
+    x = x.contiguous()
+    row = math.prod(x.shape[1:])
+    flat = torch.empty(sum(counts) * row, dtype=x.dtype)
+    ends = list(accumulate(counts, initial=0))
+    _gathered(turn, x.view(-1), _rows(flat, [n * row for n in counts]))
+    return [flat[a * row : b * row].view(b - a, *x.shape[1:]) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+TABLE: dict[str, Callable[[Turn, Call], None]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_sparse": _all_reduce_sparse,
+    "all_gather": _all_gather,
+    "all_gather_v": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_v": _reduce_scatter,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all_v": _all_to_all_v,
+    "barrier": _barrier,
+}

@@ -1,0 +1,346 @@
+"""A c10d group's connections on the CPU: one Gloo context with a connection to each other rank, and no thread.
+
+All groups of a process share one Gloo device, and with it one thread that moves the data; what a group has of its
+own are its connections, world size - 1 descriptors. Collectives are exchanges of messages (`exchange`), and so are
+messages of users; the two are told apart by tags: those from `OWN_TAGS` on are ours.
+
+A wait inside Gloo cannot be cancelled, and one that ends by Gloo's own limit of time closes all connections. So a
+blocked wait is ended by shutting down the sockets under it, which also tells the other side at once; for that, each
+group knows which descriptor leads to which rank. A wait that the main thread asks for runs on a helper thread, so
+that a signal's handler runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from tricomm.c10d import gloo_faults
+from tricomm.c10d.facts import Member
+from tricomm.c10d.gloo_faults import Waiting, helped
+from tricomm.c10d.torch_names import c10d
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
+from tricomm.store import process
+from tricomm.store.deadline import first_line
+
+OWN_TAGS = 1 << 30  # a user's tags are below
+COLLECTIVE, _MEETING = OWN_TAGS, OWN_TAGS + 1
+_SPARE = 16  # descriptors that a group leaves for files and the store
+_CONNECT_SECONDS = 30.0  # the ranks have just met over the store
+
+Part = tuple[int, torch.Tensor]  # a rank, and the contiguous tensor that goes there or comes from there
+
+_connecting = threading.Lock()  # two groups that connect at once would take each other's descriptors for theirs
+_device: Any = None
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+class Transport:
+    """The connections of one rank of one group; made by all its ranks together.
+
+    Every method may be called from any thread. After `fail` and `close`, and after any wait that failed, every call
+    raises what the group was lost by.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, members: Sequence[Member], name: str, stall: float,
+        timeout: timedelta,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
+        here = process.node_id(), process.pid_namespace()
+        self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
+        self.error: TricommError | None = None
+        self.store = PrefixStore("lost", store)
+        self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
+        self._lock = threading.Lock()
+        _check_descriptors(members, name)
+        seconds = min(timeout.total_seconds(), _CONNECT_SECONDS)
+        with _connecting:
+            before = _inodes()
+            try:
+                self._native = _context(PrefixStore("gloo", store), rank, world_size, seconds)
+            except RuntimeError as error:
+                raise RendezvousError(
+                    f"{name}, rank {rank} of {world_size}: the ranks could not connect within {seconds:g} s: "
+                    f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
+                ) from error
+            mine = {fd: inode for fd, inode in _inodes().items() if before.get(fd) != inode}
+        _transports.add(self)
+        self._identify(mine, time.monotonic() + seconds)
+
+    # Messages
+
+    def exchange(
+        self, sends: Sequence[Part], receives: Sequence[Part], deadline: float, what: Callable[[], str],
+        tag: int = COLLECTIVE,
+    ) -> None:  # fmt: skip
+        """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
+
+        Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
+        `GroupAborted`, with the words of `what`; the group is lost then.
+        """
+        waiting = Waiting(self, deadline, what)
+        with self._given_up_if_interrupted(waiting):
+            try:
+                for rank, x in receives:
+                    if x.numel():
+                        waiting.todo.append((rank, self._native.recv([x], rank, tag)))
+                for rank, x in sends:
+                    if x.numel():
+                        waiting.todo.append((rank, self._native.send([x], rank, tag)))
+            except (RuntimeError, AttributeError) as error:  # a connection is closed already; or `close` came first
+                waiting.failed(rank, error)
+            self._wait(waiting)
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> Any:
+        """Start to send contiguous `x`; the handle goes to `wait`. Raises as `exchange` does."""
+        return self._start(lambda: self._native.send([x], dst, _users(tag)), dst, "send")
+
+    def recv(self, x: torch.Tensor, src: int | None, tag: int) -> Any:
+        """Start to receive into contiguous `x`, from `src` or (None) from any rank; the handle goes to `wait`."""
+        if src is None:
+            return self._start(lambda: self._native.recv_anysource([x], _users(tag)), -1, "recv")
+        return self._start(lambda: self._native.recv([x], src, _users(tag)), src, "recv")
+
+    def wait(self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str]) -> None:
+        """Wait for what `send` or `recv` began, with rank `peer` or (None) with any. Raises as `exchange` does."""
+        waiting = Waiting(self, deadline, what, any=peer is None)
+        waiting.todo.append((-1 if peer is None else peer, handle))
+        with self._given_up_if_interrupted(waiting):
+            self._wait(waiting)
+
+    def _start(self, begin: Callable[[], Any], peer: int, what: str) -> Any:
+        self.usable(what)
+        try:
+            return begin()
+        except RuntimeError as error:
+            waiting = Waiting(self, time.monotonic(), lambda: f"{self.name}: {what}")
+            waiting.failed(peer, error)
+            raise waiting.verdict() from error
+
+    def _wait(self, waiting: Waiting) -> None:
+        if self.error is None:
+            gloo_faults.watch(waiting)
+            try:
+                # What comes from any rank is woken by no closed connection: its wait is left behind then.
+                if waiting.todo and (waiting.any or threading.current_thread() is threading.main_thread()):
+                    helped(waiting)
+                else:
+                    waiting.run()
+            finally:
+                gloo_faults.unwatch(waiting)
+            if not waiting.lost:
+                return
+        raise waiting.verdict()
+
+    @contextmanager
+    def _given_up_if_interrupted(self, waiting: Waiting) -> Iterator[None]:
+        try:
+            yield
+        except TricommError:
+            raise
+        except BaseException as error:  # a signal's handler raised
+            self.fail(GroupAborted(f"rank {self.rank} was interrupted by {first_line(error)}"))
+            waiting.ended.wait(1.0)  # so that nothing writes into the tensors any more
+            raise
+
+    # Life
+
+    def usable(self, what: str) -> None:
+        """Raises `GroupAborted`, with the cause, if the group is lost or closed."""
+        if self.error is not None:
+            raise GroupAborted(
+                f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
+            ) from self.error
+
+    def fail(self, error: TricommError) -> None:
+        """Give the group up: say why to the others, wake every blocked wait, close the connections. Any thread may
+        call it, an interrupted one too; the first error counts."""
+        if self.lose(error):
+            gloo_faults.tell(self, error)
+        self.cut()
+
+    def lose(self, error: TricommError) -> bool:
+        """Take `error` for what the group was lost by, unless there is one; True where it was the first."""
+        with self._lock:
+            first = self.error is None
+            if first:
+                self.error = error
+        return first
+
+    def close(self) -> None:
+        """Close the connections, which the other ranks see at once; idempotent."""
+        self.lose(GroupAborted(f"{self.name} was destroyed here"))
+        self.cut()
+        self._native = None
+
+    def cut(self, rank: int | None = None) -> None:
+        """Shut down the connection to `rank`, or (None) all: every wait for it ends, here and there."""
+        for peer in range(self.world_size) if rank is None else (rank,):
+            entry = self._sockets.get(peer)
+            if entry is not None:
+                _shut(*entry)
+        if rank is None:
+            gloo_faults.wake(self)
+
+    def connected(self, rank: int) -> bool:
+        """False once Gloo has closed the connection to `rank`."""
+        entry = self._sockets.get(rank)
+        return entry is None or _inode(entry[0]) == entry[1]
+
+    def _identify(self, mine: dict[int, int], deadline: float) -> None:
+        """Find out which of the sockets leads to whom: each rank tells the others the ports at both ends of its own.
+
+        That leaves out a socket that another thread of this process opened meanwhile.
+        """
+        ports = {fd: _ports(fd) for fd in mine}
+        table = struct.Struct(f"<{4 * self.world_size}H")
+        flat = [port for pair in ports.values() for port in pair][: 4 * self.world_size]
+        said = torch.frombuffer(
+            bytearray(table.pack(*flat, *[0] * (4 * self.world_size - len(flat)))), dtype=torch.uint8
+        )
+        others = [r for r in range(self.world_size) if r != self.rank]
+        heard = {r: torch.empty_like(said) for r in others}
+        self.exchange(
+            [(r, said) for r in others], list(heard.items()), deadline, lambda: f"{self.name}: first exchange", _MEETING
+        )
+        for rank, text in heard.items():
+            theirs = table.unpack(text.numpy().tobytes())
+            ends = {(theirs[i + 1], theirs[i]) for i in range(0, len(theirs), 2)}
+            for fd, pair in ports.items():
+                if pair in ends and pair != (0, 0):
+                    self._sockets[rank] = (fd, mine[fd])
+
+    def _forked(self) -> None:
+        """In a child: its copies of the sockets would keep the connections open when the parent closes them, and
+        Gloo's destructors would wait for a thread that the child does not have."""
+        _leak(self._native)
+        self._lock = threading.Lock()
+        self.error = GroupAborted(f"{self.name} belongs to the parent of this process; make a new group here")
+        for fd, inode in self._sockets.values():
+            if _inode(fd) == inode:
+                os.close(fd)
+        self._sockets = {}
+
+
+def _check_descriptors(members: Sequence[Member], name: str) -> None:
+    """Raises `ResourceError`, on all ranks alike, if any of them has too few descriptors for its connections."""
+    needed = len(members) - 1 + _SPARE
+    short = {rank: member.descriptors for rank, member in enumerate(members) if member.descriptors < needed}
+    if short:
+        who = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
+        raise ResourceError(
+            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {who} of its "
+            "limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not needed"
+        )
+
+
+def _context(store: Any, rank: int, world_size: int, seconds: float) -> Any:
+    global _device
+    if _device is None:
+        _device = _new_device()
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices, options._threads, options._timeout = [_device], 0, timedelta(seconds=seconds)
+    return c10d.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _new_device() -> Any:
+    """As ProcessGroupGloo's own default: the first interface of GLOO_SOCKET_IFNAME, else the host name's address."""
+    interface = (os.environ.get("GLOO_SOCKET_IFNAME") or "").split(",")[0]
+    if interface:
+        return c10d.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
+    return c10d.ProcessGroupGloo.create_default_device(lazy_init=False)
+
+
+def _users(tag: int) -> int:
+    if not 0 <= tag < OWN_TAGS:
+        raise InvalidArgument(f"tag={tag}: a tag from 0 to 2**30 - 1 is needed; those above are tricomm's own")
+    return tag
+
+
+def _inodes() -> dict[int, int]:
+    """The sockets of this process: descriptor, inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        inode = _inode(int(name))
+        if inode is not None:
+            found[int(name)] = inode
+    return found
+
+
+def _inode(fd: int) -> int | None:
+    try:
+        seen = os.fstat(fd)
+    except OSError:
+        return None
+    return seen.st_ino if stat.S_ISSOCK(seen.st_mode) else None
+
+
+def _ports(fd: int) -> tuple[int, int]:
+    """The ports here and there; (0, 0) of what is no TCP connection."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
+                return 0, 0
+            return copy.getsockname()[1], copy.getpeername()[1]
+    except OSError:
+        return 0, 0
+
+
+def _shut(fd: int, inode: int) -> None:
+    # Through a copy: the number may be another file's by the time of the call, the copy's file cannot change.
+    try:
+        copy = os.dup(fd)
+    except OSError:  # closed, which the inode shows, or no descriptor is left
+        copy = fd
+    try:
+        if _inode(copy) == inode:
+            held = socket.socket(fileno=copy)
+            try:
+                held.shutdown(socket.SHUT_RDWR)
+            except OSError:  # the other side was first
+                pass
+            finally:
+                held.detach()
+    finally:
+        if copy != fd:
+            os.close(copy)
+
+
+def _leak(found: Any) -> None:
+    """Keep `found` from ever being destroyed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+
+def _child() -> None:
+    global _device, _connecting
+    for transport in list(_transports):
+        transport._forked()
+    if _device is not None:
+        _leak(_device)
+        _device = None
+    _connecting = threading.Lock()
+
+
+@atexit.register
+def _close_all() -> None:
+    # After the calls under way had a moment to end: a thread in Gloo must not outlive what Gloo destroys at exit.
+    for transport in list(_transports):
+        transport.close()
+
+
+os.register_at_fork(after_in_child=_child)
