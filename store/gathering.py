@@ -14,13 +14,14 @@ from tricomm.store import records
 from tricomm.store.deadline import Bounded
 from tricomm.store.records import Record
 
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _ROUND_SECONDS = 2e-4, 0.02, 0.05
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
+_EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may be there
 
 Arrived = Mapping[int, Record]  # those that are there, by rank
 
 
-def next_generation(store: Bounded, key: str, took: Callable[[int], None] = lambda number: None) -> int:
-    """Which meeting on this store is this rank's next one, counted in `key`; `took` is told by the store's worker.
+def next_generation(store: Bounded, key: str, took: Callable[[int], None] = lambda count: None) -> int:
+    """Which meeting on this store is this rank's next one, counted in `key`; an interrupt does not keep it from `took`.
 
     Raises `RendezvousError` if what is counted there is impossible: something else writes to this store.
     """
@@ -45,23 +46,22 @@ def gather(
     kind = records.kind_of(mine.body)
     store.set(key(mine.rank), mine.pack(token))
     said = {mine.rank: mine}  # never read back: another's word for this rank counts for nothing
-    pause, next_round = _PAUSE_SECONDS, time.monotonic() + _ROUND_SECONDS
+    pause, each = _PAUSE_SECONDS, time.monotonic() + _EACH_SECONDS
     while True:
         look(said)
-        keys = {rank: key(rank) for rank in missing(said, mine.world_size)}
         now = time.monotonic()
-        round_due = now >= min(next_round, deadline)
-        # One question for all keys most of the time; each key by itself now and then, to know who is there.
-        for rank in keys if keys and (round_due or store.check(*keys.values())) else ():
-            if data := store.read(keys[rank]):
-                record = records.parse(data, kind, mine.generation, rank, token)
-                check(record)
-                said[rank] = record
+        keys = {rank: key(rank) for rank in missing(said, mine.world_size)}
+        if now >= min(each, deadline) or not keys or store.check(*keys.values()):  # one question for all, mostly
+            each = now + _EACH_SECONDS
+            for rank, there in keys.items():
+                if data := store.read(there):
+                    record = records.parse(data, kind, mine.generation, rank, token)
+                    check(record)
+                    said[rank] = record
         if len(said) == mine.world_size:
             return [said[rank] for rank in range(mine.world_size)]
         if now >= deadline:
             raise late(said)
-        next_round = now + _ROUND_SECONDS if round_due else next_round
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch.distributed.distributed_c10d import Store
@@ -36,19 +37,23 @@ _KINDS: dict[str, type[TricommError]] = {kind.__name__: kind for kind in (Resour
 _DYING_SECONDS = 0.5
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: int) -> ControlPage:
+def meet(
+    store: Store, rank: int, world_size: int, timeout: float, layout_hash: int,
+    look: Callable[[], None] = lambda: None,
+) -> ControlPage:  # fmt: skip
     """Meet the other ranks over `store`, which is never used again afterwards; all ranks call it.
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. Where one rank raises,
     all do, `RendezvousError` (`SpansNodes` where they are on several nodes) or `ResourceError`, naming the rank at
     fault and what it said. Then nothing is left open, and the ranks may meet again on the same store.
-    `InvalidArgument` for arguments of a wrong kind.
+    `InvalidArgument` for arguments of a wrong kind. `look` is called now and then while this rank waits; what it raises
+    ends the meeting on all ranks.
     """
     hello.check_arguments(rank, world_size, timeout)
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
     with ExitStack() as undo:
         undo.callback(bounded.close)
-        meeting = _Meeting(bounded, rank, world_size, timeout, layout_hash & (1 << 64) - 1)
+        meeting = _Meeting(bounded, rank, world_size, timeout, layout_hash & (1 << 64) - 1, look)
         undo.callback(meeting.release)
         try:
             return meeting.run()
@@ -62,7 +67,10 @@ def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: 
 class _Meeting:
     """One rank's part in one meeting."""
 
-    def __init__(self, store: Bounded, rank: int, world_size: int, timeout: float, layout_hash: int) -> None:
+    def __init__(
+        self, store: Bounded, rank: int, world_size: int, timeout: float, layout_hash: int, look: Callable[[], None]
+    ) -> None:
+        self._look_outside = look
         self._store, self._rank, self._world_size, self._layout_hash = store, rank, world_size, layout_hash
         self._began, self._timeout = time.monotonic(), timeout
         self._token = env.token()
@@ -164,6 +172,7 @@ class _Meeting:
         self._look_for_failure()
         self._look_for_duplicate()
         if time.monotonic() >= self._next_look:
+            self._look_outside()
             self._look_for_dead(said)
             self._next_look = time.monotonic() + _LOOK_SECONDS
 

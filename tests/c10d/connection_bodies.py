@@ -102,10 +102,11 @@ def few_descriptors(rank, world_size, tell, url, checked):
             resource.setrlimit(resource.RLIMIT_NOFILE, (used + 24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         found = ("nothing", "", 0.0)
         for _ in range(20):
-            found = _said(lambda: groups.append(dist.new_group()))
+            # torch itself waits for as long as this for ranks that do not come out of a new group
+            found = _said(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
             if found[0] != "nothing":
                 break
-        for group in groups:
+        for group in groups if checked else []:
             x = torch.ones(2)
             dist.all_reduce(x, group=group)
             assert x[0] == world_size

@@ -14,7 +14,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm import env, routing
-from tricomm.c10d import agreement, gloo_collectives, natives
+from tricomm.c10d import gloo_collectives, natives
+from tricomm.c10d.agreement import Records
 from tricomm.c10d.call import Call
 from tricomm.c10d.facts import Facts, agree, torch_backend
 from tricomm.c10d.gloo_collectives import Turn
@@ -81,6 +82,8 @@ class Engine:
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(facts.no_kernels)
         self._transport: Transport | None = None
+        self._records = Records(place.world_size)
+        self._text = str(place)
         self._number = 0
         self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
@@ -132,16 +135,24 @@ class Engine:
         store = PrefixStore(f"kernels/{device.type}", place.store)
         try:
             comm = Communicator(
-                store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout)
-            )
+                store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout),
+                look=self._still_connected,
+            )  # fmt: skip
             comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return
         self._comms[device] = comm
+        if self._lost is not None:  # the caller was interrupted meanwhile
+            comm.interrupted(self._lost)
         if device.type == "cuda":
             self._quick.use(comm, self.site("cuda"))
         comm.watch(self)
+
+    def _still_connected(self) -> None:
+        """Raises if a rank has ended or left, which the store does not show."""
+        if self._transport is not None:
+            self._transport.check(lambda: f"{self._place}: setting up the kernels' memory")
 
     # Of a communicator's monitor, about what goes to NCCL
 
@@ -166,24 +177,26 @@ class Engine:
     def _run(self, batch: list[Call]) -> None:
         self.usable(batch[0].collective)
         self._number += 1
+        here = None
         if self._facts.check:
-            agreement.check(self._turn(batch[0]), batch, self._number, str(self._place))
+            here = self._records.check(self._turn(batch[0]), batch, self._number, self._text)
         for call in batch:
             route = self.route(call)
             self.took(call, route)
             if route.path == routing.KERNELS:
                 _KERNELS[call.collective](self._comms[call.device], call)
             else:
-                gloo_collectives.run(self._turn(call), call)
+                gloo_collectives.run(self._turn(call, here), call)
             call.finish()
 
-    def _turn(self, call: Call) -> Turn:
-        """The connections, for as long as `call` may take."""
-        number, place = self._number, self._place
-        limit = (call.timeout or place.timeout).total_seconds()
+    def _turn(self, call: Call, here: list[torch.Tensor] | None = None) -> Turn:
+        """The connections, for as long as `call` may take; `here` is what the ranks have given to it already."""
+        number, text = self._number, self._text
+        limit = (call.timeout or self._place.timeout).total_seconds()
         if self._transport is None:
             self._transport = self._connected()
-        return Turn(self._transport, time.monotonic() + limit, lambda: f"{place}, call {number} ({call.text()})")
+        end = time.monotonic() + limit
+        return Turn(self._transport, end, lambda: f"{text}, call {number} ({call.text()})", here)
 
     def _connected(self) -> Transport:
         """Connections of a wrapped group's own, at the first call that needs them: its native backend is in use."""

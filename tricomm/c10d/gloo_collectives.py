@@ -9,6 +9,7 @@ to all (two shots). Both reduce in rank order, so they give the same bits, and t
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,16 +21,24 @@ from tricomm.c10d.carriers import as_bytes, reduce_into
 from tricomm.c10d.gloo_transport import Part, Transport
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
-_ONE_SHOT_BYTES = 64 * 1024  # with 2 ranks, all: both ways move the same bytes
+_ONE_SHOT_BYTES = 64 * 1024
+_ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # both ways move the same bytes then, and two shots reduce half of them
+_KEPT_BYTES = 16 * 1024 * 1024  # of memory for what is reduced, by a thread that runs calls: fresh pages are slow
+
+_kept = threading.local()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One call's use of the connections: until `deadline` (of `time.monotonic()`), with the words of `what`."""
+    """One call's use of the connections: until `deadline` (of `time.monotonic()`), with the words of `what`.
+
+    `here` is what each rank gives to the call, if it is here already.
+    """
 
     transport: Transport
     deadline: float
     what: Callable[[], str]
+    here: list[torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -44,7 +53,16 @@ class Turn:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def exchange(self, sends: list[Part], receives: list[Part]) -> None:
-        self.transport.exchange(sends, receives, self.deadline, self.what)
+        if self.here is None:
+            self.transport.exchange(sends, receives, self.deadline, self.what)
+            return
+        for rank, x in receives:
+            x.copy_(self.here[rank][: len(x)])
+
+
+def given(call: Call) -> int | None:
+    """Bytes that a rank gives to `call`, if it gives all of them to whoever gets any, and all ranks know how many."""
+    return call.nbytes if call.collective in _GIVEN_WHOLE else None
 
 
 def run(turn: Turn, call: Call) -> None:
@@ -84,15 +102,31 @@ def _shuffled(turn: Turn, sent: list[torch.Tensor], received: list[torch.Tensor]
 def _collected(turn: Turn, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
     """Row r of each rank to rank r, which reduces them `into`."""
     mine = rows[turn.rank]
-    parts = [mine if r == turn.rank else torch.empty_like(mine) for r in range(turn.world_size)]
+    parts = _parts(turn, mine)
     others = turn.others()
     turn.exchange([(r, as_bytes(rows[r])) for r in others], [(r, as_bytes(parts[r])) for r in others])
     reduce_into(op, parts, into)
 
 
+def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
+    """By rank: `mine`, and room for what the others send."""
+    rest = list(_room(mine.nbytes * (turn.world_size - 1)).view(mine.dtype).view(turn.world_size - 1, -1).unbind())
+    return [*rest[: turn.rank], mine, *rest[turn.rank :]]
+
+
+def _room(nbytes: int) -> torch.Tensor:
+    """`nbytes` of memory, for one call of this thread."""
+    if nbytes > _KEPT_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    kept: torch.Tensor | None = getattr(_kept, "room", None)
+    if kept is None or len(kept) < nbytes:
+        kept = _kept.room = torch.empty(nbytes, dtype=torch.uint8)
+    return kept[:nbytes]
+
+
 def _all_reduce(turn: Turn, call: Call) -> None:
     x, out = _both(call)
-    if turn.world_size == 2 or x.nbytes <= _ONE_SHOT_BYTES:
+    if x.nbytes <= (_ONE_SHOT_BYTES_OF_TWO if turn.world_size == 2 else _ONE_SHOT_BYTES):
         _collected(turn, call.op, [x] * turn.world_size, out)
         return
     ends = [x.numel() * r // turn.world_size for r in range(turn.world_size + 1)]
@@ -107,7 +141,7 @@ def _reduce(turn: Turn, call: Call) -> None:
     if turn.rank != call.root:
         turn.exchange([(call.root, as_bytes(x))], [])
         return
-    parts = [x if r == turn.rank else torch.empty_like(x) for r in range(turn.world_size)]
+    parts = _parts(turn, x)
     turn.exchange([], [(r, as_bytes(parts[r])) for r in turn.others()])
     reduce_into(call.op, parts, out)
 
@@ -213,6 +247,7 @@ def _ragged(turn: Turn, x: torch.Tensor, counts: list[int]) -> list[torch.Tensor
     return [flat[a * row : b * row].view(b - a, *x.shape[1:]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
+_GIVEN_WHOLE = frozenset({"all_reduce", "all_gather", "broadcast", "reduce", "gather", "barrier"})
 TABLE: dict[str, Callable[[Turn, Call], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_sparse": _all_reduce_sparse,

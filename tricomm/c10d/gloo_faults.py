@@ -16,9 +16,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from tricomm import errors
+from tricomm import env, errors
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
-from tricomm.store import process
+from tricomm.store import process, records
 from tricomm.store.deadline import Bounded, first_line
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Waiting:
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
         self.todo: list[tuple[int, Any]] = []
         self.current = -1
-        self.ended = threading.Event()
+        self.ended = threading.Event() if any else None
         self.began = time.monotonic()
         self.missing: list[int] = []  # in the order in which their connections failed
         self.cause: BaseException | None = None
@@ -80,7 +80,8 @@ class Waiting:
             self.current = rank
             self._one(rank, handle, limit)
         self.current = -1
-        self.ended.set()
+        if self.ended is not None:
+            self.ended.set()
 
     def _one(self, rank: int, handle: Any, limit: timedelta) -> None:
         try:
@@ -91,7 +92,7 @@ class Waiting:
 
     def wake(self) -> None:
         """Its connections are shut down. A wait for any rank does not notice that, and is left behind."""
-        if self.any and not self.ended.is_set():
+        if self.ended is not None and not self.ended.is_set():
             self.failed(-1, RuntimeError("the connections were closed"))
             self.ended.set()
 
@@ -168,7 +169,7 @@ class Waiting:
             who = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
             return PeerStalled(f"{who} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
-            return CollectiveTimeout(f"timed out after {waited:.1f} s: rank(s) {missing} have not come")
+            return CollectiveTimeout(f"timeout after {waited:.1f} s: rank(s) {missing} have not come")
         return self._closed(missing)
 
     def _closed(self, missing: list[int]) -> TricommError:
@@ -233,17 +234,24 @@ def tell(transport: Transport, error: TricommError) -> None:
     """Write into the store why this rank gives the group up; in vain if the store does not answer."""
     bounded = Bounded(transport.store, _STORE_SECONDS)
     try:
-        bounded.set(str(transport.rank), f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON])
+        text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
+        bounded.set(str(transport.rank), records.pack_long(_record(transport, transport.rank), text, env.token()))
     except RendezvousError:
         pass
     finally:
         bounded.close()
 
 
+def _record(transport: Transport, rank: int) -> records.Record:
+    said = records.Said(1, "lost", b"")
+    return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
+
+
 class _Reasons:
-    """What other ranks wrote about why they gave the group up."""
+    """What other ranks wrote about why they gave the group up. What is not theirs counts for nothing."""
 
     def __init__(self, transport: Transport) -> None:
+        self._transport, self._token = transport, env.token()
         self._others = [r for r in range(transport.world_size) if r != transport.rank]
         self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
 
@@ -255,9 +263,10 @@ class _Reasons:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
-                    kind, _, text = data[:_LONGEST_REASON].decode(errors="replace").partition("\n")
+                    said = records.parse_long(data, _record(self._transport, rank), self._token)
+                    kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
                     found[rank] = _KINDS.get(kind, GroupAborted)(text)
-        except RendezvousError:  # the store is gone as well
+        except RendezvousError:  # the store is gone as well, or somebody else writes to it
             self.close()
         return found
 
@@ -273,7 +282,43 @@ _waits: set[Waiting] = set()
 _awake = threading.Event()
 _starting = threading.Lock()
 _watcher: threading.Thread | None = None
-_helpers: list[queue.SimpleQueue[Waiting]] = []  # of those that have nothing to do
+_helpers: list[queue.SimpleQueue[Job]] = []  # of those that have nothing to do
+
+
+class Job:
+    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+        try:
+            jobs = _helpers.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
+        jobs.put(self)
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+        self._running.release()
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Until it has run, for `seconds` at most; whether it has."""
+        if not self._running.acquire(timeout=seconds):
+            return False
+        self._running.release()
+        return True
+
+    def result(self) -> None:
+        """Raises what the action, which has run, raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
 
 def watch(waiting: Waiting) -> None:
@@ -299,22 +344,11 @@ def wake(transport: Transport) -> None:
             waiting.wake()
 
 
-def helped(waiting: Waiting) -> None:
-    """Run `waiting` on another thread, while signals are handled in this one."""
-    try:
-        jobs = _helpers.pop()
-    except IndexError:
-        jobs = queue.SimpleQueue()
-        threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
-    jobs.put(waiting)
-    waiting.ended.wait()
-
-
-def _help(jobs: queue.SimpleQueue[Waiting]) -> None:
+def _help(jobs: queue.SimpleQueue[Job]) -> None:
     while True:
-        waiting = jobs.get()
-        waiting.run()
-        del waiting
+        job = jobs.get()
+        job.run()
+        del job
         _helpers.append(jobs)
 
 

@@ -21,8 +21,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,7 +30,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm.c10d import gloo_faults
 from tricomm.c10d.facts import Member
-from tricomm.c10d.gloo_faults import Waiting, helped
+from tricomm.c10d.gloo_faults import Job, Waiting
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
@@ -74,9 +73,11 @@ class Transport:
             try:
                 self._native = _context(PrefixStore("gloo", store), rank, world_size, seconds)
             except RuntimeError as error:
+                ended = [r for r in sorted(self.visible) if members[r].ended()]
                 raise RendezvousError(
-                    f"{name}, rank {rank} of {world_size}: the ranks could not connect within {seconds:g} s: "
-                    f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
+                    f"{name}, rank {rank} of {world_size}: the ranks could not connect (limit {seconds:g} s): "
+                    + (f"the process of rank(s) {ended} has ended; " if ended else "")
+                    + f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
                 ) from error
             mine = {fd: inode for fd, inode in _inodes().items() if before.get(fd) != inode}
         _transports.add(self)
@@ -93,18 +94,36 @@ class Transport:
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
         `GroupAborted`, with the words of `what`; the group is lost then.
         """
-        waiting = Waiting(self, deadline, what)
-        with self._given_up_if_interrupted(waiting):
-            try:
-                for rank, x in receives:
-                    if x.numel():
-                        waiting.todo.append((rank, self._native.recv([x], rank, tag)))
-                for rank, x in sends:
-                    if x.numel():
-                        waiting.todo.append((rank, self._native.send([x], rank, tag)))
-            except (RuntimeError, AttributeError) as error:  # a connection is closed already; or `close` came first
-                waiting.failed(rank, error)
-            self._wait(waiting)
+        self.shielded(lambda: self._exchange(sends, receives, Waiting(self, deadline, what), tag))
+
+    def _exchange(self, sends: Sequence[Part], receives: Sequence[Part], waiting: Waiting, tag: int) -> None:
+        try:
+            for rank, x in receives:
+                if x.numel():
+                    waiting.todo.append((rank, self._native.recv([x], rank, tag)))
+            for rank, x in sends:
+                if x.numel():
+                    waiting.todo.append((rank, self._native.send([x], rank, tag)))
+        except (RuntimeError, AttributeError) as error:  # a connection is closed already; or `close` came first
+            waiting.failed(rank, error)
+        self._wait(waiting)
+
+    def shielded(self, action: Callable[[], None]) -> None:
+        """Run `action`, which uses the connections, so that signals are handled meanwhile; in any thread.
+
+        If a signal's handler raises, the group is given up, and the others are told.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            action()
+            return
+        job = Job(action)
+        try:
+            job.wait()
+        except BaseException as error:
+            self.fail(GroupAborted(f"rank {self.rank} was interrupted by {first_line(error)}"))
+            job.wait(1.0)  # so that nothing writes into the caller's tensors any more
+            raise
+        job.result()
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Any:
         """Start to send contiguous `x`; the handle goes to `wait`. Raises as `exchange` does."""
@@ -120,8 +139,7 @@ class Transport:
         """Wait for what `send` or `recv` began, with rank `peer` or (None) with any. Raises as `exchange` does."""
         waiting = Waiting(self, deadline, what, any=peer is None)
         waiting.todo.append((-1 if peer is None else peer, handle))
-        with self._given_up_if_interrupted(waiting):
-            self._wait(waiting)
+        self.shielded(lambda: self._wait(waiting))
 
     def _start(self, begin: Callable[[], Any], peer: int, what: str) -> Any:
         self.usable(what)
@@ -136,27 +154,16 @@ class Transport:
         if self.error is None:
             gloo_faults.watch(waiting)
             try:
-                # What comes from any rank is woken by no closed connection: its wait is left behind then.
-                if waiting.todo and (waiting.any or threading.current_thread() is threading.main_thread()):
-                    helped(waiting)
-                else:
+                if waiting.ended is None:
                     waiting.run()
+                else:  # no closed connection ends a wait for any rank: it is left behind then
+                    Job(waiting.run)
+                    waiting.ended.wait()
             finally:
                 gloo_faults.unwatch(waiting)
             if not waiting.lost:
                 return
         raise waiting.verdict()
-
-    @contextmanager
-    def _given_up_if_interrupted(self, waiting: Waiting) -> Iterator[None]:
-        try:
-            yield
-        except TricommError:
-            raise
-        except BaseException as error:  # a signal's handler raised
-            self.fail(GroupAborted(f"rank {self.rank} was interrupted by {first_line(error)}"))
-            waiting.ended.wait(1.0)  # so that nothing writes into the tensors any more
-            raise
 
     # Life
 
@@ -166,6 +173,15 @@ class Transport:
             raise GroupAborted(
                 f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
             ) from self.error
+
+    def check(self, what: Callable[[], str]) -> None:
+        """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""
+        waiting = Waiting(self, time.monotonic(), what)
+        for rank in range(self.world_size):
+            if rank != self.rank and not self.connected(rank):
+                waiting.failed(rank, RuntimeError("the connection is closed"))
+        if self.error is not None or waiting.lost:
+            raise waiting.verdict()
 
     def fail(self, error: TricommError) -> None:
         """Give the group up: say why to the others, wake every blocked wait, close the connections. Any thread may
