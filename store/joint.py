@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from tricomm.errors import ResourceError, TricommError
@@ -35,10 +36,12 @@ class Stages:
         except Exception as error:
             # The peers wait in `agree`: every kind of error has to reach them.
             known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
-            self._control.agree(known, what, left(self._deadline))
-            if not isinstance(error, _EXPECTED):  # a signal handler's: its class means something to the caller
-                raise
-            raise known from error
+            if isinstance(error, _EXPECTED):
+                self._control.agree(known, what, left(self._deadline))
+                raise known from error
+            with suppress(TricommError):  # what all ranks raise; here the class of a signal handler's error counts
+                self._control.agree(known, what, left(self._deadline))
+            raise
         self._control.agree(None, what, left(self._deadline))
         return result
 

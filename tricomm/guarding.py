@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol, TypeVar, cast
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -56,6 +56,7 @@ def guarded(method: _Method) -> _Method:
     A call whose arguments do not fit the signature is refused outside of the guard.
     """
     parameters, arguments, star = [], [], False
+    several = bool(cast(Any, method).__code__.co_flags & inspect.CO_VARARGS)
     for parameter in inspect.signature(method).parameters.values():
         name = parameter.name
         by_keyword = parameter.kind is parameter.KEYWORD_ONLY
@@ -65,9 +66,9 @@ def guarded(method: _Method) -> _Method:
         prefix = "**" if parameter.kind is parameter.VAR_KEYWORD else prefix
         star = star or by_keyword or prefix == "*"
         parameters.append(prefix + name + ("" if parameter.default is parameter.empty else "=None"))
-        arguments.append(f"{name}={name}" if by_keyword else prefix + name)
+        arguments.append(f"{name}={name}" if by_keyword and several else prefix + name)
     source = _SOURCE.format(name=method.__name__, parameters=", ".join(parameters), arguments=", ".join(arguments))
-    names: dict[str, Any] = {"_method": method}
+    names: dict[str, Any] = {"_method": method if several else _positional(method)}
     exec(compile(source, f"<guarded {method.__qualname__}>", "exec"), names)
     made = names[method.__name__]
     functools.update_wrapper(made, method)
@@ -75,6 +76,13 @@ def guarded(method: _Method) -> _Method:
     made.__kwdefaults__ = method.__kwdefaults__
     _codes.add(made.__code__)
     return cast(_Method, made)
+
+
+def _positional(method: Any) -> Callable[..., Any]:
+    """`method`, taking its keyword-only arguments by position, behind the others: a call by position is quicker."""
+    code = method.__code__
+    code = code.replace(co_argcount=code.co_argcount + code.co_kwonlyargcount, co_kwonlyargcount=0)
+    return FunctionType(code, method.__globals__, method.__name__, None, method.__closure__)
 
 
 def by_hand(method: _Method) -> _Method:

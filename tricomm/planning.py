@@ -13,9 +13,11 @@ from tricomm.activity import weight
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.group import Group
 from tricomm.guarding import guarded
-from tricomm.kernels import collectives
+from tricomm.kernels import collectives, layout
+from tricomm.store.process import forks
 
 _MOST_PLANS = 1024
+_STATUS, _ABORT = layout.STATUS, layout.ABORT
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
@@ -38,7 +40,9 @@ class Planning(Group):
         chosen = known.plans[x.data_ptr() % 16 == 0]
         if chosen is None or not self.simulated and torch.cuda.is_current_stream_capturing():
             return False
-        self._usable()
+        flags = self._flags  # a look at what `_usable` looks at first, without another call
+        if flags[_STATUS] or flags[_ABORT] or self._closed or forks() != self._forks:
+            self._usable()
         self._launch(chosen, x, x)
         return True
 

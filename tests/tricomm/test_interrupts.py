@@ -5,9 +5,13 @@ import signal
 import time
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+import tricomm
 from tests import ranks
 from tests.tricomm import interrupt_bodies as bodies
+from tricomm.errors import GroupAborted, InvalidArgument
 
 SECONDS = 5.0  # the promise is one second; this machine may be busy
 
@@ -45,6 +49,63 @@ def test_every_line_of_close():
     [(got, left)] = ranks.run(1, bodies.closing, 1)
     assert left == {} and len(got) > 20
     assert all(caught == "KeyboardInterrupt" and closed for _, caught, closed in got), got
+
+
+@pytest.fixture
+def alone():
+    options = tricomm.Options(arena_bytes=256 * 1024)
+    with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
+        yield comm
+
+
+def in_the_middle(comm, action):
+    """Have `action` run in the middle of each call, as a signal handler might."""
+    announce = comm._announce
+
+    def announced(sequence, record):
+        action()
+        announce(sequence, record)
+
+    comm._announce = announced
+
+
+def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on(alone):
+    refused = []
+
+    def handler():
+        for call in (alone.barrier, lambda: alone.broadcast(torch.ones(2), 7)):
+            with pytest.raises(InvalidArgument) as caught:
+                call()
+            refused.append(str(caught.value))
+
+    in_the_middle(alone, handler)
+    x = torch.full((3,), 2.0)
+    for _ in range(2):
+        assert torch.equal(alone.all_reduce(x), torch.full((3,), 2.0))
+    assert "a call inside another call of the same thread" in refused[0] and "src=7" in refused[1]
+    assert len(refused) == 4 and bodies.lock_is_free(alone)
+
+
+def test_an_interrupt_inside_a_call_inside_a_call_leaves_the_lock_to_the_outer_one(alone):
+    held = []
+
+    def handler():
+        with bodies.Walk(KeyboardInterrupt, None) as seen, pytest.raises(InvalidArgument):
+            alone.barrier()
+        with bodies.Walk(KeyboardInterrupt, seen.lines[3]), pytest.raises(KeyboardInterrupt):
+            alone.barrier()
+        held.append(alone._turn.mine())
+
+    in_the_middle(alone, handler)
+    with pytest.raises(GroupAborted, match="stopped by KeyboardInterrupt"):
+        alone.all_reduce(torch.ones(3))
+    assert held == [True] and bodies.lock_is_free(alone)
+
+
+def test_arguments_that_do_not_fit_cost_nothing(alone):
+    with pytest.raises(TypeError):
+        alone.all_reduce(torch.ones(3), nonsense=1)
+    alone.all_reduce(torch.ones(3))
 
 
 def check_set_up(every, tmp_path, timeout=90.0):
