@@ -169,7 +169,8 @@ class Waiting:
             who = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
             return PeerStalled(f"{who} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
-            return CollectiveTimeout(f"timed out after {waited:.1f} s: rank(s) {missing} have not come")
+            limit = self.deadline - self.began
+            return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
         return self._closed(missing)
 
     def _closed(self, missing: list[int]) -> TricommError:
