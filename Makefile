@@ -9,11 +9,14 @@ STAMP := $(VENV)/.installed
 TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
 
+# Of soak-faults.
+MINUTES ?= 10
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test browser lint soak gpu-evidence clean
+.PHONY: help venv demo test browser lint soak soak-faults gpu-evidence clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
 
 venv: $(STAMP)  ## make .venv with everything that development needs, once
 
@@ -39,8 +42,9 @@ lint: venv  ## style, types, import directions
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-soak: venv  ## the slow tests, and what depends on Triton under every version of it
+soak: venv  ## the slow tests, an hour of faults, and what depends on Triton under every version of it
 	@$(BIN)/python -m pytest -m soak --timeout 14400
+	@$(MAKE) soak-faults MINUTES=60
 	@for version in $(TRITONS); do \
 		site=$(VENV)/triton-$$version; \
 		test -d $$site || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -48,6 +52,9 @@ soak: venv  ## the slow tests, and what depends on Triton under every version of
 		echo "Triton $$version"; \
 		PYTHONPATH=$$site $(BIN)/python -m pytest $(ON_TRITON) || exit 1; \
 	done
+
+soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK='--seed 7 --json FILE' and more
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
 gpu-evidence: venv  ## prove and measure tricomm on this machine's GPU, into evidence/
 	@$(BIN)/python -m tricomm.perf.evidence --out evidence $(EVIDENCE)

@@ -25,12 +25,16 @@ from triton.runtime.jit import JITFunction
 from tricomm.kernels.access import Access, Array, Director, Observer, perform_at_once
 from tricomm.kernels.rounding import maximum, minimum, round_to_bf16, widen_bf16
 
+# With TRITON_INTERPRET set, @triton.jit gives these: a user's kernels, ours, and the functions of tl alike.
+_JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "InterpretedFunction") else []))
+
 director: Director | None = None
 observers: list[Observer] = []
 substitutes: dict[Any, Callable[..., Any]] = {}
 patches: list[tuple[Any, str, Any, Any]] = []
 _launches = 0
 _plain: dict[Any, tuple[Callable[..., Any], int]] = {}
+_compilable: dict[Any, JITFunction[Any]] = {}
 _MISSING = object()
 
 # What is hooked or mended: on the builder of every supported version, unless named in _LATER.
@@ -53,6 +57,7 @@ def missing_hooks() -> list[str]:
     module = (
         "interpreter_builder",
         "FunctionRewriter",
+        "InterpretedFunction",
         "TensorHandle",
         "_implicit_cvt",
         "_patch_lang",
@@ -62,6 +67,23 @@ def missing_hooks() -> list[str]:
     due = [n for n in _HOOKED if triton.__version__[:3] >= _LATER.get(n, "")]
     due += ["set_grid_idx", "set_grid_dim", "create_icmpEQ", "create_icmpNE", "create_fcmpUNE", "create_and"]
     return [n for n in module if not hasattr(_triton, n)] + [n for n in due if not hasattr(builder, n)]
+
+
+def is_kernel(value: Any) -> bool:
+    """True for what @triton.jit gives, and nothing around it."""
+    return isinstance(value, _JITTED)
+
+
+def parameters(kernel: Any) -> list[Any]:
+    """Triton's description of each parameter of a kernel: name, number, whether it is a constexpr."""
+    if not isinstance(kernel, JITFunction):
+        kernel = _compilable.setdefault(kernel.fn, JITFunction(kernel.fn))
+    return list(kernel.params)
+
+
+def interpreted() -> bool:
+    """True if Triton was imported under TRITON_INTERPRET, or sees it now: then it compiles nothing in this process."""
+    return bool(triton.knobs.runtime.interpret) or not isinstance(tl.sum, JITFunction)
 
 
 def implicit(value: Any) -> Any:
@@ -172,7 +194,7 @@ def _collect() -> None:
     changes += [(builder, name, builder.__dict__.get(name, _MISSING), new) for name, new in mended.items()]
     changes = [c for c in changes if c[:2] != (tl.core.tensor, "__index__")]
     changes.append((tl.core.tensor, "__index__", tl.core.tensor.__dict__.get("__index__", _MISSING), _index))
-    changes.append((JITFunction, "__call__", JITFunction.__dict__["__call__"], _call_device_function))
+    changes += [(kind, "__call__", kind.__dict__["__call__"], _call_device_function) for kind in _JITTED]
     patches.extend(changes)
 
 

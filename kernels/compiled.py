@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from tricomm.errors import ResourceError
+from tricomm.kernels import adapter
+
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
 # limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
 COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES = ("group", "splits", "table")
+
+
+def refused() -> str | None:
+    """Why nothing can be compiled in this process; None if it can."""
+    if adapter.interpreted():
+        return "TRITON_INTERPRET is set: Triton compiles nothing for a GPU in this process; unset it before the import"
+    return None
 
 
 def compile_kernel(
@@ -20,8 +30,10 @@ def compile_kernel(
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
     `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number.
     `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. `fresh` passes Triton's
-    cache by, which knows a kernel by its source and not by its path.
+    cache by, which knows a kernel by its source and not by its path. Raises `ResourceError` if `refused()`.
     """
+    if (reason := refused()) is not None:
+        raise ResourceError(reason)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,10 +62,10 @@ def takes_data(kernel: Any) -> bool:
 
     `extras` may follow.
     """
-    return bool(kernel.params[0].name == _TENSORS[0])
+    return bool(adapter.parameters(kernel)[0].name == _TENSORS[0])
 
 
 def extras(kernel: Any) -> list[str]:
     """Names of the 64-bit arguments behind `call`, the same in every launch of a plan: the root of a broadcast."""
-    names = [p.name for p in kernel.params if not p.is_constexpr]
+    names = [p.name for p in adapter.parameters(kernel) if not p.is_constexpr]
     return names[names.index("call") + 1 :]

@@ -1,4 +1,4 @@
-"""Run Triton kernels on a CPU: the very objects that the GPU compiles, with no environment variable set.
+"""Run Triton kernels on a CPU: the very source that the GPU compiles, whether or not TRITON_INTERPRET is set.
 
 `interpret` runs a launch block after block. The schedule explorer runs the blocks of all ranks as tasks that take
 turns at every access instead: through `programs`, `engage` and `disengage`.
@@ -35,8 +35,6 @@ _lock = threading.RLock()
 
 def supported() -> str | None:
     """None where this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
-    if triton.knobs.runtime.interpret:
-        return "TRITON_INTERPRET is set, so @triton.jit makes no kernels; unset it, tricomm interprets without it"
     if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
         return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
     missing = adapter.missing_hooks()
@@ -158,7 +156,7 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
     reason = supported()
     if reason is not None:
         raise InvalidArgument(f"the interpreter is not available: {reason}")
-    fixed = {p.name for p in kernel.params if p.is_constexpr}
+    fixed = {p.name for p in adapter.parameters(kernel) if p.is_constexpr}
     try:
         bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
         bound.apply_defaults()

@@ -83,7 +83,7 @@ def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
 def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> list[interpreter.Program]:
     """The blocks of a launch for the interpreter; raises `InvalidArgument` where grid or arguments do not fit."""
     size = grid_size(grid, constexprs)
-    known = {p.name for p in kernel.params}
+    known = {p.name for p in adapter.parameters(kernel)}
     given = {n: v for n, v in constexprs.items() if n in known or n not in _GPU_ONLY}
     return interpreter.programs(kernel, size, args, given)
 

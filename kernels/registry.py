@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collectives
+from tricomm.kernels import adapter, collectives
 from tricomm.kernels.all_gather_hybrid_cube_mesh_ll import all_gather_hybrid_cube_mesh_ll
 from tricomm.kernels.all_gather_hybrid_cube_mesh_simple import all_gather_hybrid_cube_mesh_simple
 from tricomm.kernels.all_gather_one_shot_ll import all_gather_one_shot_ll
@@ -80,7 +80,7 @@ class Kernel:
     @property
     def parameters(self) -> frozenset[str]:
         """Names of everything that `function` takes."""
-        return frozenset(p.name for p in self.function.params)
+        return frozenset(p.name for p in adapter.parameters(self.function))
 
     @property
     def needs_cube(self) -> bool:

@@ -20,7 +20,7 @@ import triton
 import tricomm
 from tricomm import discovery, env, publishing, tuned
 from tricomm.errors import TricommError
-from tricomm.kernels import interpreter
+from tricomm.kernels import compiled, interpreter
 from tricomm.options import Options
 from tricomm.perf import history
 
@@ -60,6 +60,8 @@ def _versions() -> Iterator[Finding]:
     else:
         verdict = WARN if torch.cuda.is_available() else FAIL  # on a GPU nothing is interpreted
         yield Finding("versions", verdict, f"{text}: {lacking}", "install a Triton from 3.6 to 3.9")
+    if torch.cuda.is_available() and (reason := compiled.refused()) is not None:
+        yield Finding("versions", FAIL, reason, "unset TRITON_INTERPRET; tricomm interprets on a CPU without it")
 
 
 def _devices() -> Iterator[Finding]:

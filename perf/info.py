@@ -20,6 +20,7 @@ from tricomm.perf import facts, history
 from tricomm.perf.bench_plan import COLLECTIVES
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
+_WORLDS = (2, 4, 8)
 _LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
 _FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
@@ -43,6 +44,7 @@ def collect() -> dict[str, Any]:
         "environment": guarded(_environment),
         "limits": guarded(_limits),
         "selection": guarded(_selection),
+        "ranges": guarded(_ranges),
     }
 
 
@@ -157,7 +159,7 @@ def _limit(value: int) -> int | str:
 
 def _selection() -> list[dict[str, Any]]:
     """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
-    sites = [_site(world_size) for world_size in (2, 4, 8)]
+    sites = [_site(world_size) for world_size in _WORLDS]
     found = []
     for collective in COLLECTIVES:
         for site in sites:
@@ -168,6 +170,29 @@ def _selection() -> list[dict[str, Any]]:
                     "device": site.device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
                     "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
                 })  # fmt: skip
+    return found
+
+
+def _ranges() -> list[dict[str, Any]]:
+    """The same for all sizes: which kernel runs from how many to how many bytes (None: any), and which row says so."""
+    sites = [_site(world_size) for world_size in _WORLDS]
+    return [row for collective in COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
+
+
+def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    least = 1
+    for most in (*selection.limits(site, collective), None):
+        choice = selection.choose(site, collective, least)
+        kernel = {
+            "device": site.device, "collective": collective, "ranks": site.world_size, "algorithm": choice.algorithm,
+            "protocol": choice.protocol, "table": choice.table, "row": choice.row,
+        }  # fmt: skip
+        if found and all(found[-1][name] == value for name, value in kernel.items()):
+            found[-1]["to"] = most
+        else:
+            found.append({**kernel, "from": least, "to": most})
+        least = 0 if most is None else most + 1
     return found
 
 

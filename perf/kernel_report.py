@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import registry
 from tricomm.kernels.dtypes import DTYPES
@@ -148,7 +149,9 @@ def examine_all(found: list[Variant]) -> Iterator[Report]:
     workers = min(4, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            yield from pool.map(examine, found)
+            with env.without("TRITON_INTERPRET"):  # all processes start here; with it, Triton would not compile
+                reports = pool.map(examine, found)
+            yield from reports
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -62,8 +62,9 @@ class Worker:
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # only now: an interrupt must not leave one that was never started
         job = _Job(action)
         self._jobs.put(cast(_Job[object], job))
         if not job.done.wait(max(seconds, 0.0)):
@@ -106,12 +107,19 @@ class Bounded:
         """The value of a key that is there; of one that is not, an error when the time is up."""
         return bytes(self._call("get", key, lambda: self._store.get(key)))
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._call("add", key, lambda: self._store.add(key, amount)))
+    def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
+        """The new total, which the worker also gives to `took`."""
 
-    def check(self, key: str) -> bool:
-        """True where the key is there."""
-        return bool(self._call("check", key, lambda: self._store.check([key])))
+        def action() -> int:
+            total = int(self._store.add(key, amount))
+            took(total)
+            return total
+
+        return self._call("add", key, action)
+
+    def check(self, *keys: str) -> bool:
+        """True if all of the keys are there."""
+        return bool(self._call("check", keys[0], lambda: self._store.check(list(keys))))
 
     def read(self, key: str) -> bytes | None:
         """The value of the key, or None where it is not there; does not wait for it."""
@@ -133,13 +141,19 @@ class Bounded:
     def _call(self, operation: str, key: str, action: Callable[[], _T]) -> _T:
         began = time.monotonic()
         what = f"store {operation}({key!r})"
-        try:
-            return self._worker.run(action, what, self._deadline - began)
-        except RendezvousError:
-            raise
-        except Exception as error:
+
+        def attempt() -> tuple[list[_T], Exception | None]:
+            try:
+                return [action()], None
+            except Exception as error:
+                return [], error
+
+        # The store's errors come back as values: what a signal handler raises here is none of them.
+        result, error = self._worker.run(attempt, what, self._deadline - began)
+        if error is not None:
             waited = time.monotonic() - began
             raise RendezvousError(f"{what} failed after {waited:.1f} s: {first_line(error)}") from error
+        return result[0]
 
 
 def first_line(error: BaseException) -> str:

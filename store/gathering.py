@@ -14,17 +14,18 @@ from tricomm.store import records
 from tricomm.store.deadline import Bounded
 from tricomm.store.records import Record
 
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1e-3, 0.02
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
+_EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may be there
 
 Arrived = Mapping[int, Record]  # those that are there, by rank
 
 
-def next_generation(store: Bounded, key: str) -> int:
-    """Which meeting on this store is this rank's next one, counted in `key`.
+def next_generation(store: Bounded, key: str, took: Callable[[int], None] = lambda count: None) -> int:
+    """Which meeting on this store is this rank's next one, counted in `key`; an interrupt does not keep it from `took`.
 
     Raises `RendezvousError` if what is counted there is impossible: something else writes to this store.
     """
-    found = store.add(key, 1)
+    found = store.add(key, 1, took)
     if not 0 < found <= records.MAX_GENERATION:
         raise RendezvousError(f"the store's {key!r} counts {found} meetings; does something else use this store?")
     return found
@@ -45,17 +46,21 @@ def gather(
     kind = records.kind_of(mine.body)
     store.set(key(mine.rank), mine.pack(token))
     said = {mine.rank: mine}  # never read back: another's word for this rank counts for nothing
-    pause = _PAUSE_SECONDS
+    pause, each = _PAUSE_SECONDS, time.monotonic() + _EACH_SECONDS
     while True:
         look(said)
-        for rank in range(mine.world_size):
-            if rank not in said and (data := store.read(key(rank))):
-                record = records.parse(data, kind, mine.generation, rank, token)
-                check(record)
-                said[rank] = record
+        now = time.monotonic()
+        keys = {rank: key(rank) for rank in missing(said, mine.world_size)}
+        if now >= min(each, deadline) or not keys or store.check(*keys.values()):  # one question for all, mostly
+            each = now + _EACH_SECONDS
+            for rank, there in keys.items():
+                if data := store.read(there):
+                    record = records.parse(data, kind, mine.generation, rank, token)
+                    check(record)
+                    said[rank] = record
         if len(said) == mine.world_size:
             return [said[rank] for rank in range(mine.world_size)]
-        if time.monotonic() >= deadline:
+        if now >= deadline:
             raise late(said)
         time.sleep(pause)
         pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)

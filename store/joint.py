@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 from tricomm.errors import ResourceError, TricommError
 
 _T = TypeVar("_T")
+_EXPECTED = (TricommError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
 
 
 class Agreeing(Protocol):
@@ -26,7 +27,7 @@ class Stages:
     def __call__(self, stage: str, action: Callable[[], _T]) -> _T:
         """Result of `action` where it succeeded on all ranks; otherwise the same error on all.
 
-        An error that is not tricomm's own becomes a `ResourceError`.
+        An error that is not tricomm's own becomes a `ResourceError`; here only if it is of the system's or torch's.
         """
         what = f"{self._name}: {stage}"
         try:
@@ -35,6 +36,8 @@ class Stages:
             # The peers wait in `agree`: every kind of error has to reach them.
             known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
             self._control.agree(known, what, left(self._deadline))
+            if not isinstance(error, _EXPECTED):  # a signal handler's: its class means something to the caller
+                raise
             raise known from error
         self._control.agree(None, what, left(self._deadline))
         return result

@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch.distributed.distributed_c10d import Store
 
 from tricomm import env
-from tricomm.errors import RendezvousError, ResourceError, TricommError
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError, TricommError
 from tricomm.store import hello, process, records
 from tricomm.store.control import ControlPage, Fault, Member, State
 from tricomm.store.deadline import Bounded
@@ -36,19 +37,23 @@ _KINDS: dict[str, type[TricommError]] = {kind.__name__: kind for kind in (Resour
 _DYING_SECONDS = 0.5
 
 
-def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: int) -> ControlPage:
+def meet(
+    store: Store, rank: int, world_size: int, timeout: float, layout_hash: int,
+    look: Callable[[], None] = lambda: None,
+) -> ControlPage:  # fmt: skip
     """Meet the other ranks over `store`, which is never used again afterwards; all ranks call it.
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. Where one rank raises,
     all do, `RendezvousError` (`SpansNodes` where they are on several nodes) or `ResourceError`, naming the rank at
     fault and what it said. Then nothing is left open, and the ranks may meet again on the same store.
-    `InvalidArgument` for arguments of a wrong kind.
+    `InvalidArgument` for arguments of a wrong kind. `look` is called now and then while this rank waits; what it raises
+    ends the meeting on all ranks.
     """
     hello.check_arguments(rank, world_size, timeout)
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
     with ExitStack() as undo:
         undo.callback(bounded.close)
-        meeting = _Meeting(bounded, rank, world_size, timeout, layout_hash & (1 << 64) - 1)
+        meeting = _Meeting(bounded, rank, world_size, timeout, layout_hash & (1 << 64) - 1, look)
         undo.callback(meeting.release)
         try:
             return meeting.run()
@@ -62,7 +67,10 @@ def meet(store: Store, rank: int, world_size: int, timeout: float, layout_hash: 
 class _Meeting:
     """One rank's part in one meeting."""
 
-    def __init__(self, store: Bounded, rank: int, world_size: int, timeout: float, layout_hash: int) -> None:
+    def __init__(
+        self, store: Bounded, rank: int, world_size: int, timeout: float, layout_hash: int, look: Callable[[], None]
+    ) -> None:
+        self._look_outside = look
         self._store, self._rank, self._world_size, self._layout_hash = store, rank, world_size, layout_hash
         self._began, self._timeout = time.monotonic(), timeout
         self._token = env.token()
@@ -99,15 +107,20 @@ class _Meeting:
     def give_up(self, error: BaseException) -> None:
         """Tell whoever waits for this rank, through the store and through its page, as far as they still work."""
         kind = type(error).__name__ if isinstance(error, TricommError) else RendezvousError.__name__
-        text = str(error) if isinstance(error, TricommError) else f"stopped by {type(error).__name__}: {error}"
+        ours = isinstance(error, TricommError)
+        text = str(error) if ours else f"rank {self._rank} was stopped by {type(error).__name__}: {error}"
         if self._store.usable:
             self._store.extend(_GRACE_SECONDS)
             try:
+                if not ours and not self._generation:  # an interrupt before the first word: the others wait for it
+                    self._store.check(self._failed_key())  # behind what the worker may still be doing
+                    if not self._generation:
+                        self._take_generation()
                 self._publish(Failure(os.getpid(), kind, text))
             except RendezvousError:
                 pass  # the store is gone; the error that brought us here matters more
         if self._page is not None:
-            self._page.put_fault(Fault(kind, self._rank, 0, text))
+            self._page.put_fault(Fault(kind if ours else GroupAborted.__name__, self._rank, 0, text))
             self._page.state = State.CLOSED
 
     def _publish(self, failure: Failure) -> None:
@@ -123,7 +136,11 @@ class _Meeting:
             raise RendezvousError(
                 f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
             )
-        self._generation = next_generation(self._store, f"tricomm/{self._rank}/generation")
+        # Kept by the worker: whatever interrupts this thread meanwhile, the number is known, and is given up under it.
+        next_generation(self._store, f"tricomm/{self._rank}/generation", self._took)
+
+    def _took(self, generation: int) -> None:
+        self._generation = generation
 
     def _current_generation(self) -> int:
         """The meeting that rank 0 is in, or will be in next: where a rank that is none of its ranks complains."""
@@ -155,6 +172,7 @@ class _Meeting:
         self._look_for_failure()
         self._look_for_duplicate()
         if time.monotonic() >= self._next_look:
+            self._look_outside()
             self._look_for_dead(said)
             self._next_look = time.monotonic() + _LOOK_SECONDS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import resource
@@ -36,10 +37,21 @@ def forks() -> int:
     return _forks
 
 
+def read(path: str) -> bytes:
+    """What a short file of /proc or /sys says. Raises `OSError`."""
+    held: list[int] = []
+    try:
+        held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # on one line: an interrupt before the next finds it
+        return os.read(held[0], 1 << 16)
+    finally:
+        while held:
+            os.close(held.pop())
+
+
 def start_time(pid: int) -> int | None:
     """When process `pid` started, in clock ticks since boot; None where it has ended (a zombie has) or is unknown."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = read(f"/proc/{pid}/stat")
     except OSError:
         return None
     return _parse_start(stat)
@@ -119,7 +131,7 @@ def alive(pid: int, started: int) -> bool:
     False only where /proc says so: being out of descriptors here says nothing about a peer.
     """
     try:
-        return _parse_start(Path(f"/proc/{pid}/stat").read_bytes()) == started
+        return _parse_start(read(f"/proc/{pid}/stat")) == started
     except (FileNotFoundError, ProcessLookupError):
         return False
     except OSError:
@@ -134,6 +146,7 @@ def descriptors_left() -> int:
     return max(0, soft - len(os.listdir("/proc/self/fd")) + 1)
 
 
+@functools.cache
 def boot_id() -> bytes:
     """16 bytes that tell this boot of this host from every other."""
     try:

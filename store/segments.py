@@ -12,9 +12,9 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
 import stat
 import weakref
-from pathlib import Path
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store import process
@@ -147,13 +147,13 @@ class Segment:
 def available_memory() -> int:
     """Bytes that can still be allocated here: the machine's, or the container's where that is less."""
     free = MAX_NBYTES
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
+    for line in process.read("/proc/meminfo").splitlines():
+        if line.startswith(b"MemAvailable:"):
             free = int(line.split()[1]) * 1024
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+        limit = process.read("/sys/fs/cgroup/memory.max").strip()
+        if limit != b"max":
+            free = min(free, int(limit) - int(process.read("/sys/fs/cgroup/memory.current")))
     except OSError:
         pass  # no cgroup v2 here
     return max(free, 0)
@@ -192,7 +192,8 @@ def _refuse_if_short(nbytes: int) -> None:
 
 def _refused(error: OSError, nbytes: int) -> ResourceError:
     remedy = {
-        errno.EMFILE: "raise the limit of open files (ulimit -n)",
+        errno.EMFILE: f"the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files; raise it (ulimit -n), "
+        "or close files",
         errno.ENFILE: "the machine's table of open files is full",
         errno.EFBIG: "raise the limit of file size (ulimit -f)",
     }.get(

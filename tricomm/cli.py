@@ -43,12 +43,14 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--topology", is_flag=False, flag_value="", metavar="[FILE]", help="Draw how GPUs (of FILE) are linked.")
+@click.option("--table", "whole", is_flag=True, help="Everything, and which row of which table decides.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; with --topology: such a FILE.")
-def info(topology: str | None, as_json: bool) -> None:
+def info(topology: str | None, whole: bool, as_json: bool) -> None:
     """Show devices, links, versions, paths, limits, and what would be used here and why. Never fails.
 
     \b
     tricomm info
+    tricomm info --table
     tricomm info --topology box.json
     """
     if topology is not None:
@@ -62,7 +64,7 @@ def info(topology: str | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found, indent=1))
     else:
-        info_table.show(found, Console())
+        info_table.show(found, Console(), whole)
 
 
 def _topology(file: str, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +18,7 @@ from tricomm import calls, env, joining, linking, nccl, routing, selection, tune
 from tricomm.activity import Statistics
 from tricomm.errors import InvalidArgument
 from tricomm.guarding import guarded, set_up
-from tricomm.kernels import collectives, interpreter, layout
+from tricomm.kernels import adapter, collectives, compiled, interpreter, layout
 from tricomm.messages import Messages
 from tricomm.options import Options, seconds
 from tricomm.runtime import Runtime
@@ -37,6 +37,9 @@ class Communicator(Messages):
     in the group; `device` defaults to the current GPU, or to the CPU where there is none, where the kernels run under
     Triton's interpreter. `timeout` (seconds or timedelta; default: `options.timeout`) bounds the meeting and each call.
 
+    `look` is called now and then while this rank waits for the others to meet; what it raises ends the meeting on all
+    ranks.
+
     What the kernels do not take goes to NCCL on GPUs: types, sizes, groups that span nodes or cannot share memory.
 
     Raises `RendezvousError` where the ranks do not meet or disagree, `ResourceError` where memory or peer access is
@@ -53,8 +56,10 @@ class Communicator(Messages):
         options: Options | None = None,
         *,
         meeting_timeout: float | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
-        set_up(lambda undo: self._set_up(undo, store, rank, world_size, device, timeout, options, meeting_timeout))
+        arguments = (store, rank, world_size, device, timeout, options, meeting_timeout, look)
+        set_up(lambda undo: self._set_up(undo, *arguments))
 
     def _set_up(
         self,
@@ -66,6 +71,7 @@ class Communicator(Messages):
         timeout: float | timedelta | None,
         options: Options | None,
         meeting_timeout: float | None,
+        look: Callable[[], None],
     ) -> None:
         options = options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
@@ -73,6 +79,9 @@ class Communicator(Messages):
         reason = interpreter.supported()
         if reason is not None and where.type == "cpu":
             raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
+        reason = compiled.refused()
+        if reason is not None and where.type == "cuda":
+            raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
         if world_size > layout.MAX_WORLD_SIZE and joining.behind(where, options)[0] is None:
@@ -81,7 +90,7 @@ class Communicator(Messages):
         plan_of_memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
         found = joining.join(
-            undo, store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory
+            undo, store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory, look
         )
         super().__init__(
             undo, found.control, found.arena, plan_of_memory, where, limit, options, topology=found.topology,
@@ -178,7 +187,7 @@ class Communicator(Messages):
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
         self._usable()
-        if not hasattr(kernel, "fn") or not hasattr(kernel, "params"):
+        if not adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
         with self._my_turn(), self._monitor.user_call(self.device):

@@ -6,6 +6,8 @@ Read at each call, never cached: a test or a launcher may set a variable after `
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tricomm.errors import InvalidArgument
 
@@ -35,6 +37,17 @@ def integer(name: str) -> int | None:
         return int(value)
     except ValueError:
         raise InvalidArgument(f"{name}={value!r} is not an integer") from None
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """In this block, `name` is unset, for processes that are started there."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def peer_access_disabled() -> bool:

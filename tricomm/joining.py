@@ -8,7 +8,7 @@ opening of an arena end alike on all of them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +67,7 @@ def behind(device: torch.device, options: Options) -> tuple[str | None, str]:
 
 def join(
     undo: ExitStack, store: Store, rank: int, world_size: int, device: torch.device, timeout: float,
-    meeting_timeout: float, options: Options, arena_layout: layout.Layout,
+    meeting_timeout: float, options: Options, arena_layout: layout.Layout, look: Callable[[], None],
 ) -> Joined:  # fmt: skip
     """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` gives it all back."""
     native, missing = behind(device, options)
@@ -76,7 +76,7 @@ def join(
     nodes = 1
     # What is opened is on the stack before the next line, where an interrupt may come.
     try:
-        undo.push(partial(_leave, control := meet(store, rank, world_size, meeting_timeout, agreed)))
+        undo.push(partial(_leave, control := meet(store, rank, world_size, meeting_timeout, agreed, look)))
     except (SpansNodes, ResourceError) as error:
         if native is None and isinstance(error, SpansNodes):
             raise RendezvousError(f"{error}. {missing}") from error

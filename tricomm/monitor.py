@@ -21,6 +21,7 @@ import torch
 from tricomm import errors
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
+from tricomm.store import process
 from tricomm.store.control import RING, ControlPage, Fault, State
 from tricomm.store.cuda_driver import load_driver
 from tricomm.watcher import WATCHER
@@ -291,6 +292,12 @@ class Monitor:
         )
 
     def _late(self, late: list[int]) -> Fault:
+        control = self._control
+        for rank in late:  # who is stopped is named as such, even if the stall limit is the longer one
+            pid = control.pid(rank)
+            if process.state(pid, control.start_time(rank)) == process.STOPPED:
+                text = f"rank {rank} (pid {pid}) is stopped; timeout after {self._timeout:g} s; {self._told(rank)}"
+                return self._blame(errors.PeerStalled, rank, text)
         who = "; ".join(f"rank {r} (alive) {self._told(r)}" for r in late)
         if not who:
             unseen = len(self._peers) + 1 < self._control.world_size

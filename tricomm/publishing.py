@@ -88,6 +88,15 @@ def snapshot() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _after_fork() -> None:
+    """In a child: the parent's thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class _Publisher:
     """The thread that writes this process's file."""
 

@@ -94,10 +94,9 @@ def choose(
     if zero_copy is not None:
         return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
     fits = _allowed(site, collective, algorithm, protocol)
-    row_of = "send" if collective == "recv" else collective  # a message's two halves have one row
     found = [
         (name, number, row, k)
-        for name, number, row in _rows(site, row_of, nbytes, mode, bits)
+        for name, number, row in _rows(site, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
     ]
@@ -199,9 +198,15 @@ def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int, in
     return min(site.blocks or blocks, site.layout.channels, site.max_blocks), GPU_WARPS, tile
 
 
+def limits(site: Site, collective: str, mode: str = "eager", bits: int = 32) -> list[int]:
+    """The sizes in bytes up to which some row for `collective` counts: between two of them the kernel is the same."""
+    return sorted({row.max_bytes for _, _, row in _rows(site, collective, 0, mode, bits) if row.max_bytes is not None})
+
+
 def _rows(site: Site, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, Row]]:
     """Rows that fit, with their table's name and their number there: the user's own, then the first shipped table's
     for these devices. The first row decides."""
+    collective = "send" if collective == "recv" else collective  # a message's two halves have one row
     tables = [(site.tuned_name, site.tuned)]
     for table in _shipped():
         device = table.device == site.device or (table.device == "cuda" and site.device != "cpu")

@@ -8,12 +8,13 @@ import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
-from tricomm.c10d import facts
-from tricomm.errors import RendezvousError
+from tricomm.c10d import facts, gloo_faults
+from tricomm.errors import GroupAborted, PeerDied, RendezvousError
 from tricomm.store import process, records
 from tricomm.store.records import Capabilities, Record
 
@@ -164,3 +165,20 @@ def test_who_does_not_come_is_named_when_the_time_is_up():
     with pytest.raises(RendezvousError, match=r"rank 0 of 3: timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
         facts.agree(HashStore(), 0, 3, 0.3)
     assert time.monotonic() - began < 5
+
+
+def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):
+    """Ranks of the Gloo route write into the store why they give a group up."""
+    store = HashStore()
+    transports = [SimpleNamespace(store=store, rank=rank, world_size=2) for rank in range(2)]
+    reasons = gloo_faults._Reasons(transports[0])
+    gloo_faults.tell(transports[1], PeerDied("rank 7 has ended"))
+    found = reasons.read()
+    assert [(rank, type(error), str(error)) for rank, error in found.items()] == [(1, PeerDied, "rank 7 has ended")]
+    monkeypatch.delenv("TRICOMM_TOKEN")
+    gloo_faults.tell(transports[1], GroupAborted("forged"))  # whoever writes has no token
+    assert gloo_faults._Reasons(transports[0]).read()  # nor has the reader: the same bytes are believed
+    monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
+    assert gloo_faults._Reasons(transports[0]).read() == {}
+    monkeypatch.setattr(records, "_check_seal", lambda *record: None)
+    assert gloo_faults._Reasons(transports[0]).read()

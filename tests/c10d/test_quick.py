@@ -94,3 +94,13 @@ def test_host_time_is_measured_and_says_what_it_is():
     assert 0 < found["fake_us"] < found["c10d_us"] and found["c10d_over_fake"] > 1
     assert found["communicator_over_fake"] > 0
     assert not dist.is_initialized()
+
+
+def test_a_groups_first_call_is_not_captured_and_the_group_goes_on(group, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(tricomm.InvalidArgument, match="make one call before the capture"):
+        group._engine._communicator(torch.device("cuda", 0))
+    monkeypatch.undo()
+    x = torch.ones(3)
+    group.allreduce([x]).wait()
+    assert x.tolist() == [1.0] * 3

@@ -136,11 +136,6 @@ def test_arguments_that_do_not_fit_are_refused_before_a_block_runs(args, constex
         interpreter.check(_copy, args, constexprs)
 
 
-def test_a_triton_that_is_set_to_interpret_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
-    assert "TRITON_INTERPRET" in interpreter.supported()
-
-
 def test_leaves_triton_as_it_was_after_an_error():
     before = tl.load
     with pytest.raises(AttributeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tricomm import tuned
+from tricomm import selection, tuned
 from tricomm.cli import cli
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import COLLECTIVES
-from tricomm.perf import facts, info
+from tricomm.perf import facts, info, info_table
 from tricomm.table import Fingerprint, Row, Tuned
 
 
@@ -25,11 +27,57 @@ def test_json_has_every_section() -> None:
     assert found["versions"]["loaded"]["triton"] and found["limits"]["dev_shm"]["bytes"] > 0
     assert {c["collective"] for c in found["selection"]} == set(COLLECTIVES) - {"barrier"}
     assert all(c["reason"] for c in found["selection"])
+    assert {c["collective"] for c in found["ranges"]} == set(COLLECTIVES) - {"barrier"}
 
 
-def test_for_people() -> None:
+def test_for_people_in_a_screen() -> None:
     done = CliRunner().invoke(cli, ["info"])
-    assert done.exit_code == 0 and "selection" in done.output and "memlock" in done.output
+    assert done.exit_code == 0 and "memlock" in done.output
+    assert "all_reduce of 2, 4, 8 ranks: 1 B .. 4 KiB one_shot/ll, .. 1 MiB one_shot/simple, above" in done.output
+    assert len(done.output.splitlines()) <= 30
+
+
+def test_the_whole_table() -> None:
+    done = CliRunner().invoke(cli, ["info", "--table"])
+    assert done.exit_code == 0 and "memlock" in done.output and len(done.output.splitlines()) > 60
+    assert "why" in done.output and "table 'cpu' row 0" in done.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_70", "sm_90"])
+def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of each range, in the middle of it, and one byte beyond it."""
+
+    def site(world_size: int) -> selection.Site:
+        return selection.Site(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+
+    monkeypatch.setattr(info, "_site", site)
+    found = info._ranges()
+    for row in found:
+        most = row["to"] or 1 << 34
+        for nbytes in (row["from"], (row["from"] + most) // 2, most):
+            choice = selection.choose(site(row["ranks"]), row["collective"], nbytes)
+            assert (choice.algorithm, choice.protocol, choice.row) == (row["algorithm"], row["protocol"], row["row"])
+    for one, other in itertools.pairwise(found):
+        if other["from"] == 1:
+            assert one["to"] is None
+        else:
+            assert other["from"] == one["to"] + 1
+    assert len(info_table.ranges(found)) <= 16
+
+
+def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
+    row = {"ranks": 2, "algorithm": "one_shot", "protocol": "ll", "table": "mine", "row": 0, "from": 1}
+    rows = [{**row, "collective": f"c{i}", "to": 4096 + i} for i in range(30)]
+    lines = info_table.ranges(rows)
+    assert len(lines) == 21 and lines[-1] == "  and 10 more: --table"
+    assert lines[1] == "  c1 of 2 ranks: 1 B .. 4097 B one_shot/ll (table mine)"
+
+
+def test_devices_that_are_alike_share_a_line() -> None:
+    devices = [{"index": i, "name": "H200", "uuid": str(i)} for i in range(8)]
+    assert info_table._brief(devices) == "8 x name H200"
+    assert info_table._brief([[None, True], [True, None]]) == "every pair"
+    assert info_table._brief([[None, True], [False, None]]) == "1 of 2 pairs"
 
 
 @pytest.mark.parametrize("probe", [n for n in vars(info) if n.startswith("_") and callable(getattr(info, n))])

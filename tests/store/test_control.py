@@ -174,12 +174,16 @@ def test_exchange_with_a_rank_that_is_elsewhere():
         assert "open: rank 1 is at 'close' instead" in str(outcomes[0])
 
 
-def test_exchange_with_a_rank_that_has_closed():
+@pytest.mark.parametrize(
+    ("kind", "text", "error"), [("GroupAborted", ": it was stopped", GroupAborted), (None, "", PeerDied)]
+)
+def test_exchange_with_a_rank_that_has_closed(kind, text, error):
     with pages(2) as (one, two):
-        two.raise_fault(Fault("GroupAborted", 1, 0, "it had enough"))
+        if kind is not None:
+            two.raise_fault(Fault(kind, 1, 0, "it was stopped"))
         two.close()
         began = time.monotonic()
-        with pytest.raises(PeerDied, match="rank 1 has closed the group: it had enough"):
+        with pytest.raises(error, match=f"rank 1 has closed the group{text}"):
             one.exchange(b"", "anything", 10)
         assert time.monotonic() - began < 8, "this waited for the limit of 10 s"
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+import tricomm
 from tests import ranks
 from tests.store.store_ranks import (
     LAYOUT,
@@ -200,3 +203,39 @@ def test_only_monotonic_clocks(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1 / 0)
     store = HashStore()
     assert succeed(2, lambda r: try_in_thread(store, r, 2, 10)[0]) == ["ok"] * 2
+
+
+def host(rank, world_size, tell):
+    """Host a store as rank 0 does, and meet over it once the others have been told where."""
+    port = free_port()
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 30)
+    tell(port)
+    return try_in_thread(store, 0, 2, 30)[0]
+
+
+def join_there(rank, world_size, tell, port):
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 30)
+    return try_in_thread(store, 1, 2, 30)[0]
+
+
+def test_strangers_at_the_stores_port_disturb_nobody():
+    """HTTP, garbage and connections that say nothing, before the ranks meet over the same port."""
+    garbage = [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"\x16\x03\x01" + bytes(500), os.urandom(4096), b"\0"]
+    with ranks.start(1, host) as server, contextlib.ExitStack() as strangers:
+        port = server.message(0)
+        for number in range(200):
+            stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            if number % 2:
+                with contextlib.suppress(OSError):  # it may have been dropped already
+                    stranger.sendall(garbage[number // 2 % len(garbage)])
+        assert ranks.run(1, join_there, port) == ["ok"]
+        assert [outcome.value for outcome in server.results()] == ["ok"]
+
+
+def test_no_wait_is_counted_on_a_clock_that_jumps():
+    """Only what is written down for people says the time of day."""
+    root = Path(tricomm.__file__).parents[1]
+    files = [f for room in ("tricomm", "store", "kernels") for f in (root / room).glob("*.py")]
+    files += (root / "tricomm" / "c10d").glob("*.py")
+    assert len(files) > 80
+    assert {f.name for f in files if "time.time(" in f.read_text()} == {"clock.py", "publishing.py"}

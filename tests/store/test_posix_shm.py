@@ -276,17 +276,18 @@ def test_memory_refused_on_one_rank(monkeypatch, rank):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_peer_that_cannot_be_mapped(monkeypatch, rank):
-    usual = segments._map
+    usual = segments.Segment._map
 
-    def refuse(who, fd, nbytes, readonly):
-        if who == rank and "tricomm" in os.readlink(f"/proc/self/fd/{fd}") and nbytes == 4096 and mapped.get(who):
+    def refuse(who, segment, fd, readonly):
+        ours = "tricomm" in os.readlink(f"/proc/self/fd/{fd}")
+        if who == rank and ours and segment.nbytes == 4096 and mapped.get(who):
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         mapped[who] = True
-        return usual(fd, nbytes, readonly)
+        return usual(segment, fd, readonly)
 
     mapped: dict[object, bool] = {}
     with pages(3) as group:
-        kind, text = fails_on(group, rank, here(monkeypatch, (segments, "_map"), refuse, rank))
+        kind, text = fails_on(group, rank, here(monkeypatch, (segments.Segment, "_map"), refuse, rank))
         assert kind is ResourceError and f"map peers' memory: rank {rank}: rank " in text
         assert "Cannot allocate memory" in text
 

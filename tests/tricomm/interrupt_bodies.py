@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.distributed import FileStore, HashStore
 
 import tricomm
+from tests.tricomm import user_kernel
 from tests.tricomm.bodies import SMALL, leftovers
 from tricomm.errors import TricommError
 from tricomm.faults import Faults
+from tricomm.store.control import Descriptor
 
+OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
 HOME = os.path.dirname(tricomm.__file__)
 
 
@@ -45,6 +52,27 @@ def table(comm):
     comm.use_table([], "none")
 
 
+def launch(comm):
+    flags = ones(16)
+    comm.launch(user_kernel.rotate, 1, (ones(16),) * 2, flags, 0, WORLD_SIZE=2, BLOCK=16)
+    comm.barrier()
+
+
+def announce(comm):
+    comm.announce(RECORD)
+    comm.withdraw(1)
+    comm.barrier()
+
+
+def synchronize(comm):
+    comm.synchronize()
+    comm.barrier()
+
+
+RECORD = Descriptor(
+    sequence=0, fingerprint=1, collective="all_reduce", op="sum", dtype="int32", algorithm="other", protocol="other",
+    count=1, root=-1, grid=1, mode="eager",
+).record()  # fmt: skip
 SPLITS = [([1, 3], [1, 2]), ([2, 2], [3, 2])]
 CALLS = {
     "all_reduce": lambda comm: comm.all_reduce(ones(8)),
@@ -65,6 +93,9 @@ CALLS = {
     "recv from any": from_any,
     "symmetric": lambda comm: comm.symmetric((4,), torch.float32),
     "use_table": table,
+    "launch": launch,
+    "announce": announce,
+    "synchronize": synchronize,
     "split": lambda comm: comm.split([0]),
 }
 
@@ -145,8 +176,106 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
             got.append(told(comm, call))
         comm.close()
         del comm
+    gc.collect()  # an exception and its frames may hold each other
     left = leftovers()
-    return got, {what: sorted(left[what] - before[what]) for what in before if left[what] - before[what]}
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def constructor(rank, world_size, tell, folder, every):
+    """Interrupt rank 0 at every `every`th line of its set-up; then both make another one over the same store."""
+    folder, got = Path(folder), []
+
+    def make(number):
+        store = FileStore(f"{folder}/{number}", 2)
+        return tricomm.Communicator(store, rank, 2, "cpu", options=tricomm.Options(**{**SMALL, "timeout": 4.0}))
+
+    with Walk() as seen:
+        first = make("first")
+    first.close()
+    lines = list(dict.fromkeys(seen.lines))[2::every]
+    if rank == 0:
+        (folder / "count").write_text(str(len(lines)))
+    with make("count of lines") as comm:
+        comm.barrier()
+        count = int((folder / "count").read_text())
+    before = leftovers()
+    for number in range(count):
+        caught, text, made = "nothing", "", None
+        walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
+        with walk:
+            try:
+                made = make(number)
+                made.barrier()
+            except BaseException as error:
+                caught, text = type(error).__name__, str(error)
+        heard = time.monotonic()
+        close(made)
+        raised = walk.raised if rank == 0 else None
+        got.append((caught, text, raised, heard, os.path.relpath(lines[number][0], HOME), lines[number][1]))
+        together(folder, rank, number)
+        with make(f"after {number}") as comm:  # both are well afterwards
+            comm.barrier()
+        del made
+    del comm, walk, first, seen
+    gc.collect()  # an exception and its frames may hold each other
+    left = leftovers()
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def closing(rank, world_size, tell, every):
+    """Interrupt `close` at every `every`th line: the communicator is closed all the same."""
+    got = []
+
+    def make():
+        return tricomm.Communicator(HashStore(), 0, 1, "cpu", options=tricomm.Options(**SMALL))
+
+    comm = make()
+    with Walk() as seen:
+        comm.close()
+    before = leftovers()
+    for line in list(dict.fromkeys(seen.lines))[::every]:
+        comm, caught = make(), "nothing"
+        comm.all_reduce(ones(3))
+        with Walk(KeyboardInterrupt, line) as walk:
+            try:
+                comm.close()
+            except BaseException as error:
+                caught = type(error).__name__
+        comm.close()
+        if walk.raised is not None:
+            got.append((f"{os.path.relpath(line[0], HOME)}:{line[1]}", caught, comm._closed))
+        del comm, walk
+    gc.collect()  # an exception and its frames may hold each other
+    left = leftovers()
+    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+
+
+def together(folder, rank, number):
+    """Wait until both ranks are here; needs nothing of tricomm."""
+    (folder / f"here {number} {rank}").touch()
+    end = time.monotonic() + 20.0
+    while not (folder / f"here {number} {1 - rank}").exists() and time.monotonic() < end:
+        time.sleep(1e-3)
+
+
+def waits(rank, world_size, tell, url, number, kind):
+    """A real signal in the middle of a call that waits; its handler raises."""
+
+    def handle(*_):
+        raise KINDS[kind]
+
+    with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL)) as comm:
+        comm.barrier()
+        if rank == 0:
+            signal.signal(number, handle)
+            tell(os.getpid())
+        try:
+            if rank == 1:
+                time.sleep(1.5)  # long after rank 0 was interrupted in its call
+            comm.all_reduce(ones(4))
+        except BaseException as error:
+            return type(error).__name__, str(error), lock_is_free(comm)
+    return "nothing", "", True
 
 
 def interrupted(comm, call, kind, line):
@@ -173,6 +302,7 @@ def told(comm, call):
     try:
         for _ in range(3):  # the first may end, or may be stopped by rank 0, which has begun its second
             close(call(comm))
+        comm.barrier()  # short messages go without their receiver
     except TricommError as error:
         return type(error).__name__, str(error), time.monotonic()
     return "nothing", "", time.monotonic()

@@ -41,6 +41,19 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(algorithm, prot
             assert left == {}
 
 
+def test_a_stopped_rank_is_called_stopped_if_the_call_has_the_shorter_limit(url):
+    with ranks.start(2, bodies.endless, url, None, None, {"timeout": 3.0, "stall_timeout": 60.0}) as started:
+        pids = [started.message(rank) for rank in range(2)]
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            kind, text, *_ = _result(started, 0)
+            assert kind == "PeerStalled", text
+            assert f"rank 1 (pid {pids[1]}) is stopped; timeout after 3 s" in text
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        assert _result(started, 1)[0] in ("PeerStalled", "GroupAborted", "PeerDied", "CollectiveTimeout")
+
+
 def test_a_stopped_rank_is_named_within_its_limit_and_not_early(url):
     limit = 1.5
     with ranks.start(3, bodies.endless, url, None, None, {"stall_timeout": limit}) as started:

@@ -153,3 +153,58 @@ def two_streams(rank, world_size, tell, url):
 
 def test_two_streams(url):
     assert ranks.run(2, two_streams, url) == [[float(1 + 2 * n) for n in range(10)]] * 2
+
+
+def captures_too_early(rank, world_size, tell, url):
+    """A call that has not run before is refused inside a capture; then it runs."""
+    with join(rank, world_size, url) as comm:
+        x, text = torch.full((1000,), 1.0, device="cuda"), ""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)  # a graph needs something
+            try:
+                comm.all_reduce(x)
+            except tricomm.InvalidArgument as error:
+                text = str(error)
+        comm.all_reduce(x)
+        comm.synchronize()
+        return text, x[0].item()
+
+
+def test_a_capture_before_the_first_call_is_refused_and_the_group_goes_on(url):
+    for text, value in ranks.run(2, captures_too_early, url, timeout=120):
+        assert "run this call once before capture" in text and value == 2.0
+
+
+def replays_apart(rank, world_size, tell, url, how):
+    """Rank 0 replays once too often, or replays what rank 1 calls without a graph."""
+    with join(rank, world_size, url, timeout=4.0) as comm:
+        x = torch.ones(1000, device="cuda")
+        comm.all_reduce(x)
+        comm.synchronize()
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            comm.all_reduce(x)
+        began = time.monotonic()
+        try:
+            if rank == 0 or how == "too often":
+                with torch.cuda.stream(stream):
+                    for _ in range(3 + (rank == 0)):
+                        graph.replay()
+            else:
+                comm.all_reduce(x)
+            with torch.cuda.stream(stream):
+                comm.synchronize()
+            if rank == 1:
+                time.sleep(8.0)  # lives on, and calls nothing
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        return "nothing", "", time.monotonic() - began
+
+
+@pytest.mark.parametrize(("how", "kind"), [("too often", "CollectiveTimeout"), ("one rank only", "CollectiveMismatch")])
+def test_replays_that_do_not_match_are_named(how, kind, url):
+    (found, text, seconds), other = ranks.run(2, replays_apart, url, how, timeout=120)
+    assert found == kind and "rank 1" in text, text
+    assert seconds < (6.0 if how == "too often" else 3.0)
+    assert other[0] == (kind if how == "one rank only" else "nothing")

@@ -1,5 +1,9 @@
 """An interrupt at any line of any call: the caller gets it, the others hear of it, and nothing is left behind."""
 
+import os
+import signal
+import time
+
 import pytest
 
 from tests import ranks
@@ -35,6 +39,51 @@ def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
     (mine, _), (others, _) = ranks.run(2, bodies.walk, str(tmp_path), "barrier", "Alarm", 12, True)
     free = all(free for _, _, _, free in mine)
     assert not free or any(theirs != "GroupAborted" for theirs, _, _ in others)
+
+
+def test_every_line_of_close():
+    [(got, left)] = ranks.run(1, bodies.closing, 1)
+    assert left == {} and len(got) > 20
+    assert all(caught == "KeyboardInterrupt" and closed for _, caught, closed in got), got
+
+
+def check_set_up(every, tmp_path, timeout=90.0):
+    tmp_path.chmod(0o700)
+    (mine, left), (others, left_there) = ranks.run(2, bodies.constructor, str(tmp_path), every, timeout=timeout)
+    assert left == left_there == {}
+    told = 0
+    for (caught, _, raised, _, file, line), (theirs, text, _, heard, *_) in zip(mine, others, strict=True):
+        if raised is None or not file.startswith(("store", "group", "tuned", "joining")):
+            continue  # not run by every call, or before the meeting: to the others this rank has not come yet
+        where = f"{file}:{line}"
+        assert caught == "KeyboardInterrupt", where
+        if "did not come" not in text:
+            told += 1
+            assert theirs in ("GroupAborted", "RendezvousError"), (where, theirs, text)
+            assert "rank 0 was stopped by KeyboardInterrupt" in text, (where, theirs, text)
+            assert heard - raised < SECONDS, where
+    assert told > 5
+
+
+def test_some_lines_of_the_set_up(tmp_path):
+    check_set_up(31, tmp_path)
+
+
+@pytest.mark.soak
+def test_every_line_of_the_set_up(tmp_path):
+    check_set_up(1, tmp_path, timeout=1800.0)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "Alarm")])
+def test_a_signal_in_a_call_that_waits(number, kind, tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.waits, f"file://{tmp_path}/store", number, kind) as started:
+        pid = started.message(0)
+        time.sleep(0.5)
+        os.kill(pid, number)
+        mine, others = (outcome.value for outcome in started.results())
+    assert mine == (kind, "", True)
+    assert others[0] == "GroupAborted" and f"rank 0 was stopped by {kind}" in others[1]
 
 
 @pytest.mark.soak

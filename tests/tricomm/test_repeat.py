@@ -82,3 +82,14 @@ def test_after_close(comm):
     comm.close()
     with pytest.raises(tricomm.GroupAborted, match="closed"):
         comm.all_reduce(torch.ones(SHAPE))
+
+
+def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, monkeypatch):
+    """On a GPU; here the communicator only says that it has one."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(comm, "simulated", False)
+    for call in (lambda: comm.all_reduce(torch.ones(7)), lambda: comm.all_gather(torch.ones(7)), comm.barrier):
+        with pytest.raises(InvalidArgument, match="run this call once before capture"):
+            call()
+    monkeypatch.undo()
+    assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))

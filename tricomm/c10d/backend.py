@@ -43,7 +43,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def __init__(self, place: Place, facts: Facts, backends: dict[str, Any], options: Options | None = None) -> None:
         super().__init__(place.rank, place.world_size)
         self._place = place
-        self._quick = Quick(self._allreduce)
+        self._quick = Quick(self._allreduce, self.interrupted)
         self.allreduce = self._quick.all_reduce
         self._engine = Engine(place, facts, options, self._quick, self._abort_nccl)
         self._backends = backends

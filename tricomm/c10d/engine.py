@@ -135,16 +135,24 @@ class Engine:
         store = PrefixStore(f"kernels/{device.type}", place.store)
         try:
             comm = Communicator(
-                store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout)
-            )
+                store, place.rank, place.world_size, device, place.timeout, options_for(self._options, place.timeout),
+                look=self._still_connected,
+            )  # fmt: skip
             comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return
         self._comms[device] = comm
+        if self._lost is not None:  # the caller was interrupted meanwhile
+            comm.interrupted(self._lost)
         if device.type == "cuda":
             self._quick.use(comm, self.site("cuda"))
         comm.watch(self)
+
+    def _still_connected(self) -> None:
+        """Raises if a rank has ended or left, which the store does not show."""
+        if self._transport is not None:
+            self._transport.check(lambda: f"{self._place}: setting up the kernels' memory")
 
     # Of a communicator's monitor, about what goes to NCCL
 

@@ -18,7 +18,7 @@ import torch
 
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError
-from tricomm.kernels import interpreter
+from tricomm.kernels import compiled, interpreter
 from tricomm.store import process, records
 from tricomm.store.deadline import Bounded
 from tricomm.store.gathering import Arrived, gather, missing, next_generation
@@ -76,7 +76,7 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
 
 def _mine() -> Capabilities:
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
-    switches |= _CUDA_KERNELS * (not env.peer_access_disabled())
+    switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiled.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
     pid = os.getpid()
     left = process.descriptors_left()
@@ -137,7 +137,8 @@ def _conclude(said: list[Capabilities]) -> Facts:
     cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
     if everybody & _CPU_KERNELS:
         cpu = None if everybody & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
-    cuda = None if everybody & _CUDA_KERNELS else "peer access is disabled by TRICOMM_P2P_DISABLE or NCCL_P2P_DISABLE"
+    cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
+    cuda = None if everybody & _CUDA_KERNELS else cuda
     nodes = len({member.node for member in members})
     return Facts(members, nodes, bool(everybody & _CHECK), {"cpu": cpu, "cuda": cuda})
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from tricomm import errors
+from tricomm import env, errors
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
-from tricomm.store import process
+from tricomm.store import process, records
 from tricomm.store.deadline import Bounded, first_line
 
 if TYPE_CHECKING:
@@ -235,17 +235,24 @@ def tell(transport: Transport, error: TricommError) -> None:
     """Write into the store why this rank gives the group up; in vain if the store does not answer."""
     bounded = Bounded(transport.store, _STORE_SECONDS)
     try:
-        bounded.set(str(transport.rank), f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON])
+        text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
+        bounded.set(str(transport.rank), records.pack_long(_record(transport, transport.rank), text, env.token()))
     except RendezvousError:
         pass
     finally:
         bounded.close()
 
 
+def _record(transport: Transport, rank: int) -> records.Record:
+    said = records.Said(1, "lost", b"")
+    return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
+
+
 class _Reasons:
-    """What other ranks wrote about why they gave the group up."""
+    """What other ranks wrote about why they gave the group up. What is not theirs counts for nothing."""
 
     def __init__(self, transport: Transport) -> None:
+        self._transport, self._token = transport, env.token()
         self._others = [r for r in range(transport.world_size) if r != transport.rank]
         self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
 
@@ -257,9 +264,10 @@ class _Reasons:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
-                    kind, _, text = data[:_LONGEST_REASON].decode(errors="replace").partition("\n")
+                    said = records.parse_long(data, _record(self._transport, rank), self._token)
+                    kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
                     found[rank] = _KINDS.get(kind, GroupAborted)(text)
-        except RendezvousError:  # the store is gone as well
+        except RendezvousError:  # the store is gone as well, or somebody else writes to it
             self.close()
         return found
 

@@ -174,6 +174,15 @@ class Transport:
                 f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
             ) from self.error
 
+    def check(self, what: Callable[[], str]) -> None:
+        """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""
+        waiting = Waiting(self, time.monotonic(), what)
+        for rank in range(self.world_size):
+            if rank != self.rank and not self.connected(rank):
+                waiting.failed(rank, RuntimeError("the connection is closed"))
+        if self.error is not None or waiting.lost:
+            raise waiting.verdict()
+
     def fail(self, error: TricommError) -> None:
         """Give the group up: say why to the others, wake every blocked wait, close the connections. Any thread may
         call it, an interrupted one too; the first error counts."""

@@ -48,14 +48,17 @@ def _guarded(method: Any) -> Any:
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.
         try: return _run(method, self, args, keywords)  # noqa: E701 # fmt: skip
-        except _REFUSALS:
-            raise
         except BaseException as error:
-            if not getattr(error, NOTHING_SENT, False):
+            if not refused(error):
                 self.interrupted(error)
             raise
 
     return call
+
+
+def refused(error: BaseException) -> bool:
+    """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
+    return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
 
 
 def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from tricomm import env, routing
 from tricomm.c10d.arguments import operation
+from tricomm.c10d.guard import refused
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.works import FinishedWork
 from tricomm.errors import InvalidArgument
@@ -30,8 +31,9 @@ _DISTINCT = len({hash(kind) for kind in _KINDS}) == len(_KINDS)
 class Quick:
     """Calls that run straight on the caller's stream, by type, count and operation."""
 
-    def __init__(self, otherwise: Any) -> None:
-        self._otherwise = weakref.WeakMethod(otherwise)  # the group's own method: a cycle would delay its end
+    def __init__(self, otherwise: Any, interrupted: Any) -> None:
+        # The group's own methods: a cycle would delay its end.
+        self._otherwise, self._interrupted = weakref.WeakMethod(otherwise), weakref.WeakMethod(interrupted)
         self._comm: Any = None
         self._site: routing.Site | None = None
         self._known: dict[tuple[Any, ...], Any] = {}
@@ -52,6 +54,16 @@ class Quick:
         Who calls this way orders what follows by their own stream, and finds the call's faults at the next one: a
         limit of time given with the call has nothing to limit.
         """
+        # On one line: Python then looks for interrupts inside of the `try` only.
+        try: return self._all_reduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
+        except BaseException as error:
+            if not refused(error):
+                tell = self._interrupted()
+                if tell is not None:
+                    tell(error)
+            raise
+
+    def _all_reduce(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Any:
         if type(tensors) is not list or type(opts) is not _OPTIONS or opts.asyncOp:
             return self._long(tensors, opts, timeout)
         try:

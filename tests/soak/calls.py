@@ -1,0 +1,190 @@
+"""Random calls of a communicator, each with the result that it must give, computed by torch from all ranks' data.
+
+A call is a function of the group and a `Turn`; it returns pairs of what came and what was expected. All ranks draw
+the same choices from the turn's generator, because it has the same seed everywhere; the data differ by rank and call.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.c10d.collective_bodies import wanted
+from tests.c10d.groups import of, poisoned
+
+COUNTS = (1, 2, 7, 64, 1000, 3001)  # never 17: that is the count of a wrong call
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8
+)  # fmt: skip
+OPS = ("sum", "min", "max", "prod")
+NAMES = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT", "avg": "AVG", "bxor": "BXOR"}
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+Call = Callable[[Any, "Turn"], Pairs]
+
+
+@dataclass
+class Turn:
+    """One call: who makes it, its number (which is the seed of its data) and the choices that all ranks share."""
+
+    rank: int
+    world_size: int
+    number: int
+    choices: random.Random
+
+    def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, which: int = 0) -> torch.Tensor:
+        """What `rank` brings to this call."""
+        return of(rank, shape, dtype, self.number * 16 + which)
+
+    def parts(self, shape: tuple[int, ...], dtype: torch.dtype, which: int = 0) -> list[torch.Tensor]:
+        return [self.part(rank, shape, dtype, which) for rank in range(self.world_size)]
+
+    def count(self) -> int:
+        return self.choices.choice(COUNTS)
+
+    def dtype(self) -> torch.dtype:
+        return self.choices.choice(DTYPES)
+
+    def root(self) -> int:
+        return self.choices.randrange(self.world_size)
+
+    def op(self, dtype: torch.dtype) -> str:
+        return self.choices.choice(OPS if dtype.is_floating_point else (*OPS, "avg", "bxor"))
+
+    def splits(self) -> list[list[int]]:
+        """How many rows each rank sends to each; none among them."""
+        return [[self.choices.randrange(4) for _ in range(self.world_size)] for _ in range(self.world_size)]
+
+
+def sums(parts: list[torch.Tensor], op: str) -> torch.Tensor:
+    return wanted(parts, NAMES[op], parts[0].dtype)
+
+
+def all_reduce(comm: Any, turn: Turn) -> Pairs:
+    dtype = turn.dtype()
+    shape, op = (turn.count(),), turn.op(dtype)
+    parts, how = turn.parts(shape, dtype), turn.choices.choice(("in place", "out", "async", "strided"))
+    x = parts[turn.rank].clone()
+    if how == "out":
+        out = poisoned(shape, dtype)
+        comm.all_reduce(x, op, out=out)
+        return [(out, sums(parts, op)), (x, parts[turn.rank])]
+    if how == "strided":
+        x = torch.stack([x, x], 1)[:, 0]
+    work = comm.all_reduce(x, op, async_op=how == "async")
+    if how == "async":
+        work.wait()
+    return [(x.contiguous(), sums(parts, op))]
+
+
+def lists(comm: Any, turn: Turn) -> Pairs:
+    dtype = turn.dtype()
+    shapes = [(turn.count(),), (3, 5), (turn.count(),)]
+    op, parts = turn.op(dtype), [turn.parts(shape, dtype, which) for which, shape in enumerate(shapes)]
+    xs = [p[turn.rank].clone() for p in parts]
+    comm.all_reduce(xs, op)
+    gathered = comm.all_gather([p[turn.rank] for p in parts])
+    pairs = [(x, sums(p, op)) for x, p in zip(xs, parts, strict=True)]
+    return pairs + [(x, torch.cat(p)) for x, p in zip(gathered, parts, strict=True)]
+
+
+def all_gather(comm: Any, turn: Turn) -> Pairs:
+    dtype, rows = turn.dtype(), turn.count()
+    parts = turn.parts((rows, 2), dtype)
+    out = poisoned((rows * turn.world_size, 2), dtype)
+    comm.all_gather(parts[turn.rank], out=out)
+    return [(out, torch.cat(parts))]
+
+
+def reduce_scatter(comm: Any, turn: Turn) -> Pairs:
+    dtype, rows = turn.dtype(), turn.count()
+    op, parts = turn.op(dtype), turn.parts((rows * turn.world_size,), dtype)
+    out = poisoned((rows,), dtype)
+    comm.reduce_scatter(parts[turn.rank].clone(), op, out=out)
+    return [(out, sums(parts, op)[turn.rank * rows : (turn.rank + 1) * rows])]
+
+
+def broadcast(comm: Any, turn: Turn) -> Pairs:
+    dtype, root = turn.dtype(), turn.root()
+    parts = turn.parts((turn.count(),), dtype)
+    x = parts[turn.rank].clone()
+    comm.broadcast(x, root)
+    return [(x, parts[root])]
+
+
+def reduce(comm: Any, turn: Turn) -> Pairs:
+    dtype, root = turn.dtype(), turn.root()
+    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
+    x = parts[turn.rank].clone()
+    comm.reduce(x, root, op)
+    return [(x, sums(parts, op) if turn.rank == root else parts[turn.rank])]
+
+
+def gather(comm: Any, turn: Turn) -> Pairs:
+    dtype, root = turn.dtype(), turn.root()
+    parts = turn.parts((turn.count(),), dtype)
+    out = poisoned((len(parts[0]) * turn.world_size,), dtype) if turn.rank == root else None
+    comm.gather(parts[turn.rank], root, out=out)
+    return [] if out is None else [(out, torch.cat(parts))]
+
+
+def scatter(comm: Any, turn: Turn) -> Pairs:
+    dtype, root, rows = turn.dtype(), turn.root(), turn.count()
+    whole = turn.part(root, (rows * turn.world_size,), dtype)
+    out = poisoned((rows,), dtype)
+    comm.scatter(whole.clone() if turn.rank == root else None, root, out=out)
+    return [(out, whole[turn.rank * rows : (turn.rank + 1) * rows])]
+
+
+def all_to_all(comm: Any, turn: Turn) -> Pairs:
+    dtype, rows = turn.dtype(), turn.count()
+    parts = turn.parts((rows * turn.world_size,), dtype)
+    out = poisoned(tuple(parts[0].shape), dtype)
+    comm.all_to_all(parts[turn.rank], out=out)
+    mine = slice(turn.rank * rows, (turn.rank + 1) * rows)
+    return [(out, torch.cat([p[mine] for p in parts]))]
+
+
+def all_to_all_v(comm: Any, turn: Turn) -> Pairs:
+    dtype, splits, width = turn.dtype(), turn.splits(), turn.choices.choice((1, 5, 300))
+    x = turn.part(turn.rank, (sum(splits[turn.rank]), width), dtype)
+    takes = [splits[peer][turn.rank] for peer in range(turn.world_size)]
+    out = poisoned((sum(takes), width), dtype)
+    comm.all_to_all_v(x, splits[turn.rank], takes, out=out)
+    return [(out, rows_for(turn, splits, width, dtype))]
+
+
+def rows_for(turn: Turn, splits: list[list[int]], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """What this rank gets where rank p sends `splits[p][r]` rows to rank r."""
+    rows = []
+    for peer in range(turn.world_size):
+        theirs = turn.part(peer, (sum(splits[peer]), width), dtype)
+        rows.append(theirs.split(splits[peer])[turn.rank])
+    return torch.cat(rows)
+
+
+def messages(comm: Any, turn: Turn) -> Pairs:
+    """Round a ring, even ranks first; a tag per call."""
+    dtype, shape = turn.dtype(), (turn.count(),)
+    following, before = (turn.rank + 1) % turn.world_size, (turn.rank - 1) % turn.world_size
+    x, got, tag = turn.part(turn.rank, shape, dtype), poisoned(shape, dtype), turn.number % 1000
+    send = lambda: comm.send(x, following, tag)  # noqa: E731
+    recv = lambda: comm.recv(got, before, tag)  # noqa: E731
+    for step in (send, recv) if turn.rank % 2 == 0 else (recv, send):
+        step()
+    return [(got, turn.part(before, shape, dtype))]
+
+
+def barrier(comm: Any, turn: Turn) -> Pairs:
+    comm.barrier()
+    return []
+
+
+CALLS: tuple[Call, ...] = (
+    all_reduce, lists, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, all_to_all_v,
+    messages, barrier,
+)  # fmt: skip

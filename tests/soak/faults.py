@@ -1,0 +1,121 @@
+"""The faults that the soak makes, what each rank must get then, and within which time; a pure function that judges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.soak.groups import SECOND
+from tests.soak.worker import Report
+
+STALL = 5.0  # the stall limit of every group
+PAUSE = 1.5  # seconds of a stop that a group must survive
+TIMEOUT = 20.0  # the limit of a call
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`survivors`: the classes that the other ranks may get, one at least the first of them; none: nobody gets any.
+
+    `victim` likewise, for the rank itself; None: it is dead. `within`: seconds, for a communicator and for c10d.
+    """
+
+    name: str
+    survivors: tuple[str, ...]
+    victim: tuple[str, ...] | None
+    within: tuple[float, float]
+
+
+# One rank sees the cause, and the others may see that rank give the group up or leave it.
+LEFT = ("PeerDied", "GroupAborted")
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        Fault("kill", LEFT, None, (2.0, 10.0)),
+        Fault("pause", (), (), (0.0, 0.0)),
+        Fault(
+            "stop", ("PeerStalled", "GroupAborted", "CollectiveTimeout", "PeerDied"),
+            ("GroupAborted", "PeerStalled", "PeerDied", "CollectiveTimeout"), (STALL + 1.0, TIMEOUT + 5.0),
+        ),
+        Fault("raise", ("GroupAborted", "PeerDied"), ("Injected",), (2.0, 10.0)),
+        Fault("interrupt", ("GroupAborted", "PeerDied"), ("KeyboardInterrupt",), (2.0, 10.0)),
+        Fault("leave", LEFT, (), (2.0, 10.0)),
+        Fault("wrong", ("CollectiveMismatch",), ("CollectiveMismatch",), (1.0, 10.0)),
+        Fault("descriptors", (), (), (SECOND + 1.0, SECOND + 5.0)),
+        Fault("store", (), (), (SECOND + 1.0, SECOND + 5.0)),
+    )
+}  # fmt: skip
+SURVIVED = ("pause", "descriptors", "store")
+UNCERTAIN = ("raise", "interrupt", "leave")  # the cause seen by the others depends on the moment
+
+
+@dataclass
+class Outcome:
+    """One round as the supervisor saw it; reports by rank, None for a process that ended."""
+
+    route: str
+    fault: str | None
+    victim: int
+    at: float | None
+    reports: list[Report | None]
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    codes: dict[int, int | None] = field(default_factory=dict)  # exit codes of the processes that ended
+    notice: float = 0.0
+
+
+def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
+    """What was wrong with a round: pairs of a kind (wrong, unnamed, unexpected, late, lost) and a text."""
+    found: list[tuple[str, str]] = []
+    fault = FAULTS.get(outcome.fault or "")
+    first_seen = False
+    for rank, report in enumerate(outcome.reports):
+        who = f"{outcome.route}, {outcome.fault or 'no fault'} of rank {outcome.victim}: rank {rank}"
+        struck = fault is not None and rank == outcome.victim
+        if report is None:
+            if not (struck and fault and fault.victim is None):
+                found.append(("lost", f"{who}'s process ended, exit code {outcome.codes.get(rank)}"))
+            continue
+        found += [("wrong", text) for text in report.wrong]
+        allowed = () if fault is None else fault.victim if struck else fault.survivors
+        found += _judge_error(who, report, allowed or (), struck)
+        if report.error is not None and fault is not None and not struck:
+            first_seen |= report.error[0] in fault.survivors[:1]
+            if outcome.at is not None and report.error[3] >= outcome.at:
+                seconds = report.error[3] - outcome.at
+                outcome.notice = max(outcome.notice, seconds)
+                limit = fault.within[outcome.route != "communicator"]
+                if fault.survivors and seconds > limit + slack:
+                    found.append(("late", f"{who} got {report.error[0]} after {seconds:.1f} s, promised {limit:.0f} s"))
+    errors = [r.error for r in outcome.reports if r is not None and r.error is not None]
+    if fault is not None and errors and fault.survivors and not first_seen and fault.name not in (*UNCERTAIN, "stop"):
+        found.append(("unexpected", f"{outcome.route}, {fault.name}: nobody got {fault.survivors[0]}"))
+    return found + _judge_attempts(outcome, fault, slack)
+
+
+def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: bool) -> list[tuple[str, str]]:
+    if report.error is None:
+        return [("unexpected", f"{who} got no error, instead of {', '.join(allowed)}")] if allowed else []
+    kind, named, text, _ = report.error
+    if kind in allowed:
+        return []
+    if not named and not (struck and kind in ("Injected", "KeyboardInterrupt")):
+        return [("unnamed", f"{who} got {kind}: {text}")]
+    return [("unexpected", f"{who} got {kind}, instead of {', '.join(allowed) or 'none'}: {text}")]
+
+
+def _judge_attempts(outcome: Outcome, fault: Fault | None, slack: float) -> list[tuple[str, str]]:
+    """A second group: made by all ranks or by none, with a named error, in time."""
+    attempts = {r: report.attempt for r, report in enumerate(outcome.reports) if report and report.attempt}
+    found = []
+    for rank, (kind, named, text, seconds) in attempts.items():
+        who = f"{outcome.route}, a second group ({outcome.fault}): rank {rank}"
+        if not named:
+            found.append(("unnamed", f"{who} got {kind}: {text}"))
+        if fault is not None and seconds > fault.within[outcome.route != "communicator"] + slack:
+            found.append(("late", f"{who} took {seconds:.1f} s"))
+    kinds = {bool(attempt[0]) for attempt in attempts.values()}
+    if len(kinds) > 1:
+        said = {rank: attempt[0] or "made" for rank, attempt in attempts.items()}
+        found.append(("unexpected", f"{outcome.route}, a second group ({outcome.fault}): not the same for all: {said}"))
+    if outcome.fault == "store" and False in kinds:
+        found.append(("unexpected", f"{outcome.route}: a group was made over a dead store"))
+    return found

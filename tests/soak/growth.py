@@ -1,0 +1,77 @@
+"""What a process holds, and whether that grows with the number of groups that it has had."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections import Counter
+from statistics import median
+
+MEBIBYTE = 1 << 20
+FEWEST = 6  # samples of a process, below which nothing is said about its growth
+COUNTS = ("descriptors", "threads", "mappings")
+
+
+def sample() -> dict[str, int]:
+    """What this process holds: bytes of memory, and numbers of descriptors, threads and mappings of shared memory."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    with open("/proc/self/maps") as file:
+        mappings = sum("memfd:" in line or "/dev/shm" in line for line in file)
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": mappings,
+    }
+
+
+def descriptors() -> Counter[str]:
+    """The kinds of open descriptors, to say what has grown."""
+    kinds: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        kinds[_target(f"/proc/self/fd/{fd}").split("[")[0].split(" ")[0]] += 1
+    return kinds
+
+
+def grown(samples: list[dict[str, int]], memory_limit: int) -> dict[str, int]:
+    """How far the last third of `samples` lies above the first one; memory only what exceeds `memory_limit` bytes.
+
+    Counts are compared at the lowest of the end and the highest of the beginning, so that something that is still
+    being let go when a sample is taken is no growth.
+    """
+    if len(samples) < FEWEST:
+        return dict.fromkeys((*COUNTS, "memory"), 0)
+    third = len(samples) // 3
+    first, last = samples[:third], samples[-third:]
+    found = {name: max(0, min(s[name] for s in last) - max(s[name] for s in first)) for name in COUNTS}
+    more = int(median(s["memory"] for s in last) - median(s["memory"] for s in first))
+    return {**found, "memory": more if more > memory_limit else 0}
+
+
+def orphans(before: set[str]) -> list[str]:
+    """Names in /dev/shm that were not there `before` and that no living process has open or mapped."""
+    new = {name for name in os.listdir("/dev/shm") if name not in before}
+    if not new:
+        return []
+    held = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{process}/maps") as file:
+                held |= {line.rsplit("/dev/shm/")[-1].strip() for line in file if "/dev/shm/" in line}
+            fds = os.listdir(f"/proc/{process}/fd")
+        except OSError:  # it ended meanwhile, or is somebody else's
+            continue
+        held |= {name.removeprefix("/dev/shm/") for name in map(_target, (f"/proc/{process}/fd/{fd}" for fd in fds))}
+    return sorted(new - held)
+
+
+def _target(link: str) -> str:
+    """What a descriptor leads to; nothing, if it was closed meanwhile."""
+    try:
+        return os.readlink(link)
+    except OSError:
+        return ""

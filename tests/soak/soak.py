@@ -1,0 +1,239 @@
+"""Rounds: a group, calls, a fault, what everybody got, what is left; then the next group."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.soak import faults, growth
+from tests.soak.faults import FAULTS, PAUSE, STALL, SURVIVED, TIMEOUT, Outcome
+from tests.soak.groups import ROUTES, Where
+from tests.soak.pool import Pool
+from tests.soak.report import Totals
+from tests.soak.worker import Job, Report
+
+SIZE = 4
+FORMING = 60.0  # seconds for a group to be made
+ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end, before that counts as a hang
+WATCHDOG = 300.0  # seconds beyond the soak's own end
+
+
+@dataclass(frozen=True)
+class Settings:
+    seconds: float
+    every: float
+    seed: int
+    slack: float
+    memory: int
+    kinds: tuple[str, ...]
+    routes: tuple[str, ...]
+    rounds: int | None = None
+    inject: tuple[str, ...] = ()
+
+
+@dataclass
+class Plan:
+    """One round: its group, its ranks (rank -> slot), and the fault with the rank that it strikes."""
+
+    number: int
+    route: str
+    slots: list[int]
+    fault: str | None
+    victim: int
+    pause: float
+
+
+class Soak:
+    def __init__(self, settings: Settings, folder: Path) -> None:
+        self._settings, self._folder = settings, folder
+        self._random = random.Random(settings.seed)
+        self.totals = Totals(settings.seed)
+        self._samples: dict[int, list[dict[str, int]]] = {}
+        self._kinds: dict[int, list[dict[str, int]]] = {}
+        self._queue: list[tuple[str, str]] = []
+        self._warm = True
+
+    def run(self) -> Totals:
+        """Play rounds until the time is up, then see what has grown."""
+        began, names = time.monotonic(), set(os.listdir("/dev/shm"))
+        with Pool(SIZE, self._folder, self._settings.seconds + WATCHDOG) as pool:
+            pool.fill()
+            number = 0
+            for route in self._settings.routes:
+                self._play(pool, Plan(-1 - number, route, list(range(SIZE)), None, 0, 0.0))
+                number += 1
+            self._warm, number = False, 0
+            while time.monotonic() - began < self._settings.seconds and number != self._settings.rounds:
+                number += 1
+                self._play(pool, self._plan(number))
+                pool.fill()
+        time.sleep(0.5)
+        self._grown()
+        self.totals.names = growth.orphans(names)
+        self.totals.seconds = time.monotonic() - began
+        return self.totals
+
+    def _plan(self, number: int) -> Plan:
+        """The next fault and route of a shuffled list of all of them. Slots 0 and 1 always take part and are never
+        killed, because growth shows in processes that live long."""
+        if not self._queue:
+            kinds, routes = list(self._settings.kinds), list(self._settings.routes)
+            turn = self._random.randrange(len(routes))
+            self._queue = [(kind, routes[(i + turn) % len(routes)]) for i, kind in enumerate(kinds)]
+            self._random.shuffle(self._queue)
+        kind, route = self._queue.pop()
+        slots = [0, 1, 2, 3] if self._random.random() < 0.5 else [0, 1, self._random.choice((2, 3))]
+        self._random.shuffle(slots)
+        mortal = [rank for rank, slot in enumerate(slots) if slot > 1]
+        victim = self._random.choice(mortal if kind == "kill" else range(len(slots)))
+        return Plan(number, route, slots, kind, victim, self._settings.every * self._random.uniform(0.3, 0.8))
+
+    def _play(self, pool: Pool, plan: Plan) -> None:
+        port = pool.serve() if plan.fault == "store" else None
+        seed = f"{self._settings.seed}:{plan.number}"
+        for rank, slot in enumerate(plan.slots):
+            where = Where(
+                plan.route, rank, len(plan.slots), str(self._folder / f"store-{plan.number}"), port, TIMEOUT, STALL
+            )
+            inject = self._settings.inject if not self._warm else ()
+            pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm, inject))
+        outcome = _Watch(pool, plan, self._settings.every).outcome()
+        pool.end_server()
+        for rank, report in enumerate(outcome.reports):
+            if report is None:
+                outcome.codes[rank] = pool.end(plan.slots[rank], 0.0 if outcome.problems else 5.0)
+        if not outcome.problems:  # what follows from a hang is not counted again
+            outcome.problems = faults.judge(outcome, self._settings.slack)
+        self._account(pool, plan, outcome)
+
+    def _account(self, pool: Pool, plan: Plan, outcome: Outcome) -> None:
+        for rank, report in enumerate(outcome.reports):
+            slot = plan.slots[rank]
+            if report is None:
+                continue
+            self.totals.calls.update(report.calls)
+            if not self._warm:
+                self._samples.setdefault(pool.pid(slot), []).append(report.sample)
+                self._kinds.setdefault(pool.pid(slot), []).append(report.descriptors)
+        self.totals.add(plan.number, plan.route, len(plan.slots), plan.fault, outcome)
+        print(self.totals.line(), file=sys.stderr, flush=True)
+
+    def _grown(self) -> None:
+        for pid, samples in self._samples.items():
+            found = growth.grown(samples, self._settings.memory)
+            self.totals.grow(pid, found)
+            if found["descriptors"]:
+                more = Counter(self._kinds[pid][-1]) - Counter(self._kinds[pid][0])
+                self.totals.problems.append(("descriptors", f"process {pid} has more of: {dict(more)}"))
+        self.totals.samples = {str(pid): samples for pid, samples in self._samples.items()}
+
+
+class _Watch:
+    """One round from outside: makes the fault, takes the reports, and never waits without a bound."""
+
+    def __init__(self, pool: Pool, plan: Plan, every: float) -> None:
+        self._pool, self._plan, self._every = pool, plan, every
+        self._outcome = Outcome(plan.route, plan.fault, plan.victim, None, [None] * len(plan.slots))
+        self._formed: set[int] = set()
+        self._acted: dict[int, float] = {}
+        self._over: set[int] = set()
+
+    def outcome(self) -> Outcome:
+        plan = self._plan
+        if not self._until(lambda: len(self._formed | self._over) == len(plan.slots), FORMING, "make a group"):
+            return self._outcome
+        if plan.fault is None:
+            self._order_end()
+        else:
+            self._until(lambda: bool(self._over), plan.pause, None)
+            if not self._over:
+                self._strike(plan.fault)
+            if plan.fault in SURVIVED:
+                self._until(lambda: bool(self._over), self._every - plan.pause, None)
+                self._order_end()
+        waits = ENDING + (STALL if plan.fault == "stop" else 0.0)
+        self._until(lambda: len(self._over) == len(plan.slots), waits, "end")
+        return self._outcome
+
+    def _strike(self, fault: str) -> None:
+        pool, slot = self._pool, self._plan.slots[self._plan.victim]
+        numbers = {"kill": signal.SIGKILL, "raise": signal.SIGUSR2, "interrupt": signal.SIGINT}
+        if fault in numbers:
+            os.kill(pool.pid(slot), numbers[fault])
+            self._outcome.at = time.monotonic()
+        elif fault == "pause":
+            os.kill(pool.pid(slot), signal.SIGSTOP)
+            time.sleep(PAUSE)
+            os.kill(pool.pid(slot), signal.SIGCONT)
+        elif fault == "stop":
+            os.kill(pool.pid(slot), signal.SIGSTOP)
+            self._outcome.at = time.monotonic()
+            others = len(self._plan.slots) - 1
+            self._until(lambda: len(self._over) >= others, FAULTS["stop"].within[1] + 10.0, None)
+            os.kill(pool.pid(slot), signal.SIGCONT)
+        elif fault == "store":
+            pool.end_server()
+            self._until(lambda: bool(self._over), 1.0, None)
+            pool.send(slot, "store")
+            self._all_acted()
+        elif fault == "descriptors":
+            pool.send(slot, "lacks")
+            self._all_acted()
+        else:
+            pool.send(slot, fault)
+            self._until(lambda: bool(self._acted or self._over), ENDING, "do what it was told to")
+            self._outcome.at = next(iter(self._acted.values()), None)
+
+    def _all_acted(self) -> None:
+        size = len(self._plan.slots)
+        self._until(lambda: len(self._acted) == size or bool(self._over), ENDING, "try to make a second group")
+
+    def _order_end(self) -> None:
+        self._pool.send(self._plan.slots[0], "end")
+
+    def _until(self, done: Any, seconds: float, what: str | None) -> bool:
+        """Take messages until `done`; one that needs longer is a hang, if there is a `what`."""
+        end = time.monotonic() + seconds
+        while not done():
+            waiting = [slot for rank, slot in enumerate(self._plan.slots) if rank not in self._over]
+            left = end - time.monotonic()
+            if not waiting or left <= 0:
+                break
+            for slot, message in self._pool.receive(waiting, min(left, 0.5)):
+                self._take(self._plan.slots.index(slot), message)
+        if done() or what is None:
+            return bool(done())
+        self._hang(what, seconds)
+        return False
+
+    def _take(self, rank: int, message: Any) -> None:
+        kind, value = message if message is not None else ("end", None)
+        if kind == "formed":
+            self._formed.add(rank)
+        elif kind == "acted":
+            self._acted[rank] = value
+        else:
+            assert value is None or isinstance(value, Report)
+            self._outcome.reports[rank] = value
+            self._over.add(rank)
+
+    def _hang(self, what: str, seconds: float) -> None:
+        """Say who hangs, and end it: its place is taken by a new process."""
+        if any(kind == "hang" for kind, _ in self._outcome.problems):
+            return
+        late = [rank for rank in range(len(self._plan.slots)) if rank not in self._over]
+        text = f"{self._plan.route}, {self._plan.fault or 'no fault'}: ranks {late} did not {what} in {seconds:.0f} s"
+        self._outcome.problems.append(("hang", text))
+        for rank in late:
+            self._pool.dump(self._plan.slots[rank])
+            self._over.add(rank)
+
+
+__all__ = ["ROUTES", "Settings", "Soak"]

@@ -1,0 +1,156 @@
+"""The soak itself: a short one, and each of its checks against a mistake that it has to find."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.soak import growth, soak
+from tests.soak.__main__ import main
+from tests.soak.calls import CALLS
+from tests.soak.faults import FAULTS, Outcome, judge
+from tests.soak.growth import MEBIBYTE
+from tests.soak.worker import Report
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(tmp_path, *arguments):
+    """The exit code and the figures of a soak."""
+    file = tmp_path / "soak.json"
+    code = main(["--json", str(file), *arguments])
+    return code, json.loads(file.read_text())
+
+
+def test_one_of_each_fault(tmp_path):
+    code, found = run(tmp_path, "--minutes", "3", "--every", "3", "--rounds", str(len(FAULTS)), "--seed", "14")
+    assert code == 0, found["problems"]
+    assert found["faults by kind"] == dict.fromkeys(FAULTS, 1)
+    assert set(found["calls by kind"]) >= {call.__name__ for call in CALLS} | {"backward", "sub-group"}
+
+
+def test_mistakes_are_found(tmp_path, capfd):
+    """Wrong results, errors without a name and everything that can grow; each round ends at the error."""
+    mistakes = ("wrong", "unnamed", "descriptors", "threads", "mappings", "memory", "names")
+    code, found = run(
+        tmp_path, "--minutes", "3", "--every", "4", "--rounds", "7", "--faults", "pause", "--routes", "communicator",
+        "--memory", "16", "--inject", ",".join(mistakes),
+    )  # fmt: skip
+    for name in found["names"]:
+        os.unlink(f"/dev/shm/{name}")
+    assert code == 1
+    assert found["wrong"] >= 7 and found["unnamed"] == 7 and found["names in /dev/shm"] >= 3
+    assert min(found[f"growth of {name}"] for name in growth.COUNTS) >= 2
+    assert found["growth of memory"] > 16 * MEBIBYTE
+    assert "/dev/null" in str(found["problems"]) and "memory (MiB)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("mistake", "kind"), [("hang", "hang"), ("lost", "lost")])
+def test_a_rank_that_hangs_or_is_lost_is_found(mistake, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "ENDING", 6.0)
+    monkeypatch.setattr(soak, "TIMEOUT", 3.0)
+    code, found = run(
+        tmp_path, "--minutes", "2", "--every", "3", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
+        "--inject", mistake,
+    )  # fmt: skip
+    assert code == 1 and found[kind] == 1
+    assert "ranks [1] did not end" in str(found["problems"]) or mistake == "lost"
+
+
+def test_a_soak_that_is_killed_leaves_no_process(tmp_path):
+    started = subprocess.Popen(
+        [sys.executable, "-m", "tests.soak", "--every", "600", "--routes", "communicator"], cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if b"warm-up" in line:
+                break
+        ranks = holders(tmp_path)
+        assert len(ranks) == soak.SIZE
+        os.kill(ranks[0], signal.SIGSTOP)  # even one that is stopped goes
+    finally:
+        started.kill()
+        started.wait(10)
+        started.stderr.close()
+    end = time.monotonic() + 30
+    while holders(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert holders(tmp_path) == []
+
+
+def holders(folder: Path) -> list[int]:
+    """The processes whose output goes to a file in `folder`."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{process}/fd/2").startswith(str(folder)):
+                found.append(int(process))
+        except OSError:
+            continue
+    return found
+
+
+def error(kind, named=True, at=10.0):
+    return Report(error=(kind, named, "words", at))
+
+
+@pytest.mark.parametrize(
+    ("fault", "reports", "kinds"),
+    [
+        (None, [Report(), Report(), Report()], []),
+        (None, [error("PeerStalled"), Report(), Report()], ["unexpected"]),
+        (None, [None, Report(), Report()], ["lost"]),
+        (None, [Report(wrong=["all_reduce"]), Report(), Report()], ["wrong"]),
+        ("kill", [error("PeerDied"), error("GroupAborted"), None], []),
+        ("kill", [error("PeerDied"), None, None], ["lost"]),
+        ("kill", [error("GroupAborted"), error("GroupAborted"), None], ["unexpected"]),
+        ("kill", [error("PeerDied"), Report(), None], ["unexpected"]),
+        ("kill", [error("PeerDied"), error("RuntimeError", False), None], ["unnamed"]),
+        ("kill", [error("PeerDied"), error("PeerDied", at=17.0), None], ["late"]),
+        ("wrong", [error("CollectiveMismatch")] * 3, []),
+        ("wrong", [error("CollectiveMismatch"), error("PeerDied"), error("CollectiveMismatch")], ["unexpected"]),
+        ("interrupt", [error("PeerDied"), error("GroupAborted"), error("KeyboardInterrupt", False)], []),
+        ("interrupt", [error("PeerDied"), error("KeyboardInterrupt", False), Report()], ["unnamed", "unexpected"]),
+        ("pause", [Report(), error("PeerStalled"), Report()], ["unexpected"]),
+        ("store", [Report(attempt=("RendezvousError", True, "", 5.0))] * 3, []),
+        ("store", [Report(attempt=("", True, "", 0.1))] * 3, ["unexpected"]),
+        ("store", [Report(attempt=("RendezvousError", True, "", 60.0))] * 3, ["late"] * 3),
+        ("descriptors", [Report(attempt=("ResourceError", True, "", 0.1))] * 2 + [Report(attempt=("", True, "", 0.1))],
+         ["unexpected"]),
+        ("descriptors", [Report(attempt=("OSError", False, "", 0.1))] * 3, ["unnamed"] * 3),
+    ],
+)  # fmt: skip
+def test_each_round_is_judged(fault, reports, kinds):
+    found = judge(Outcome("communicator", fault, 2, 9.0, reports), 5.0)
+    assert [kind for kind, _ in found] == kinds, found
+
+
+@pytest.mark.parametrize("name", [*growth.COUNTS, "memory"])
+def test_growth_is_told_from_what_comes_once(name):
+    def samples(values):
+        return [{**dict.fromkeys((*growth.COUNTS, "memory"), 10 * MEBIBYTE), name: v * MEBIBYTE} for v in values]
+
+    flat = dict.fromkeys((*growth.COUNTS, "memory"), 0)
+    for steady in ([5] * 9, [5, 6, 6, 7, 6, 7, 6, 6, 6], [1, 9, 2, 9, 1, 9, 2, 9, 1], list(range(5))):
+        assert growth.grown(samples(steady), 4 * MEBIBYTE) == flat
+    assert growth.grown(samples(range(0, 27, 3)), 4 * MEBIBYTE)[name] > 0
+
+
+def test_a_name_that_nobody_holds_is_an_orphan():
+    before = set(os.listdir("/dev/shm"))
+    name = f"tricomm-soak-test-{os.getpid()}"
+    with open(f"/dev/shm/{name}", "w"):
+        assert name not in growth.orphans(before)
+    try:
+        assert name in growth.orphans(before)
+    finally:
+        os.unlink(f"/dev/shm/{name}")

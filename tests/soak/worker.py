@@ -1,0 +1,266 @@
+"""A rank of the soak: a process that lives through many groups, and does to itself what it is told to."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
+
+import tricomm
+from tests.c10d.groups import same
+from tests.soak import groups, growth
+from tests.soak.calls import Turn
+from tests.soak.groups import Where
+
+GO_ON, DESCRIPTORS, STORE, END = range(4)  # what ranks agree on, the highest wins
+AGREE_EVERY = 4  # calls
+
+
+class Injected(Exception):
+    """An exception of the user's own."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One round: a group, a seed for its calls, and mistakes that a self-test wants to be found."""
+
+    where: Where
+    seed: str
+    first_number: int
+    every_call: bool = False
+    inject: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """How a round went for one rank. `error`: class, whether it is tricomm's, text, time."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    error: tuple[str, bool, str, float] | None = None
+    attempt: tuple[str, bool, str, float] | None = None
+    sample: dict[str, int] = field(default_factory=dict)
+    descriptors: dict[str, int] = field(default_factory=dict)
+    closing: float = 0.0
+
+
+class Signals:
+    """SIGINT and SIGUSR2 raise, but only while calls are made; one that came earlier counts at the next call."""
+
+    def __init__(self) -> None:
+        self._armed, self._came = False, None
+        for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGUSR2, Injected)):
+            signal.signal(number, lambda *_, kind=kind: self._raise(kind))
+
+    def _raise(self, kind: type[BaseException]) -> None:
+        self._came = kind
+        if self._armed:
+            raise kind("sent by the soak")
+
+    def check(self) -> None:
+        """Python drops an exception that a signal raises in a destructor; this raises it again."""
+        if self._came is not None:
+            raise self._came("sent by the soak")
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        self._came, self._armed = None, True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+
+def main(pipe: Connection, log: str) -> None:
+    """Play rounds until the pipe ends."""
+    os.setsid()
+    torch.set_num_threads(1)
+    file = open(log, "a")  # noqa: SIM115
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+    signals, kept = Signals(), []
+    while True:
+        try:
+            job = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if not isinstance(job, Job):  # an order that came after the end of its round
+            continue
+        print(f"round {job.seed}: {job.where}", file=sys.stderr, flush=True)
+        report = Round(job, pipe, signals).play()
+        leak(job.inject, kept)
+        report.sample = growth.sample()
+        report.descriptors = dict(growth.descriptors())
+        try:
+            pipe.send(("end", report))
+        except OSError:
+            return
+
+
+def leak(inject: tuple[str, ...], kept: list[Any]) -> None:
+    """Keep something per round, as a library that forgets would."""
+    if "descriptors" in inject:
+        kept.append(open(os.devnull))  # noqa: SIM115
+    if "threads" in inject:
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if "mappings" in inject:
+        kept.append(memory_file())
+    if "memory" in inject:
+        kept.append(bytearray(os.urandom(16)) * (2 << 20))
+    if "names" in inject:
+        open(f"/dev/shm/tricomm-soak-{os.getpid()}", "w").close()
+
+
+def memory_file() -> Any:
+    import mmap
+
+    fd = os.memfd_create("soak")
+    os.ftruncate(fd, 4096)
+    try:
+        return mmap.mmap(fd, 4096)
+    finally:
+        os.close(fd)
+
+
+class Round:
+    def __init__(self, job: Job, pipe: Connection, signals: Signals) -> None:
+        self._job, self._pipe, self._signals = job, pipe, signals
+        self._report = Report()
+        self._choices = random.Random(job.seed)
+        self._number = job.first_number
+        self._vote = GO_ON
+        self._orders: list[str] = []
+
+    def play(self) -> Report:
+        group = None
+        try:
+            group = groups.make(self._job.where)
+            self._pipe.send(("formed", time.monotonic()))
+            with self._signals.armed():
+                self._work(group)
+        except BaseException as error:
+            self._report.error = told(error)
+            traceback.print_exc()
+        began = time.monotonic()
+        try:
+            if group is not None:
+                group.close()
+        except BaseException as error:
+            self._report.error = self._report.error or told(error)
+            traceback.print_exc()
+        self._report.closing = time.monotonic() - began
+        return self._report
+
+    def _work(self, group: Any) -> None:
+        if self._job.every_call:
+            for call in group.calls:
+                self._call(group, call)
+        while True:
+            for _ in range(AGREE_EVERY):
+                self._listen()
+                if self._choices.random() < 0.1:
+                    self._call(group, None)
+                    continue
+                call = self._choices.choice(group.calls)
+                if call.__name__ != "messages" and "leave" in self._orders:
+                    return self._act()
+                if call.__name__ not in ("messages", "barrier") and "wrong" in self._orders:
+                    self._act()
+                    random.Random(self._job.seed).choice(group.wrong_calls())()
+                    raise AssertionError("a call that no other rank made ended well")
+                self._call(group, call)
+            agreed = group.highest(self._vote)
+            if agreed == END:
+                return
+            if agreed in (DESCRIPTORS, STORE):
+                self._attempt(group, agreed)
+
+    def _act(self) -> None:
+        self._orders.clear()
+        self._pipe.send(("acted", time.monotonic()))
+
+    def _call(self, group: Any, call: Any) -> None:
+        self._signals.check()
+        where, name = self._job.where, "sub-group" if call is None else call.__name__
+        self._number += 1
+        turn = Turn(where.rank, where.world_size, self._number, self._choices)
+        pairs = group.part(turn) if call is None else group.run(call, turn)
+        self._mistake(pairs)
+        self._report.calls[name] += 1
+        bad = [(got, want) for got, want in pairs if not same(got, want)]
+        if bad:
+            got, want = bad[0]
+            self._report.wrong.append(
+                f"{where.route} {name} number {self._number} rank {where.rank} of {where.world_size}, {got.dtype} "
+                f"{tuple(got.shape)}: {got.flatten()[:5].tolist()} instead of {want.flatten()[:5].tolist()}"
+            )
+
+    def _mistake(self, pairs: list[Any]) -> None:
+        """What a self-test wants to see found, on rank 1."""
+        first = self._job.first_number + 3
+        if self._job.where.rank != 1 or not first <= self._number <= first + 3:
+            return
+        if "wrong" in self._job.inject and pairs:
+            got, want = pairs[0]
+            pairs[0] = (got, want + 1)
+        if self._number < first + 3:
+            return
+        if "unnamed" in self._job.inject:
+            raise RuntimeError("an error without a name of ours")
+        if "hang" in self._job.inject:
+            threading.Event().wait()
+        if "lost" in self._job.inject:
+            os.abort()
+
+    def _listen(self) -> None:
+        while self._pipe.poll():
+            order = self._pipe.recv()
+            if order in ("leave", "wrong"):
+                self._orders.append(order)
+            else:
+                self._vote = {"descriptors": DESCRIPTORS, "lacks": DESCRIPTORS, "store": STORE, "end": END}[order]
+                if order == "lacks":
+                    self._orders.append(order)
+
+    def _attempt(self, group: Any, agreed: int) -> None:
+        """A second group, for which this rank may lack descriptors, or whose store is dead; the first goes on."""
+        self._vote = GO_ON
+        began, lacks = time.monotonic(), "lacks" in self._orders
+        self._orders.clear()
+        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if lacks:
+            highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + self._number % 4, usual[1]))
+        try:
+            group.another()
+            self._report.attempt = ("", True, "made", 0.0)
+        except BaseException as error:
+            self._report.attempt = told(error)
+            traceback.print_exc()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+        kind, named, text, at = self._report.attempt
+        self._report.attempt = (kind, named, text, time.monotonic() - began)
+        self._pipe.send(("acted", time.monotonic()))
+
+
+def told(error: BaseException) -> tuple[str, bool, str, float]:
+    named = isinstance(error, tricomm.TricommError)
+    return type(error).__name__, named, str(error)[:600], time.monotonic()
