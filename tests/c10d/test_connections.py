@@ -92,7 +92,7 @@ def test_a_stopped_peer_is_called_stopped(url):
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
     _, found = survivors(url, None, 2.0, "barrier")
     for kind, text, seconds in found:
-        assert kind == "CollectiveTimeout" and "timeout after" in text and "rank(s) [2] have not come" in text, text
+        assert kind == "CollectiveTimeout" and "timed out" in text and "rank(s) [2] have not come" in text, text
         assert 1.0 < seconds < 5.5
 
 
