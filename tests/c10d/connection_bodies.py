@@ -28,22 +28,22 @@ def _said(call):
     return "nothing", "", time.monotonic() - began
 
 
-def survivor(rank, world_size, tell, url, timeout, way, unwatched=False):
-    """The last rank is in the test's hands; the others wait for it."""
+def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
+    """Rank `victim` is in the test's hands; the others wait for it."""
     if unwatched:
         gloo_faults.Waiting.look = lambda waiting, elapsed: None
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
         "async": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
         "barrier": dist.barrier,
-        "recv": lambda: dist.recv(torch.ones(3), world_size - 1),
-        "send": lambda: dist.send(torch.ones(1 << 22), world_size - 1),
+        "recv": lambda: dist.recv(torch.ones(3), victim),
+        "send": lambda: dist.send(torch.ones(1 << 22), victim),
         "any": lambda: dist.recv(torch.ones(3)),
     }
     with default_group(rank, world_size, url, timeout=timeout) as world:
         dist.barrier()
         tell(os.getpid())
-        if rank == world_size - 1:
+        if rank == victim:
             time.sleep(60)
         found = _said(calls[way])
         lost = _said(lambda: world.allreduce([torch.ones(3)]))

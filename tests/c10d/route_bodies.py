@@ -67,7 +67,7 @@ def handshake_fails(rank, world_size, tell, url):
     """The communicator cannot be made: the group says so and goes on with Gloo."""
     os.environ["TRICOMM_LOG"] = "routing"
 
-    def no_memory(*args):
+    def no_memory(*args, **more):
         raise ResourceError("no memory here")
 
     engine.Communicator = no_memory

@@ -12,6 +12,7 @@ import pytest
 from tests import ranks
 from tests.c10d import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
+from tests.c10d.test_groups import free_port
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -50,19 +51,18 @@ def url(tmp_path):
     return f"file://{tmp_path}/store"
 
 
-def survivors(url, hurt, timeout, way, *args, limit=60.0):
-    """What the others say when `hurt` is done to the last of 3 ranks, 0.3 s into their call."""
-    with ranks.start(3, bodies.survivor, url, timeout, way, *args, timeout=limit) as started:
+def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
+    """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
+    with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=60.0) as started:
         pids = [started.message(rank) for rank in range(3)]
         time.sleep(0.3)
         if hurt is not None:
-            os.kill(pids[2], hurt)
-        found = []
-        while len(found) < 2:
-            kind, value = started.pipes[len(found)].recv()
-            assert kind == "end" and value.error is None, value
-            found.append(value.value)
-    return pids, found
+            os.kill(pids[victim], hurt)
+        others = [rank for rank in range(3) if rank != victim]
+        outcomes = started.results(others)
+    for rank in others:
+        assert outcomes[rank].error is None, outcomes[rank]
+    return pids, [outcomes[rank].value for rank in others]
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "async", "recv", "send", "any"])
@@ -75,6 +75,13 @@ def test_a_killed_peer_is_named_at_once(way, url):
         assert way.replace("async", "all_reduce").replace("any", "recv from any") in text
 
 
+def test_a_killed_peer_is_named_without_a_store():
+    pids, found = survivors(f"tcp://127.0.0.1:{free_port()}", signal.SIGKILL, 20.0, "all_reduce", victim=0)
+    for kind, text, seconds in found:
+        assert kind == "PeerDied" and f"[0] (pid {pids[0]}) has ended" in text, text
+        assert seconds < 5.0
+
+
 def test_a_stopped_peer_is_called_stopped(url):
     pids, found = survivors(url, signal.SIGSTOP, 3.0, "all_reduce")
     for kind, text, seconds in found:
@@ -85,7 +92,7 @@ def test_a_stopped_peer_is_called_stopped(url):
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
     _, found = survivors(url, None, 2.0, "barrier")
     for kind, text, seconds in found:
-        assert kind == "CollectiveTimeout" and "timeout after" in text and "rank(s) [2] have not come" in text, text
+        assert kind == "CollectiveTimeout" and "timed out" in text and "rank(s) [2] have not come" in text, text
         assert 1.0 < seconds < 5.5
 
 

@@ -64,6 +64,11 @@ def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
 def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:
     flip = dtype == torch.uint64 and op in ("min", "max")  # the sign bit turns unsigned order into signed order
     wide = _WIDE.get(dtype) if dtype != torch.bool else None
+    if op == "sum" and wide is None and len(parts) > 1 and all(out.data_ptr() != part.data_ptr() for part in parts[2:]):
+        torch.add(parts[0], parts[1], out=out)  # without a copy
+        for part in parts[2:]:
+            out.add_(part)
+        return
     total = parts[0] ^ _SIGN if flip else parts[0].to(wide) if wide else parts[0].clone()
     apply = _IN_PLACE.get("sum" if op == "avg" else op)
     for part in parts[1:]:

@@ -110,7 +110,8 @@ def _collected(turn: Turn, op: str, rows: list[torch.Tensor], into: torch.Tensor
 
 def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
     """By rank: `mine`, and room for what the others send."""
-    rest = list(_room(mine.nbytes * (turn.world_size - 1)).view(mine.dtype).view(turn.world_size - 1, -1).unbind())
+    room = _room(mine.nbytes * (turn.world_size - 1)).view(mine.dtype)
+    rest = [room[i * len(mine) : (i + 1) * len(mine)] for i in range(turn.world_size - 1)]
     return [*rest[: turn.rank], mine, *rest[turn.rank :]]
 
 

@@ -47,6 +47,7 @@ class Waiting:
         self.began = time.monotonic()
         self.missing: list[int] = []  # in the order in which their connections failed
         self.cause: BaseException | None = None
+        self.closed: list[int] = []  # ranks whose connections were closed when the first one failed
         self.timed_out = False
         self.stopped: dict[int, float] = {}  # rank: seconds
         self.gone: dict[int, float] = {}  # rank: seconds since its process was seen to have ended
@@ -65,6 +66,7 @@ class Waiting:
         if rank >= 0 and not self.any:
             self.missing.append(rank)
         if self.cause is None:
+            self.closed = sorted({r for r in self.peers() if not self.transport.connected(r)} | set(self.missing))
             self.cause = cause
 
     def run(self) -> None:
@@ -169,14 +171,16 @@ class Waiting:
             who = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
             return PeerStalled(f"{who} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
-            return CollectiveTimeout(f"timeout after {waited:.1f} s: rank(s) {missing} have not come")
+            limit = self.deadline - self.began
+            return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
         return self._closed(missing)
 
     def _closed(self, missing: list[int]) -> TricommError:
         """A connection was closed from outside. Its process may have lost it a moment before it counts as ended."""
         transport = self.transport
-        first = self.missing[0] if self.missing else missing[0]
-        end = time.monotonic() + _GRACE
+        closed = self.closed or missing
+        # Of several, some closed theirs because of another one, and say so when their own grace is over.
+        end = time.monotonic() + (_GRACE if len(closed) == 1 else 2 * _GRACE)
         reasons = _Reasons(transport)
         try:
             while True:
@@ -195,13 +199,13 @@ class Waiting:
         ended = self._ended(sorted(transport.visible))
         if ended:
             return self._died(ended)
-        if first in transport.visible:
-            pid = transport.members[first].pid
+        if transport.visible.issuperset(closed):
+            who = ", ".join(f"rank {r} (pid {transport.members[r].pid})" for r in closed)
             return PeerDied(
-                f"rank {first} (pid {pid}) has left: its process runs, but it closed its connections of this group, as "
+                f"{who} has left: its process runs, but it closed its connections of this group, as "
                 "destroy_process_group does"
             )
-        return GroupAborted(f"the connection to rank {first} failed: {first_line(self.cause or RuntimeError())}")
+        return GroupAborted(f"the connection to rank(s) {closed} failed: {first_line(self.cause or RuntimeError())}")
 
     def _reasons(self) -> dict[int, TricommError]:
         reasons = _Reasons(self.transport)

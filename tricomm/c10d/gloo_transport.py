@@ -62,10 +62,9 @@ class Transport:
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
         here = process.node_id(), process.pid_namespace()
         self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
-        self.error: TricommError | None = None
+        self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store = PrefixStore("lost", store)
         self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
-        self._lock = threading.Lock()
         _check_descriptors(members, name)
         seconds = min(timeout.total_seconds(), _CONNECT_SECONDS)
         with _connecting:
@@ -167,6 +166,11 @@ class Transport:
 
     # Life
 
+    @property
+    def error(self) -> TricommError | None:
+        """What the group was lost by."""
+        return self._errors[0] if self._errors else None
+
     def usable(self, what: str) -> None:
         """Raises `GroupAborted`, with the cause, if the group is lost or closed."""
         if self.error is not None:
@@ -192,11 +196,8 @@ class Transport:
 
     def lose(self, error: TricommError) -> bool:
         """Take `error` for what the group was lost by, unless there is one; True where it was the first."""
-        with self._lock:
-            first = self.error is None
-            if first:
-                self.error = error
-        return first
+        self._errors.append(error)
+        return self._errors[0] is error
 
     def close(self) -> None:
         """Close the connections, which the other ranks see at once; idempotent."""
@@ -245,8 +246,7 @@ class Transport:
         """In a child: its copies of the sockets would keep the connections open when the parent closes them, and
         Gloo's destructors would wait for a thread that the child does not have."""
         _leak(self._native)
-        self._lock = threading.Lock()
-        self.error = GroupAborted(f"{self.name} belongs to the parent of this process; make a new group here")
+        self._errors = [GroupAborted(f"{self.name} belongs to the parent of this process; make a new group here")]
         for fd, inode in self._sockets.values():
             if _inode(fd) == inode:
                 os.close(fd)
