@@ -110,7 +110,8 @@ def _collected(turn: Turn, op: str, rows: list[torch.Tensor], into: torch.Tensor
 
 def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
     """By rank: `mine`, and room for what the others send."""
-    rest = list(_room(mine.nbytes * (turn.world_size - 1)).view(mine.dtype).view(turn.world_size - 1, -1).unbind())
+    others = turn.world_size - 1
+    rest = list(_room(mine.nbytes * others).view(mine.dtype).view(others, mine.numel()).unbind())
     return [*rest[: turn.rank], mine, *rest[turn.rank :]]
 
 

@@ -103,7 +103,7 @@ class Transport:
                     waiting.todo.append((rank, self._native.recv([x], rank, tag)))
             for rank, x in sends:
                 if x.numel():
-                    waiting.todo.append((rank, self._native.send([x], rank, tag)))
+                    waiting.sends.append((rank, self._native.send([x], rank, tag)))
         except (RuntimeError, AttributeError) as error:  # a connection is closed already; or `close` came first
             waiting.failed(rank, error)
         self._wait(waiting)
@@ -156,6 +156,10 @@ class Transport:
             try:
                 if waiting.ended is None:
                     waiting.run()
+                    if waiting.sends and not waiting.lost:
+                        waiting.ended = threading.Event()
+                        Job(waiting.run_sends)
+                        waiting.ended.wait()
                 else:  # no closed connection ends a wait for any rank: it is left behind then
                     Job(waiting.run)
                     waiting.ended.wait()
