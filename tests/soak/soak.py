@@ -57,6 +57,7 @@ class Soak:
         self.totals = Totals(settings.seed)
         self._samples: dict[int, list[dict[str, int]]] = {}
         self._kinds: dict[int, list[dict[str, int]]] = {}
+        self._routes: dict[int, set[str]] = {}
         self._queue: list[tuple[str, str]] = []
         self._warm = True
 
@@ -119,7 +120,10 @@ class Soak:
             if report is None:
                 continue
             self.totals.calls.update(report.calls)
-            if not self._warm:
+            seen = self._routes.setdefault(pool.pid(slot), set())
+            seen.add(plan.route)
+            # A process makes some threads once; each kind of group may be the one that does.
+            if not self._warm and len(seen) == len(self._settings.routes):
                 self._samples.setdefault(pool.pid(slot), []).append(report.sample)
                 self._kinds.setdefault(pool.pid(slot), []).append(report.descriptors)
         self.totals.add(plan.number, plan.route, len(plan.slots), plan.fault, outcome)
