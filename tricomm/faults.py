@@ -43,7 +43,7 @@ class Faults:
         """
         try:
             if not isinstance(error, TricommError):
-                self._stopped(error)
+                self.interrupted(error)
         finally:
             if not inside(self):
                 self._turn.let_go()
@@ -60,8 +60,8 @@ class Faults:
             self._monitor.give_up(self._fault(kind, f"{what} failed on rank {self.rank}: {_name(error)}"))
             raise
 
-    def _stopped(self, error: BaseException) -> None:
-        """Tell the others that `error` has stopped this rank; nothing where the group is closed already."""
+    def interrupted(self, error: BaseException) -> None:
+        """Give the group up because `error` has stopped this rank, and tell the others; nothing if it is closed."""
         with suppress(GroupAborted):
             self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
 

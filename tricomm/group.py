@@ -194,10 +194,6 @@ class Group(Faults):
         with self._my_turn():
             self._sequence -= calls
 
-    def interrupted(self, error: BaseException) -> None:
-        """Give the group up because `error` has ended a call of this rank; the other ranks are told."""
-        self._stopped(error)
-
     def watch(self, native: Native) -> None:
         """Ask `native`, who makes such calls, for its errors too, and abort it where the group is given up."""
         self._monitor.watch(native)
@@ -257,7 +253,7 @@ class Group(Faults):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):  # between two calls; say what it was before the group is closed
-            self._stopped(error)
+            self.interrupted(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -298,7 +294,7 @@ class Group(Faults):
             try:
                 chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
             except BaseException as error:
-                self._stopped(error)
+                self.interrupted(error)
                 raise
             chosen.tally.total += chosen.weight
         finally:
@@ -341,7 +337,7 @@ class Group(Faults):
         try:
             run()
         except BaseException as error:
-            self._stopped(error)
+            self.interrupted(error)
             raise
         if self.simulated:
             self.check()

@@ -146,3 +146,18 @@ def many_groups(rank, world_size, tell, url, count):
 
 def _threads():
     return len(os.listdir("/proc/self/task"))
+
+
+def interrupted_among_others(rank, world_size, tell, url):
+    """Several asynchronous calls are under way on each rank when a signal's handler raises on rank 0."""
+    with default_group(rank, world_size, url, timeout=20.0):
+        dist.all_reduce(torch.ones(3))
+        if rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.4)
+        try:
+            while True:
+                for work in [dist.all_reduce(torch.ones(100), async_op=True) for _ in range(3)]:
+                    work.wait()
+        except (ZeroDivisionError, tricomm.TricommError) as error:
+            return type(error).__name__, time.monotonic()

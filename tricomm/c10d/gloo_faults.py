@@ -34,7 +34,7 @@ _LONGEST_REASON = 2000
 
 
 class Waiting:
-    """One wait for messages: `todo` are ranks and handles of Gloo's, each waited for once, by one thread.
+    """One wait for messages: `todo` are ranks and handles of Gloo's, each waited for once, by one thread; then `sends`.
 
     `any` says that it is for one message, of whatever rank; the rank in `todo` means nothing then.
     """
@@ -42,6 +42,8 @@ class Waiting:
     def __init__(self, transport: Transport, deadline: float, what: Callable[[], str], any: bool = False) -> None:
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
         self.todo: list[tuple[int, Any]] = []
+        self.sends: list[tuple[int, Any]] = []  # Gloo forgets one whose connection closes
+        self.closing = 0.0  # seconds for which a send has been waited for over a closed connection
         self.current = -1
         self.ended = threading.Event() if any else None
         self.began = time.monotonic()
@@ -60,7 +62,7 @@ class Waiting:
         """The ranks that it may still need."""
         if self.any:
             return {r for r in range(self.transport.world_size) if r != self.transport.rank}
-        return ({rank for rank, _ in self.todo} | {self.current}) - {-1}
+        return ({rank for rank, _ in self.todo + self.sends} | {self.current}) - {-1}
 
     def failed(self, rank: int, cause: BaseException) -> None:
         if rank >= 0 and not self.any:
@@ -85,6 +87,16 @@ class Waiting:
         if self.ended is not None:
             self.ended.set()
 
+    def run_sends(self) -> None:
+        """Wait for what is sent, or until connections are closed; on a thread that can be left behind."""
+        limit = timedelta(seconds=max(self.deadline - time.monotonic(), 0.0) + _BACKSTOP)
+        while self.sends and not self.lost:
+            self.current, handle = self.sends.pop(0)
+            self._one(self.current, handle, limit)
+        self.current = -1
+        if self.ended is not None:
+            self.ended.set()
+
     def _one(self, rank: int, handle: Any, limit: timedelta) -> None:
         try:
             handle.wait(limit)
@@ -93,9 +105,9 @@ class Waiting:
             self.transport.cut()
 
     def wake(self) -> None:
-        """Its connections are shut down. A wait for any rank does not notice that, and is left behind."""
+        """Its connections are shut down. A wait for any rank, or for a send, may not notice that: it is left behind."""
         if self.ended is not None and not self.ended.is_set():
-            self.failed(-1, RuntimeError("the connections were closed"))
+            self.failed(self.current, RuntimeError("the connections were closed"))
             self.ended.set()
 
     # For the watcher
@@ -114,6 +126,9 @@ class Waiting:
             if not self.any:
                 for rank in closed:
                     self._try(rank)
+                self.closing = self.closing + elapsed if self.ended is not None and self.current in closed else 0.0
+                if self.closing > _GRACE:
+                    transport.cut()
             elif len(closed) == len(peers):
                 transport.cut()
             if now - self.began > _NEW:

@@ -102,7 +102,7 @@ class Transport:
                     waiting.todo.append((rank, self._native.recv([x], rank, tag)))
             for rank, x in sends:
                 if x.numel():
-                    waiting.todo.append((rank, self._native.send([x], rank, tag)))
+                    waiting.sends.append((rank, self._native.send([x], rank, tag)))
         except (RuntimeError, AttributeError) as error:  # a connection is closed already; or `close` came first
             waiting.failed(rank, error)
         self._wait(waiting)
@@ -134,10 +134,15 @@ class Transport:
             return self._start(lambda: self._native.recv_anysource([x], _users(tag)), -1, "recv")
         return self._start(lambda: self._native.recv([x], src, _users(tag)), src, "recv")
 
-    def wait(self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str]) -> None:
-        """Wait for what `send` or `recv` began, with rank `peer` or (None) with any. Raises as `exchange` does."""
+    def wait(
+        self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False
+    ) -> None:  # fmt: skip
+        """Wait for what `send` (`sent`) or `recv` began, with rank `peer` or (None) with any.
+
+        Raises as `exchange` does.
+        """
         waiting = Waiting(self, deadline, what, any=peer is None)
-        waiting.todo.append((-1 if peer is None else peer, handle))
+        (waiting.sends if sent else waiting.todo).append((-1 if peer is None else peer, handle))
         self.shielded(lambda: self._wait(waiting))
 
     def _start(self, begin: Callable[[], Any], peer: int, what: str) -> Any:
@@ -155,6 +160,10 @@ class Transport:
             try:
                 if waiting.ended is None:
                     waiting.run()
+                    if waiting.sends and not waiting.lost:  # Gloo forgets a send whose connection closes
+                        waiting.ended = threading.Event()
+                        Job(waiting.run_sends)
+                        waiting.ended.wait()
                 else:  # no closed connection ends a wait for any rank: it is left behind then
                     Job(waiting.run)
                     waiting.ended.wait()

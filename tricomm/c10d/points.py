@@ -89,8 +89,9 @@ class Message(Work):
             limit = timeout if bounded(timeout) else self._points.limit
             try:
                 self._points.transport.wait(
-                    self._handle, self._peer, time.monotonic() + limit.total_seconds(), self._words
-                )
+                    self._handle, self._peer, time.monotonic() + limit.total_seconds(), self._words,
+                    sent=self._what.startswith("send"),
+                )  # fmt: skip
                 self._done = True
                 if self._headed is not None:
                     message, self._headed = self._headed, None
