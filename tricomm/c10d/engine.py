@@ -212,7 +212,7 @@ class Engine:
         except RendezvousError as error:
             if "timeout" not in str(error):
                 raise
-            raise CollectiveTimeout(f"{place}, call {self._number}: {error}") from error
+            raise CollectiveTimeout(f"{place}, call {self._number}: timeout: {error}") from error
         return natives.connected(
             store, place.rank, place.world_size, place.timeout, place.name, facts.members, self._options
         )
