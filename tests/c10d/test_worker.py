@@ -221,3 +221,16 @@ def test_a_callback_of_one_group_may_call_another_one_over_the_kernels():
     assert order == ["nested", "next"]
     a.close()
     b.close()
+
+
+def test_a_future_that_its_user_completes_spoils_no_other_call(calls):
+    gate = threading.Event()
+    first = calls.run(lambda: gate.wait(30), "", [], True)
+    first.get_future().set_result([])
+    gate.set()
+    assert calls.run(lambda: None, "", [], False).wait()
+
+
+def test_a_group_that_made_no_call_is_closed_without_a_thread(monkeypatch):
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread starts"))
+    CallQueue("unused").close()

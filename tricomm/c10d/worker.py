@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -45,6 +46,7 @@ _CALLBACK_SECONDS = 1.0  # for callbacks, while their group has calls to run
 _MOST_BLOCKED = 16  # asynchronous calls that block at once
 _DRAIN_SECONDS = 2.0
 _IDLE_SECONDS = 5.0
+log = logging.getLogger("tricomm")
 _Message = tuple[str, "CallQueue | None", Any]
 _numbers = itertools.count()
 
@@ -80,7 +82,7 @@ class CallQueue:
         self, name: str, interrupted: Callable[[BaseException], None] = lambda error: None, one_at_a_time: bool = False
     ) -> None:
         self._name, self._interrupted, self.one_at_a_time = name, interrupted, one_at_a_time
-        self._closed = False
+        self._closed = self._used = False
         self.refusal: GroupAborted | None = None  # for the calls that are still in the queue
         self.current: _Run | None = None
         self.calls: deque[_Call] = deque()  # the leader's, as are the next two
@@ -97,6 +99,7 @@ class CallQueue:
             action()
             return FinishedWork(result)
         work = PendingWork(what, result, self._interrupted)
+        self._used = True
         nested = threading.current_thread() in _workers.threads
         _workers.put(("call", self, _Call(next(_numbers), action, work, not async_op, nested)))
         if not async_op:
@@ -108,6 +111,9 @@ class CallQueue:
         if self._closed:
             return
         self._closed = True
+        if not self._used:  # without a message: no thread may start at the end of a process
+            _workers.release(self)
+            return
         drained, current = Latch(), self.current
         _workers.put(("close", self, drained))
         if current is None or current.thread is not threading.current_thread():
@@ -167,7 +173,10 @@ class Workers:
             except BaseException as failure:
                 error = GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}")
         run.callbacks_since = time.monotonic()
-        run.call.work.finish(error)
+        try:
+            run.call.work.finish(error)
+        except Exception:  # as of a future that its user has completed: the next calls must run
+            log.exception("the handle of a call could not be completed")
         self._inbox.put(("done", run.group, run))
 
     # The leader's part

@@ -95,9 +95,11 @@ class PendingWork(Work):
         """By the worker, once: the call has run, or has failed with `error`."""
         self._error = error
         self._finished = True
-        for promise in list(self._promises.values()):
-            promise.keep()
-        self._over.open()
+        try:
+            for promise in list(self._promises.values()):
+                promise.keep()
+        finally:
+            self._over.open()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises what it failed with, `CollectiveTimeout` after `timeout`."""
