@@ -163,7 +163,7 @@ def test_groups_whose_calls_wait_for_each_other_get_workers(monkeypatch):
     works = [group.run(blocked(n), "", [], True) for n, group in enumerate(groups)]
     time.sleep(0.5)
     assert not any(work.is_completed() for work in works)
-    monkeypatch.setattr(module, "_MOST_BLOCKED", 16)
+    monkeypatch.setattr(module, "_MOST_BLOCKED", 8)
     for work in works:
         work.wait()
     for group in groups:

@@ -41,11 +41,11 @@ import torch
 from tricomm.c10d.works import FinishedWork, Latch, PendingWork
 from tricomm.errors import GroupAborted
 
-_PATIENCE_SECONDS = 0.05  # for an asynchronous call that blocks, while other groups have calls to run
+_PATIENCE_SECONDS = 0.1  # for an asynchronous call that blocks, while other groups have calls to run
 _CALLBACK_SECONDS = 1.0  # for callbacks, while their group has calls to run
-_MOST_BLOCKED = 16  # asynchronous calls that block at once
+_MOST_BLOCKED = 8  # asynchronous calls that block at once
 _DRAIN_SECONDS = 2.0
-_IDLE_SECONDS = 5.0
+_IDLE_SECONDS = 2.0
 log = logging.getLogger("tricomm")
 _Message = tuple[str, "CallQueue | None", Any]
 _numbers = itertools.count()
@@ -96,7 +96,8 @@ class CallQueue:
             raise GroupAborted(f"{what}: the group was destroyed; make a new one")
         current = self.current
         if current is not None and current.thread is threading.current_thread():  # a callback
-            action()
+            with torch.no_grad():
+                action()
             return FinishedWork(result)
         work = PendingWork(what, result, self._interrupted)
         self._used = True
