@@ -90,10 +90,8 @@ class Watched:
         self._pid, self._started = pid, started
         self._ended = False
         self._fds: list[int] = []
-        self._poll = select.poll()
         try:
             self._fds.append(os.pidfd_open(pid))  # on one line: an interrupt before the next finds its owner
-            self._poll.register(self._fds[0], select.POLLIN)
         except ProcessLookupError:
             self._ended = True
         except OSError:
@@ -107,8 +105,13 @@ class Watched:
     def alive(self) -> bool:
         """True while the process runs or is stopped, and where the system does not say; False once it has ended."""
         if not self._ended:
-            self._ended = bool(self._poll.poll(0)) if self._fds else not alive(self._pid, self._started)
+            self._ended = self._readable() if self._fds else not alive(self._pid, self._started)
         return not self._ended
+
+    def _readable(self) -> bool:
+        poll = select.poll()  # a new one, because two threads cannot wait on one at the same time
+        poll.register(self._fds[0], select.POLLIN)
+        return bool(poll.poll(0))
 
 
 _watched: weakref.WeakValueDictionary[tuple[int, int], Watched] = weakref.WeakValueDictionary()

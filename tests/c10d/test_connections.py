@@ -166,7 +166,7 @@ def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, tmp_path):
             process.kill()
 
 
-@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("turn", range(2))
 def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
     """Gloo loses a send whose connection closes: a wait for one must not rely on it. It did for 3 of 12."""
     tmp_path.chmod(0o700)

@@ -39,9 +39,14 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
     store, options = HashStore(), tricomm.Options(arena_bytes=NBYTES)
     plan = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), NBYTES)
 
+    def look():
+        pass
+
     def run(rank):
         try:
-            found = joining.join(ExitStack(), store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan)
+            found = joining.join(
+                ExitStack(), store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan, look
+            )
         except errors.TricommError as error:
             return error
         found.arena.close()

@@ -10,6 +10,7 @@ import pytest
 
 from tests import ranks
 from tests.tricomm import watcher_bodies as bodies
+from tricomm.store import process
 from tricomm.watcher import Watcher
 
 
@@ -156,3 +157,26 @@ def test_a_forked_child_ends_at_once_and_the_parent_goes_on(tmp_path):
 def test_without_the_look_at_forks_a_child_watches_its_parents_groups(tmp_path):
     done = forking(tmp_path, "WATCHER.__class__.__init__ = lambda self: None")
     assert "the parent's groups are watched in the child" in done.stderr
+
+
+def test_threads_look_at_one_process_at_the_same_time():
+    """The watcher and a rank that sets up a group share the one look at a peer's process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        peer = process.watch(child.pid, process.start_time(child.pid))
+        wrong = []
+
+        def look():
+            try:
+                for _ in range(3000):
+                    assert peer.alive()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        child.stdin.close()
+        child.wait()
+        assert wrong == [] and not peer.alive()
