@@ -73,7 +73,6 @@ class Waiting:
 
     def run(self) -> None:
         """Wait for all of it. After a failure the rest is looked through, too: what has come is not missing."""
-        limit = timedelta(seconds=max(self.deadline - time.monotonic(), 0.0) + _BACKSTOP)
         if self.lost:
             self.transport.cut()
         while True:
@@ -82,24 +81,24 @@ class Waiting:
             except IndexError:
                 break
             self.current = rank
-            self._one(rank, handle, limit)
+            self._one(rank, handle)
         self.current = -1
         if self.ended is not None:
             self.ended.set()
 
     def run_sends(self) -> None:
         """Wait for what is sent, or until connections are closed; on a thread that can be left behind."""
-        limit = timedelta(seconds=max(self.deadline - time.monotonic(), 0.0) + _BACKSTOP)
         while self.sends and not self.lost:
             self.current, handle = self.sends.pop(0)
-            self._one(self.current, handle, limit)
+            self._one(self.current, handle)
         self.current = -1
         if self.ended is not None:
             self.ended.set()
 
-    def _one(self, rank: int, handle: Any, limit: timedelta) -> None:
+    def _one(self, rank: int, handle: Any, seconds: float | None = None) -> None:
+        limit = max(self.deadline - time.monotonic(), 0.0) + _BACKSTOP if seconds is None else seconds
         try:
-            handle.wait(limit)
+            handle.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             self.failed(rank, error)
             self.transport.cut()
@@ -141,7 +140,7 @@ class Waiting:
                 self.todo.remove(entry)
             except ValueError:  # the waiting thread has it
                 continue
-            self._one(*entry, timedelta(seconds=1))
+            self._one(*entry, seconds=1.0)
 
     def _processes(self, peers: set[int], elapsed: float) -> None:
         transport = self.transport
