@@ -15,17 +15,8 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group, of, same
+from tests.tricomm.divergence_bodies import attempt
 from tricomm.c10d import gloo_faults, gloo_transport
-
-
-def _said(call):
-    """The kind and words of what `call` raises, and after how many seconds."""
-    began = time.monotonic()
-    try:
-        call()
-    except tricomm.TricommError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "", time.monotonic() - began
 
 
 def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
@@ -45,8 +36,8 @@ def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=
         tell(os.getpid())
         if rank == victim:
             time.sleep(60)
-        found = _said(calls[way])
-        lost = _said(lambda: world.allreduce([torch.ones(3)]))
+        found = attempt(calls[way])
+        lost = attempt(lambda: world.allreduce([torch.ones(3)]))
         assert lost[0] == "GroupAborted" and "lost" in lost[1], lost
     return found
 
@@ -74,7 +65,7 @@ def leaves(rank, world_size, tell, url, how):
         return "left", "", 0.0
     if rank == 1:
         time.sleep(5)
-    return _said(lambda: dist.all_reduce(torch.ones(3)))
+    return attempt(lambda: dist.all_reduce(torch.ones(3)))
 
 
 def finished_first(rank, world_size, tell, url):
@@ -103,7 +94,7 @@ def few_descriptors(rank, world_size, tell, url, checked):
         found = ("nothing", "", 0.0)
         for _ in range(20):
             # torch itself waits for as long as this for ranks that do not come out of a new group
-            found = _said(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
+            found = attempt(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
             if found[0] != "nothing":
                 break
         for group in groups if checked else []:
