@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tests import ranks
 from tests.c10d import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
+from tricomm.c10d import gloo_faults
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -174,3 +176,18 @@ def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
     assert kind == "ZeroDivisionError"
     for kind, heard in others:
         assert kind in ("GroupAborted", "PeerDied") and heard - raised < 10.0, kind
+
+
+def test_a_moment_that_needs_many_threads_does_not_keep_them():
+    def helpers():
+        return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
+
+    hold = threading.Event()
+    jobs = [gloo_faults.Job(lambda: hold.wait(30) and None) for _ in range(gloo_faults._SPARE + 6)]
+    assert helpers() >= gloo_faults._SPARE + 6
+    hold.set()
+    assert all(job.wait(30) for job in jobs)
+    end = time.monotonic() + 30
+    while helpers() > gloo_faults._SPARE and time.monotonic() < end:
+        time.sleep(0.01)
+    assert helpers() == gloo_faults._SPARE

@@ -56,7 +56,7 @@ class Soak:
         self._random = random.Random(settings.seed)
         self.totals = Totals(settings.seed)
         self._samples: dict[int, list[dict[str, int]]] = {}
-        self._kinds: dict[int, list[dict[str, int]]] = {}
+        self._kinds: dict[int, list[dict[str, dict[str, int]]]] = {}
         self._routes: dict[int, set[str]] = {}
         self._queue: list[tuple[str, str]] = []
         self._warm = True
@@ -125,7 +125,7 @@ class Soak:
             # A process makes some threads once; each kind of group may be the one that does.
             if not self._warm and len(seen) == len(self._settings.routes):
                 self._samples.setdefault(pool.pid(slot), []).append(report.sample)
-                self._kinds.setdefault(pool.pid(slot), []).append(report.descriptors)
+                self._kinds.setdefault(pool.pid(slot), []).append(report.kinds)
         self.totals.add(plan.number, plan.route, len(plan.slots), plan.fault, outcome)
         print(self.totals.line(), file=sys.stderr, flush=True)
 
@@ -133,9 +133,10 @@ class Soak:
         for pid, samples in self._samples.items():
             found = growth.grown(samples, self._settings.memory)
             self.totals.grow(pid, found)
-            if found["descriptors"]:
-                more = Counter(self._kinds[pid][-1]) - Counter(self._kinds[pid][0])
-                self.totals.problems.append(("descriptors", f"process {pid} has more of: {dict(more)}"))
+            for name in ("descriptors", "threads"):
+                if found[name]:
+                    more = Counter(self._kinds[pid][-1][name]) - Counter(self._kinds[pid][0][name])
+                    self.totals.problems.append((name, f"process {pid} has more of: {dict(more)}"))
         self.totals.samples = {str(pid): samples for pid, samples in self._samples.items()}
 
 

@@ -55,7 +55,7 @@ class Report:
     error: tuple[str, bool, str, float] | None = None
     attempt: tuple[str, bool, str, float] | None = None
     sample: dict[str, int] = field(default_factory=dict)
-    descriptors: dict[str, int] = field(default_factory=dict)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     closing: float = 0.0
 
 
@@ -107,7 +107,7 @@ def main(pipe: Connection, log: str) -> None:
         report = Round(job, pipe, signals).play()
         leak(job.inject, kept)
         report.sample = growth.sample()
-        report.descriptors = dict(growth.descriptors())
+        report.kinds = growth.kinds()
         try:
             pipe.send(("end", report))
         except OSError:

@@ -31,6 +31,7 @@ _HELD = 1.0  # after which the connection of an ended process is closed here: a 
 _STORE_SECONDS = 1.0
 _BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that nobody has ended
 _LONGEST_REASON = 2000
+_SPARE = 2  # threads that are kept although they have nothing to do
 
 
 class Waiting:
@@ -75,13 +76,9 @@ class Waiting:
         """Wait for all of it. After a failure the rest is looked through, too: what has come is not missing."""
         if self.lost:
             self.transport.cut()
-        while True:
-            try:
-                rank, handle = self.todo.pop(0)
-            except IndexError:
-                break
-            self.current = rank
-            self._one(rank, handle)
+        while self.todo:
+            self.current, handle = self.todo.pop(0)
+            self._one(self.current, handle)
         self.current = -1
         if self.ended is not None:
             self.ended.set()
@@ -367,6 +364,8 @@ def _help(jobs: queue.SimpleQueue[Job]) -> None:
         job = jobs.get()
         job.run()
         del job
+        if len(_helpers) >= _SPARE:  # a moment that needed many threads does not keep them for good
+            return
         _helpers.append(jobs)
 
 
