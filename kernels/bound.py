@@ -92,8 +92,9 @@ def bound(
     Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
-    data, uneven = takes_data(kernel), takes_rows(kernel)
-    arguments = (5 if data else 2) + (2 * constexprs["WORLD_SIZE"] if uneven else 0)
+    uneven = takes_rows(kernel)
+    even = takes_data(kernel) and not uneven
+    arguments = 5 if even else 5 + 2 * constexprs["WORLD_SIZE"] if uneven else 2
     words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
     words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
     first = ctypes.addressof(words)
@@ -113,12 +114,12 @@ def bound(
         x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()
     ) -> None:  # fmt: skip
         nonlocal launch, used
-        if not data:
-            pack(words, 0, table, call)
+        if even:
+            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
         elif uneven:
             pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call, *rows[0], *rows[1])
         else:
-            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
+            pack(words, 0, table, call)
         raw = current()
         if raw != used:
             launch, used = on(raw), raw
