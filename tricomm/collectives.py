@@ -99,8 +99,9 @@ class Collectives(Planning):
 
         Rows have the same shape and dtype on all ranks, and `in_splits[r]` here is `out_splits` of this rank at rank
         r: where it is not, all ranks get `CollectiveMismatch`, those that have what they expect with their next call at
-        the latest. `out` does not overlap `x`. No rank knows how much the
-        others have, so size takes no part in the choice of a kernel: force protocol `ll` for small rows.
+        the latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of
+        its capture. No rank knows how much the others have, so size takes no part in the choice of a kernel: force
+        protocol `ll` for small rows.
         """
         what = "all_to_all_v"
         source = self._input(x, what)
