@@ -19,13 +19,13 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
 from tricomm.kernels.compiled import compile_kernel, takes_data
 
 _SCRATCH = 2
 _MOST_STATIC_SHARED = 48 * 1024
 _INVALID_CONTEXT = 201
-_INSTALL = "launching needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
 _loading = threading.Lock()
 _loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -51,11 +51,7 @@ class TorchDevice:
     """`device` as torch sees it, through `cuda.bindings`."""
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ResourceError(f"cuda.bindings cannot be imported ({error}); {_INSTALL}") from None
-        self.bindings: Any = driver
+        self.bindings: Any = load_bindings("driver")
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = 10 * major + minor
         self._device = device

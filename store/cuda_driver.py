@@ -1,6 +1,6 @@
 """The CUDA driver calls that sharing memory needs: typed, loaded on first use, and checked in one place.
 
-A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.6 to 13.x), so that tests put a world
+A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.9.1 to 13.x), so that tests put a world
 that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are plain ints,
 sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
 """
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from tricomm.cuda_bindings import INSTALL, load_bindings
 from tricomm.errors import ResourceError
 
 HANDLE_BYTES = 64
@@ -27,7 +28,6 @@ _HOST_PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMH
 _LAZY_ENABLE_PEER_ACCESS = 0x01  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BUS_ID_BYTES = 32
 
-_INSTALL = "CUDA needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
 _IPC_HELP = (
     "each rank must be a process of its own, containers must share the IPC and PID namespaces (docker: --ipc=host "
     "--pid=host, or one container for all ranks), and CUDA IPC does not cross MIG instances"
@@ -43,7 +43,7 @@ _PLAIN_WORDS = {
     "CUDA_ERROR_SYSTEM_NOT_READY": "the machine's GPU services are not up (NVSwitch: nvidia-fabricmanager)",
 }
 _HELP_FOR_CALL = {
-    "cuInit": _INSTALL,
+    "cuInit": INSTALL,
     "cuIpcGetMemHandle": _IPC_HELP,
     "cuIpcOpenMemHandle": _IPC_HELP,
     "cuMemHostRegister": "look at `ulimit -l` (locked memory)",
@@ -52,12 +52,8 @@ _HELP_FOR_CALL = {
 
 @cache
 def load_driver() -> Driver:
-    """This process's driver; raises `ResourceError` where the Python package for it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ResourceError(f"cuda.bindings cannot be imported ({error}); {_INSTALL}") from None
-    return Driver(driver)
+    """This process's driver; raises `ResourceError` if the Python package for it is missing or too old."""
+    return Driver(load_bindings("driver"))
 
 
 class Driver:
@@ -192,7 +188,7 @@ class Driver:
         try:
             status, *values = getattr(self._bindings, name)(*arguments)
         except (AttributeError, RuntimeError) as error:  # what the bindings raise for a missing library or function
-            raise ResourceError(f"{name}: {error}; {_INSTALL}") from error
+            raise ResourceError(f"{name}: {error}; {INSTALL}") from error
         self._check(name, status)
         if len(values) > 1:
             return tuple(values)
