@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -61,8 +60,6 @@ class Driver:
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
-        self._words_lock = threading.Lock()
-        self._words: dict[int, tuple[int, int]] = {}
 
     def init(self) -> None:
         self._call("cuInit", 0)
@@ -164,22 +161,6 @@ class Driver:
 
     def host_unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
-
-    def map_words(self, address: int) -> int:
-        """Device address of the host page at `address`; each call needs its `unmap_words`."""
-        # Several arenas share one control page, and CUDA refuses to register a page twice.
-        with self._words_lock:
-            mapped, users = self._words.get(address) or (self.host_register(address, PAGE_BYTES), 0)
-            self._words[address] = (mapped, users + 1)
-            return mapped
-
-    def unmap_words(self, address: int) -> None:
-        with self._words_lock:
-            mapped, users = self._words.pop(address)
-            if users > 1:
-                self._words[address] = (mapped, users - 1)
-            else:
-                self.host_unregister(address)
 
     def _device(self, ordinal: int) -> Any:
         return self._call("cuDeviceGet", ordinal)

@@ -43,8 +43,7 @@ class Control(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    @property
-    def device_words(self) -> int: ...
+    def words_on_device(self, driver: Driver, ordinal: int) -> int: ...
     def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]: ...
     def agree(self, error: BaseException | None, what: str, timeout: float) -> None: ...
     def alive(self, rank: int) -> bool: ...
@@ -131,8 +130,8 @@ class CudaIpcArena:
         self._visible = {driver.device_uuid(ordinal): ordinal for ordinal in range(driver.device_count())}
         self._context = driver.retain_context(self._ordinal)
         self._driver = driver
-        with driver.current(self._context):
-            self.control_address = driver.map_words(self._control.device_words)
+        # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
+        self.control_address = self._control.words_on_device(driver, self._ordinal)
 
     def _check_arguments(self) -> None:
         least = WORD_BYTES * self._control.world_size
@@ -240,8 +239,6 @@ class CudaIpcArena:
         may_free = self._may_free(unmapped)
         if self._own and may_free:
             undo.attempt(self._driver.mem_free, self._own)
-        if self.control_address:
-            undo.attempt(self._driver.unmap_words, self._control.device_words)
         if may_free:  # the last release of a context takes all memory in it along
             undo.release_context(self._ordinal)
         return undo.failures

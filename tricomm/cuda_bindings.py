@@ -28,6 +28,7 @@ def load_bindings(name: str) -> Any:
     Raises `ResourceError` if it cannot be imported, or if its version is refused (see `refusal`).
     """
     try:
+        importlib.import_module("cuda.bindings")
         module = importlib.import_module(f"cuda.bindings.{name}")
     except ImportError as error:
         raise ResourceError(f"cuda.bindings cannot be imported ({error}); {INSTALL}") from None

@@ -41,6 +41,7 @@ _STATUS, _ABORT = layout.STATUS, layout.ABORT
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _ALONE = "nobody stands behind the kernels here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
+_kept: list[Group] = []  # whose kernels did not leave
 
 
 class Group(Faults):
@@ -217,7 +218,11 @@ class Group(Faults):
             raise
 
     def _close(self, again: bool) -> None:
-        """Every step may be repeated: the one before may have been interrupted."""
+        """Every step may be repeated: the one before may have been interrupted.
+
+        A kernel that does not leave keeps everything (page, arena, tables) as long as the process lives. A message that
+        a peer has yet to take keeps the arena; no kernel of this rank runs then, so the control page goes.
+        """
         if self._closed and not again:
             return
         self._closed = True
@@ -227,6 +232,8 @@ class Group(Faults):
         if not self._quiet():
             # A kernel still works on raw addresses: what it works on stays mapped, for as long as the process lives.
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
+            if not self.simulated:  # interpreted, its own thread holds on to the group
+                _kept.append(self)
             self._monitor.stop()
             return
         with ExitStack() as undo:

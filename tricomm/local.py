@@ -62,10 +62,11 @@ def local(
 
     with ExitStack() as undo, ThreadPoolExecutor(world_size) as ranks:
         controls = list(ranks.map(meeting, range(world_size)))
-        words = [control.device_words for control in controls]
-        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=words)
-        for arena, control in zip(arenas, controls, strict=True):
+        for control in controls:
             undo.callback(control.close)
+        pages = [control.host_words for control in controls]
+        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=pages)
+        for arena in arenas:
             undo.callback(arena.close)
         comms = list(ranks.map(joining, range(world_size)))
         for comm, arena in zip(comms, arenas, strict=True):

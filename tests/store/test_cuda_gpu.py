@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
@@ -17,7 +16,8 @@ import torch
 
 from tricomm import errors
 from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
-from tricomm.store.local import open_local, raw_view
+from tricomm.store.host_words import HostWords
+from tricomm.store.local import host_page_address, open_local, raw_view
 
 NBYTES = 3 << 20
 SECONDS = 120.0
@@ -30,7 +30,8 @@ class QueueControl:
         self.rank, self.world_size = rank, len(queues)
         self._queues, self._early = queues, list[tuple[int, str, bytes]]()
         self.page = mmap.mmap(-1, 4096)
-        self.device_words = ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+        self.host_words = HostWords(self.page, host_page_address(self.page))
+        self.words_on_device = self.host_words.on_device
 
     def alive(self, rank: int) -> bool:
         return True
@@ -107,6 +108,8 @@ def _write_and_read(control: QueueControl, device: str) -> None:
     control.agree(None, "done", 60.0)
     arena.close()
     arena.close()
+    control.host_words.close()
+    control.host_words.close()
     _allocations_still_work(device)
 
 
