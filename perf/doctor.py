@@ -193,6 +193,7 @@ def _variables() -> Iterator[Finding]:
         "TRICOMM_STATS_EVERY": lambda: env.integer("TRICOMM_STATS_EVERY"),
         "TRICOMM_ARENA_BYTES": lambda: Options(arena_bytes=env.integer("TRICOMM_ARENA_BYTES") or 1 << 26),
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
+        "TRICOMM_SHARE_DEVICE": env.share_device,
     }
     bad = False
     for name, probe in probes.items():

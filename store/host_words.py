@@ -5,6 +5,10 @@ nobody sees: whatever is mapped at that address later looks registered already, 
 pages. So a registration belongs to one `HostWords`, which its owner closes before it lets the memory go; and while it
 is registered the memory is held here, so that its address cannot be given to anything else, whatever becomes of its
 owner.
+
+How a group ends decides: if its kernels have left, its control page goes, also where its arena stays because a peer has
+yet to take a message; if one does not leave, everything that it may touch (page, arena, tables) stays mapped until the
+process ends.
 """
 
 from __future__ import annotations

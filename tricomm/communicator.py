@@ -291,10 +291,11 @@ def init(
     Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
+    where = pick_device(device)  # a mistake here is told before anybody is met
     began = time.monotonic()
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
-    return Communicator(store, rank, world_size, device, timeout, options, meeting_timeout=left)
+    return Communicator(store, rank, world_size, where, timeout, options, meeting_timeout=left)
 
 
 def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
@@ -321,6 +322,13 @@ def pick_device(device: torch.device | str | int | None) -> torch.device:
             raise InvalidArgument(f"device={device!r}: this process sees no CUDA device")
         if found.index is None:
             found = torch.device("cuda", _index())
+        count = torch.cuda.device_count()
+        if not 0 <= found.index < count:
+            names = ", ".join(f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(count))
+            raise InvalidArgument(
+                f"device={device!r}: there is no such GPU in this process, which sees {names}; look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
     return torch.device("cpu") if found.type == "cpu" else found
 
 

@@ -55,6 +55,11 @@ def peer_access_disabled() -> bool:
     return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
 
 
+def share_device() -> bool:
+    """True where the user wants several ranks on one GPU (NCCL's variable is honoured beside our own)."""
+    return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")
+
+
 def token() -> bytes | None:
     """Shared secret that authenticates the records of the rendezvous, or None."""
     value = text("TRICOMM_TOKEN")

@@ -218,11 +218,7 @@ class Group(Faults):
             raise
 
     def _close(self, again: bool) -> None:
-        """Every step may be repeated: the one before may have been interrupted.
-
-        A kernel that does not leave keeps everything (page, arena, tables) as long as the process lives. A message that
-        a peer has yet to take keeps the arena; no kernel of this rank runs then, so the control page goes.
-        """
+        """Every step may be repeated: the one before may have been interrupted."""
         if self._closed and not again:
             return
         self._closed = True
