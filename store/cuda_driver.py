@@ -39,6 +39,10 @@ _PLAIN_WORDS = {
     "CUDA_ERROR_TOO_MANY_PEERS": "this GPU has as many peers as the machine allows",
     "CUDA_ERROR_NOT_SUPPORTED": "this GPU, driver or virtual machine does not support the call",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel touched memory it may not; this process must be restarted",
+    "CUDA_ERROR_LAUNCH_FAILED": "an earlier kernel failed; this process must be restarted",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "this GPU was reset in this process (cudaDeviceReset?); restart the process",
+    "CUDA_ERROR_ECC_UNCORRECTABLE": "this GPU's memory is faulty; look at nvidia-smi -q and dmesg, restart the process",
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "memory at this address is registered already; restart the process",
     "CUDA_ERROR_SYSTEM_NOT_READY": "the machine's GPU services are not up (NVSwitch: nvidia-fabricmanager)",
 }
 _HELP_FOR_CALL = {

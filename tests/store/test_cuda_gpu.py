@@ -6,6 +6,7 @@ import mmap
 import multiprocessing
 import os
 import queue
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -172,6 +173,32 @@ def test_processes_on_two_gpus(visible: list[str | None]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
     run_processes(_write_and_read, visible)
+
+
+@pytest.mark.gpu
+def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
+    """The watch asks an event: if that waited behind another thread's launch, nobody would end what that waits for."""
+    stream, event, x = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, device="cuda")
+    event.record()
+    torch.cuda.synchronize()
+
+    def fill() -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(4_000_000_000)  # about 2 s
+            for _ in range(5000):
+                x.add_(1)
+
+    thread, began, longest = threading.Thread(target=fill), time.monotonic(), 0.0
+    thread.start()
+    while thread.is_alive():
+        before = time.monotonic()
+        assert event.query()
+        longest = max(longest, time.monotonic() - before)
+        time.sleep(1e-3)
+    blocked = time.monotonic() - began
+    torch.cuda.synchronize()
+    assert x.item() == 5000 and blocked > 1.0, f"the queue was never full: {blocked:.3f} s"
+    assert longest < 0.5, f"a query took {longest:.3f} s of the {blocked:.3f} s that the launch was blocked"
 
 
 @pytest.mark.gpu
