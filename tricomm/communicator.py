@@ -190,7 +190,7 @@ class Communicator(Messages):
         if not adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
-        with self._my_turn(), self._monitor.user_call(self.device):
+        with self._my_turn(), self._monitor.user_call(self._gpu):
             self._guarded(run)
 
     def explain(
@@ -325,6 +325,6 @@ def pick_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def _index() -> int:
-    """The current device; where nobody has chosen one, torchrun's LOCAL_RANK does."""
+    """The current device; LOCAL_RANK, which torchrun sets, chooses one if nobody has."""
     index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
     return local % torch.cuda.device_count() if index == 0 and local is not None else index

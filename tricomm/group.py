@@ -24,6 +24,7 @@ from tricomm import linking, nccl, plan, publishing, routing
 from tricomm.activity import Activity
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.faults import Faults
+from tricomm.gpu import Gpu
 from tricomm.guarding import Turn, by_hand, guarded
 from tricomm.kernels import layout
 from tricomm.monitor import Native
@@ -67,8 +68,9 @@ class Group(Faults):
         self.world_size = control.world_size
         self.group = control.group
         self.device = device
+        self._gpu: Gpu | None = runtime.gpu(device)
         # The kernels are interpreted on a CPU; no time measured there says anything about a GPU.
-        self.simulated = device.type != "cuda"
+        self.simulated = self._gpu is None
         self.options = options
         self._control, self._arena, self._layout, self._runtime = control, arena, arena_layout, runtime
         self._timeout = timeout
@@ -84,7 +86,8 @@ class Group(Faults):
         self._known: dict[tuple[Any, ...], plan.Known] = {}
         self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
         self.counted = True  # whether `tricomm.stats()` counts the calls here; a c10d group does that itself
-        self._stream: Any = None
+        self._stream: Any = None  # of the last eager call, and its handle
+        self._raw_stream: int | None = None
         self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
@@ -105,7 +108,7 @@ class Group(Faults):
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         undo.callback(self._monitor.stop)
         undo.callback(_live.discard, self)
-        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited)
+        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited, self._gpu)
         publishing.add(self._activity)
         self._monitor.start(self._diagnose, self._describe)
         _live.add(self)
@@ -113,26 +116,15 @@ class Group(Faults):
     def _write_table(self) -> torch.Tensor:
         """Fill the group table at the head of this rank's arena; the kernels read everything from there."""
         table = self._arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
-        values = [0] * (layout.HEADERS // 8)
-        values[layout.RANK] = self.rank
-        values[layout.CONTROL] = getattr(self._arena, "control_address", self._control.device_words)
-        values[layout.LL_BASE], values[layout.LL_ROOM] = self._layout.ll, self._layout.ll_room
-        values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = self._layout.simple, self._layout.simple_room
-        values[layout.LINES], values[layout.CHANNELS] = self._layout.lines, self._layout.channels
-        values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = self._layout.slots, self._layout.slot
-        values[layout.EPOCH] = self.options.first_epoch
-        values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
-        places = linking.places(self.topology, self.world_size)
-        if places is not None:
-            here = places[self.rank]
-            values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
-            values[layout.OTHER : layout.OTHER + 4] = places[here.relay].quad_by_position
-            values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(self.rank)
+        control = getattr(self._arena, "control_address", self._control.device_words)
+        values = linking.group_table(
+            self.rank, self._arena.bases, control, self._layout, self.topology, self.options.first_epoch
+        )
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(self._layout.first_counters(self.options.first_epoch), dtype=torch.int64)
         self._arena.tensor(self.rank, self._layout.lines, tuple(counters.shape), torch.int64).copy_(counters)
-        if self.device.type == "cuda":  # the first kernel may run on another stream than this copy
-            torch.cuda.synchronize(self.device)
+        if self._gpu is not None:  # the first kernel may run on another stream than this copy
+            self._gpu.synchronize()
         return table
 
     def _agree_on_devices(self) -> tuple[str, int]:
@@ -149,6 +141,11 @@ class Group(Faults):
         if kind != "cpu":  # ranks that share a device share its processors
             most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
         return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on whose streams the kernels run; None where they are interpreted."""
+        return self._gpu
 
     @property
     def kind(self) -> str:
@@ -282,8 +279,9 @@ class Group(Faults):
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
-            if not self.simulated:
-                self._follow_stream()
+            gpu = self._gpu
+            if gpu is not None and gpu.raw_stream() != self._raw_stream:
+                self._follow_stream(gpu)
             self._sequence = sequence = self._sequence + 1
             self._announce(sequence, chosen.record)
             lost = self._monitor.lost
@@ -294,7 +292,7 @@ class Group(Faults):
             try:
                 chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
             except BaseException as error:
-                self.interrupted(error)
+                self._not_launched(error)
                 raise
             chosen.tally.total += chosen.weight
         finally:
@@ -317,35 +315,34 @@ class Group(Faults):
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
-            if not self.simulated:
-                self._follow_stream()
+            if self._gpu is not None:
+                self._follow_stream(self._gpu)
             yield
         finally:
             self._turn.release()
 
-    def _follow_stream(self) -> None:
-        """Order this call after the last one where the caller has changed streams: there is one pair of mailboxes."""
-        if torch.cuda.is_current_stream_capturing():
+    def _follow_stream(self, gpu: Gpu) -> None:
+        """Order this call after the last one if the caller has changed streams: there is one pair of mailboxes."""
+        if gpu.capturing():
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream, self._raw_stream = stream, gpu.raw_stream()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Run a kernel; whatever stops this rank in the middle of it (Ctrl-C above all) is told to the others."""
         try:
             run()
         except BaseException as error:
-            self.interrupted(error)
+            self._not_launched(error)
             raise
         if self.simulated:
             self.check()
 
     def _wait(self, timeout: float) -> None:
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record(self._stream or torch.cuda.current_stream(self.device))
+        if self._gpu is not None and not self._gpu.capturing():
+            event = self._gpu.recorded(self._stream)
             end = time.monotonic() + timeout
             while not event.query():
                 self.check()
@@ -364,7 +361,10 @@ class Group(Faults):
             if not self._turn.acquire(timeout=_LEAVE_SECONDS):
                 return False
         try:
-            return self._stream is None or self._left_stream()
+            if self._gpu is None or self._stream is None:
+                return True
+            with self._gpu.here():
+                return self._left_stream()
         finally:
             self._turn.release()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 
 from tricomm import cube_mesh, discovery
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.store.control import ControlPage
 from tricomm.topology import Topology
@@ -63,6 +64,29 @@ def places(topology: Topology | None, world_size: int) -> tuple[cube_mesh.Place,
         return None
     found = cube_mesh.tables(topology) if topology is not None else None
     return found or cube_mesh.tables(dgx1v())
+
+
+def group_table(
+    rank: int, bases: Sequence[int], control: int, memory: layout.Layout, topology: Topology | None, first_epoch: int
+) -> list[int]:  # fmt: skip
+    """The words of the group table at the head of an arena: who this rank is, and where everything lies.
+
+    `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.
+    """
+    values = [0] * (layout.HEADERS // 8)
+    values[layout.RANK], values[layout.CONTROL], values[layout.EPOCH] = rank, control, first_epoch
+    values[layout.LL_BASE], values[layout.LL_ROOM] = memory.ll, memory.ll_room
+    values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = memory.simple, memory.simple_room
+    values[layout.LINES], values[layout.CHANNELS] = memory.lines, memory.channels
+    values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = memory.slots, memory.slot
+    values[layout.PEERS : layout.PEERS + len(bases)] = bases
+    by_rank = places(topology, len(bases))
+    if by_rank is not None:
+        here = by_rank[rank]
+        values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
+        values[layout.OTHER : layout.OTHER + 4] = by_rank[here.relay].quad_by_position
+        values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(rank)
+    return values
 
 
 def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
