@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,16 +31,16 @@ from tricomm.options import Options
 from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Record
+from tricomm.store.control import ControlPage, Record, State
 from tricomm.store.process import forks
 from tricomm.topology import Topology
 
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
-_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _ALONE = "nobody stands behind the kernels here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
+_kept: list[Group] = []  # closed, and something may still use their memory
 
 
 class Group(Faults):
@@ -81,7 +80,8 @@ class Group(Faults):
         self._turn = Turn()
         self._sequence = 0
         self._announce = control.announcer()
-        self._owned = ExitStack()
+        self._owned: list[Arena] = []  # of symmetric memory
+        self._captured = False  # whether a graph holds a call of this communicator
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
         self._known: dict[tuple[Any, ...], plan.Known] = {}
         self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
@@ -98,7 +98,7 @@ class Group(Faults):
         )
         self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
-        device_class, most = self._agree_on_devices()
+        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)
         table = runtime.table(control, device_class, device, self.topology, timeout)
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
@@ -126,21 +126,6 @@ class Group(Faults):
         if self._gpu is not None:  # the first kernel may run on another stream than this copy
             self._gpu.synchronize()
         return table
-
-    def _agree_on_devices(self) -> tuple[str, int]:
-        """What the devices have in common, and the largest grid whose blocks are surely resident together on each."""
-        uuid, processors = b"cpu", layout.MAX_BLOCKS
-        if self.device.type == "cuda":
-            facts = torch.cuda.get_device_properties(self.device)
-            uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
-        mine = _DEVICE.pack(uuid, _architecture(self.device).encode(), processors)
-        answers = self._control.exchange(mine, "device facts", self._timeout)
-        uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
-        kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
-        most = layout.MAX_BLOCKS
-        if kind != "cpu":  # ranks that share a device share its processors
-            most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
-        return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)
 
     @property
     def gpu(self) -> Gpu | None:
@@ -206,7 +191,11 @@ class Group(Faults):
 
     @by_hand
     def close(self) -> None:
-        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets."""
+        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets.
+
+        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is harmless
+        then, and its output undefined.
+        """
         try: self._close(again=False)  # noqa: E701  # fmt: skip
         except BaseException as error:
             self._unwound(error)
@@ -226,18 +215,35 @@ class Group(Faults):
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
             self._monitor.stop()
             return
+        if self._captured:
+            self._keep()
+            return
         with ExitStack() as undo:
             undo.callback(self._control.close)
             if self._settled(_LEAVE_SECONDS):
                 undo.callback(self._arena.close)
             else:
                 log.error("%s: a peer has not taken a message yet, and will say so here; its memory is kept", self)
-            undo.callback(self._owned.close)
+            for arena in self._owned:
+                undo.callback(arena.close)
             undo.callback(lambda: nccl.end(self._nccl, self._monitor.fault is not None, _LEAVE_SECONDS))
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
             self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
+
+    def _keep(self) -> None:
+        """A captured graph may be replayed at any time: all that its kernels use stays until the process ends.
+
+        They are told to leave, so a replay ends soon, and its output is undefined.
+        """
+        _kept.append(self)
+        self._words[layout.ABORT] = 1
+        with ExitStack() as undo:
+            undo.callback(self._control.set_state, State.CLOSED)
+            for arena in (self._arena, *self._owned):
+                undo.callback(arena.keep)
+            undo.callback(self._monitor.stop)
 
     def _settled(self, seconds: float) -> bool:
         """True where no peer will touch this rank's memory any more; waits that long for it."""
@@ -380,13 +386,6 @@ class Group(Faults):
                 return False
             time.sleep(1e-3)
         return True
-
-
-def _architecture(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 @atexit.register

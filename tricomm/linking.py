@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -18,6 +19,7 @@ from tricomm.topology import Topology
 from tricomm.topology_shapes import dgx1v
 
 log = logging.getLogger("tricomm")
+_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
 
 
@@ -47,6 +49,29 @@ def agree(
         log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
         return None
     return found.topology
+
+
+def agree_on_devices(
+    control: ControlPage, device: torch.device, most_blocks: int | None, timeout: float
+) -> tuple[str, int]:  # fmt: skip
+    """What the ranks' devices have in common, and the largest grid whose blocks are surely resident together on each.
+
+    Called by all ranks together. The first is "cpu", an architecture such as "sm_90", or "cuda" for different ones;
+    the second is at most `most_blocks`.
+    """
+    uuid, architecture, processors = b"cpu", "cpu", layout.MAX_BLOCKS
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
+        architecture = f"sm_{facts.major}{facts.minor}"
+    mine = _DEVICE.pack(uuid, architecture.encode(), processors)
+    answers = control.exchange(mine, "device facts", timeout)
+    uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
+    kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
+    most = layout.MAX_BLOCKS
+    if kind != "cpu":  # ranks that share a device share its processors
+        most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
+    return kind, min(most, most_blocks or layout.MAX_BLOCKS)
 
 
 def check(options: Options, world_size: int) -> None:

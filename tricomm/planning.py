@@ -72,6 +72,7 @@ class Planning(Group):
         symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> plan.Plan:  # fmt: skip
         capturing = self._gpu is not None and self._gpu.capturing()
+        self._captured |= capturing
         table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
         key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
         try:

@@ -37,6 +37,7 @@ _GRID_WAIT = """\
     while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
+_MEETING = "        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)"
 _ZEROED = """
         words = self._layout.nbytes // 8 - layout.HEADERS // 8
         self._arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
@@ -220,8 +221,7 @@ REAL = (
     ),
     Mutant(
         "K29", "memory zeroed after the exchange", "barrier zeroed after handles were exchanged: apache/tvm#16797",
-        (Edit(GROUP, "        device_class, most = self._agree_on_devices()\n",
-              f"        device_class, most = self._agree_on_devices(){_ZEROED}\n"),),
+        (Edit(GROUP, f"{_MEETING}\n", f"{_MEETING}{_ZEROED}\n"),),
         (B,), RACE,
     ),
     Mutant(

@@ -268,6 +268,19 @@ def test_the_others_hear_of_a_refused_launch_within_two_seconds(tmp_path):
         assert seconds < 2.0 + bodies.LATE
 
 
+def test_a_graph_that_outlives_its_group_is_harmless(tmp_path):
+    tmp_path.chmod(0o700)
+    for took, text in ranks.run(2, bodies.replays_after_close, f"file://{tmp_path}/store", "kept"):
+        assert took < 10.0 and "closed; make a new communicator" in text
+
+
+def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.replays_after_close, f"file://{tmp_path}/store", "unprotected") as started:
+        outcome = started.results()[0]
+    assert outcome.value is None and outcome.code in (-11, -7, None), outcome
+
+
 @pytest.mark.parametrize(("current", "local", "chosen"), [(0, None, 0), (0, "1", 1), (1, "0", 1), (0, "3", 1)])
 def test_the_device_of_a_rank_that_names_none(world, monkeypatch, current, local, chosen):
     if local is not None:
