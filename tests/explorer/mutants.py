@@ -215,7 +215,7 @@ REAL = (
     ),
     Mutant(
         "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",
-        (Edit(GROUP, "return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)", "return kind, most"),),
+        (Edit(GROUP, _MEETING, _MEETING.replace("options.max_blocks", "None")),),
         (S,), DEADLOCK, blocks=2, max_blocks=1, residency=1,
         processes="no: a process runs its blocks one after another, always in the same order",
     ),
