@@ -122,6 +122,10 @@ class CudaIpcArena:
         if failures:
             raise failures[0]
 
+    def keep(self) -> None:
+        """In place of `close`: tell the peers that their blocks stay mapped here, so that they keep them, too."""
+        self._release(unmap=False)
+
     def _attach(self, driver: Driver | None) -> None:
         _refuse_if_disabled()
         self._check_arguments()
@@ -225,12 +229,15 @@ class CudaIpcArena:
         assert self._context is not None, "_attach comes first"
         return self._cuda.current(self._context)
 
-    def _release(self) -> list[ResourceError]:
+    def _release(self, unmap: bool = True) -> list[ResourceError]:
         with self._lock:
             if self._closed:
                 return []
             self._closed = True
         if self._driver is None or self._context is None:
+            return []
+        if not unmap:
+            self._may_free(unmapped=False)
             return []
         undo = Cleanup(self._driver, self._context)
         undo.attempt(self._driver.synchronize)
@@ -258,7 +265,7 @@ class CudaIpcArena:
         if holders:
             _log.warning(
                 f"rank {self.rank} keeps {self.nbytes} bytes of GPU memory until its process ends: "
-                f"rank(s) {holders} could not unmap them"
+                f"rank(s) {holders} have not unmapped them"
             )
         return not holders
 

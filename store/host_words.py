@@ -7,8 +7,8 @@ is registered the memory is held here, so that its address cannot be given to an
 owner.
 
 How a group ends decides: if its kernels have left, its control page goes, also where its arena stays because a peer has
-yet to take a message; if one does not leave, everything that it may touch (page, arena, tables) stays mapped until the
-process ends.
+yet to take a message; if one does not leave, or a captured graph may run one again, everything that it may touch (page,
+arena, tables) stays mapped until the process ends.
 """
 
 from __future__ import annotations

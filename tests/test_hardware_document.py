@@ -21,7 +21,8 @@ MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torc
 ELSEWHERE = {
     # between two tensors of one device: enqueued, or a copy on the CPU
     "copy_ in tricomm.lists.unpack", "copy_ in tricomm.messages.Messages.recv",
-    # the method of the library's own driver, which has a row as cuCtxSynchronize
+    # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
+    "synchronize in tricomm.group.Group._write_table",
     "synchronize in store.cuda_ipc.CudaIpcArena._allocate", "synchronize in store.cuda_ipc.CudaIpcArena._write_probe",
     "synchronize in store.cuda_ipc.CudaIpcArena._clear_probe", "synchronize in store.local._GpuBlocks.__init__",
     "synchronize in store.local._GpuBlocks.free",
@@ -41,8 +42,11 @@ def _calls(node: ast.AST, where: str) -> Iterator[str]:
     name = _name(node, where)
     if name is not None:
         yield f"{name} in {where}"
-    for child in ast.iter_child_nodes(node):
-        yield from _calls(child, where)
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _calls(child, where)
 
 
 def _name(node: ast.AST, where: str) -> str | None:

@@ -171,7 +171,7 @@ class Communicator(Messages):
                 if theirs != answers[0]:
                     raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
             arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
-            self._owned.callback(arena.close)
+            self._owned.append(arena)
             self._handles += 1
             return Symmetric(arena, self.rank, sizes, dtype, self.device, self.group, self._handles)
 
@@ -190,7 +190,8 @@ class Communicator(Messages):
         if not adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
-        with self._my_turn(), self._monitor.user_call(self.device):
+        self._captured |= self._gpu is not None and self._gpu.capturing()
+        with self._my_turn(), self._monitor.user_call(self._gpu):
             self._guarded(run)
 
     def explain(
@@ -333,6 +334,6 @@ def pick_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def _index() -> int:
-    """The current device; where nobody has chosen one, torchrun's LOCAL_RANK does."""
+    """The current device; LOCAL_RANK, which torchrun sets, chooses one if nobody has."""
     index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
     return local % torch.cuda.device_count() if index == 0 and local is not None else index

@@ -39,6 +39,11 @@ def integer(name: str) -> int | None:
         raise InvalidArgument(f"{name}={value!r} is not an integer") from None
 
 
+def default(name: str, value: str) -> None:
+    """Set `name` for this process if nobody has: what a driver reads when it starts."""
+    os.environ.setdefault(name, value)
+
+
 @contextmanager
 def without(name: str) -> Iterator[None]:
     """In this block, `name` is unset, for processes that are started there."""

@@ -203,6 +203,9 @@ class RankRuntime:
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
 
+    def gpu(self, device: torch.device) -> None:
+        """None: the kernels are interpreted."""
+
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
         timeout: float,
