@@ -22,7 +22,7 @@ import torch
 
 from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
-from tricomm.kernels.compiled import compile_kernel, takes_data
+from tricomm.kernels.compiled import compile_kernel, takes_data, takes_rows
 
 _SCRATCH = 2
 _MOST_STATIC_SHARED = 48 * 1024
@@ -87,16 +87,17 @@ def torch_device(device: torch.device) -> TorchDevice:
 def bound(
     kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
     more: Sequence[int | torch.Tensor], group: torch.Tensor, device: Device,
-) -> Callable[[torch.Tensor, torch.Tensor, int, int], None]:  # fmt: skip
-    """`run(x, y, count, call)` launches `kernel` on the current stream of `device`. One thread at a time.
+) -> Callable[..., None]:  # fmt: skip
+    """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
-    `more` are the arguments behind `call`, the same in every launch.
+    `more` are the last arguments, the same in every launch. All others are those of one launch alone: the driver has
+    copied them, also into a graph, when `run` returns.
 
     Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
-    data = takes_data(kernel)
-    arguments = 5 if data else 2
+    data, uneven = takes_data(kernel), takes_rows(kernel)
+    arguments = (5 if data else 2) + (2 * constexprs["WORLD_SIZE"] if uneven else 0)
     words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
     words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
     first = ctypes.addressof(words)
@@ -112,12 +113,16 @@ def bound(
 
     launch = on(0)
 
-    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
+    def run(
+        x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()
+    ) -> None:  # fmt: skip
         nonlocal launch, used
-        if data:
-            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
-        else:
+        if not data:
             pack(words, 0, table, call)
+        elif uneven:
+            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call, *rows[0], *rows[1])
+        else:
+            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
         raw = current()
         if raw != used:
             launch, used = on(raw), raw

@@ -11,7 +11,8 @@ from tricomm.errors import InvalidArgument
 class Collective:
     """`takes` and `gives` say how many rows of equal size a rank's input and output have: one, or one for each rank.
 
-    `root` is "src" or "dst" where one rank is special: only it takes all rows, or only it gives any.
+    `root` is "src" or "dst" where one rank is special: only it takes all rows, or only it gives any. `uneven`: a row
+    for each rank has any length, another one in every call, and no rank knows the others'.
     """
 
     name: str
@@ -19,6 +20,7 @@ class Collective:
     gives: str = "one"
     reduces: bool = False
     root: str = ""
+    uneven: bool = False
 
     def rows_in(self, world_size: int) -> int:
         """Rows of the input, of a root where there is one."""
@@ -38,7 +40,7 @@ _ALL = (
     Collective("gather", gives="all", root="dst"),
     Collective("scatter", takes="all", root="src"),
     Collective("all_to_all", takes="all", gives="all"),
-    Collective("all_to_all_v", takes="all", gives="all"),
+    Collective("all_to_all_v", takes="all", gives="all", uneven=True),
     Collective("barrier"),
 )
 COLLECTIVES = {collective.name: collective for collective in _ALL}

@@ -12,7 +12,8 @@ from tricomm.kernels import adapter
 COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
-_TABLES = ("group", "splits", "table")
+_TABLES = ("group", "table")
+_ROWS = ("sends", "takes")
 
 
 def refused() -> str | None:
@@ -28,7 +29,8 @@ def compile_kernel(
     """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
 
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
-    `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number.
+    `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
+    for uneven rows a tuple of as many of them as there are ranks.
     `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. `fresh` passes Triton's
     cache by, which knows a kernel by its source and not by its path. Raises `ResourceError` if `refused()`.
     """
@@ -46,6 +48,8 @@ def compile_kernel(
             constants[(i,)] = constexprs[name]
         elif name in _TENSORS:
             signature[name] = f"*i{bits}"
+        elif name in _ROWS:
+            signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
         else:
             signature[name] = "*i64" if name in _TABLES else "i64"
         if name in _TABLES or (name in _TENSORS and aligned):
@@ -60,12 +64,18 @@ def compile_kernel(
 def takes_data(kernel: Any) -> bool:
     """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
 
-    `extras` may follow.
+    What `takes_rows` tells may follow, then `extras`.
     """
     return bool(adapter.parameters(kernel)[0].name == _TENSORS[0])
 
 
+def takes_rows(kernel: Any) -> bool:
+    """True for a kernel that takes, behind `call`, how many rows go to each rank and come from it: of each call its
+    own."""
+    return any(p.name in _ROWS for p in adapter.parameters(kernel))
+
+
 def extras(kernel: Any) -> list[str]:
-    """Names of the 64-bit arguments behind `call`, the same in every launch of a plan: the root of a broadcast."""
-    names = [p.name for p in adapter.parameters(kernel) if not p.is_constexpr]
+    """Names of the 64-bit arguments at the end, the same in every launch of a plan: the root of a broadcast."""
+    names = [p.name for p in adapter.parameters(kernel) if not p.is_constexpr and p.name not in _ROWS]
     return names[names.index("call") + 1 :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -11,7 +11,14 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import adapter, interpreter, primitives
 from tricomm.kernels.bound import bound, torch_device
 
-Call = Callable[[torch.Tensor, torch.Tensor, int, int], None]  # run(x, y, count, call)
+Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
+
+
+class Call(Protocol):
+    """A kernel over a group, with nothing left to decide; one thread at a time."""
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None: ...
+
 
 interpreter.substitute(primitives.pause, adapter.yield_to_others)
 
@@ -43,17 +50,17 @@ def bind(
     kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
     more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float = 600.0,
 ) -> Call:  # fmt: skip
-    """One of our own kernels over `group`, with nothing left to decide but `run(x, y, count, call)`.
+    """One of our own kernels over `group`.
 
     `bits` is the width of the integers that the kernel moves (None where it takes no tensors), `aligned` whether the
     addresses of x and y are multiples of 16, `more` the kernel's `compiled.extras`. On a GPU it is compiled and loaded
-    here; raises `ResourceError` where that fails. What is returned serves one thread at a time.
+    here; raises `ResourceError` where that fails.
     """
     if group.device.type == "cuda":
         return bound(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
 
-    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
-        args = arguments(x, y, bits, group, count, call, more)
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
+        args = arguments(x, y, bits, group, count, call, rows, more)
         interpreter.interpret(programs(kernel, blocks, args, constexprs), timeout)
 
     return run
@@ -66,12 +73,13 @@ def arguments(
     group: torch.Tensor,
     count: int,
     call: int,
+    rows: Rows,
     more: Sequence[int | torch.Tensor],
 ) -> tuple[Any, ...]:
     """What a kernel takes of these, in its order, for the interpreter."""
     if bits is None:
         return (group, call, *more)
-    return (as_integers(x, bits), as_integers(y, bits), group, count, call, *more)
+    return (as_integers(x, bits), as_integers(y, bits), group, count, call, *rows, *more)
 
 
 def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:

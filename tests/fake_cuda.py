@@ -256,13 +256,13 @@ class OnFakeGpu(Processes):
         to_driver = bound.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
         interpreted = launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
-        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
-            to_driver(x, y, count, call)
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: launch.Rows = ()) -> None:
+            to_driver(x, y, count, call, rows)
             stream = self.world.streams[self.index, self.fake.launches[-1].stream]
             if stream.capture is None:
-                interpreted(x, y, count, call)
+                interpreted(x, y, count, call, rows)
             else:
-                stream.capture.append(lambda: interpreted(x, y, count, call))
+                stream.capture.append(lambda: interpreted(x, y, count, call, rows))
 
         return run
 

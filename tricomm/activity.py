@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -107,6 +109,25 @@ class Activity:
         """The tally of a call of `nbytes` of input; the same one for all sizes of its bucket."""
         with self._lock:
             return self._tallies.setdefault((collective, algorithm, protocol, bucket(nbytes)), Tally())
+
+    def sized(self, run: Callable[..., Any], kernel: tuple[str, str, str], clock: Clock | None) -> Callable[..., Any]:
+        """`run`, counted and, with a clock, timed here, for calls of sizes of their own: the bytes of their input."""
+        tallies: dict[int, Tally] = {}
+
+        def of(nbytes: int) -> Tally:
+            size = bucket(nbytes)
+            if size not in tallies:
+                tallies[size] = self.tally(*kernel, nbytes)
+            return tallies[size]
+
+        if clock is not None:
+            run = clock.timed(run, lambda x: (of(x.nbytes).took, (*kernel, x.nbytes)))
+
+        def call(x: torch.Tensor, *more: Any) -> None:
+            run(x, *more)
+            of(x.nbytes).total += weight(x.nbytes)
+
+        return call
 
     def statistics(self) -> Statistics:
         """What has been counted until now. Any thread may ask, at any time."""

@@ -13,6 +13,7 @@ from tricomm.gpu import Gpu
 
 _MOST = 4096  # spans that are kept, and events that have not passed yet
 Took = Callable[[float], None]  # told the seconds of a call
+Name = tuple[str, str, str, int]  # of a call: collective, algorithm, protocol, bytes
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class Clock:
     def __init__(self, every: int, gpu: Gpu | None) -> None:
         self.every = every
         self._spans: deque[Span] = deque(maxlen=_MOST)
-        self._pending: deque[tuple[Any, Any, Took, tuple[Any, ...]]] = deque(maxlen=_MOST)
+        self._pending: deque[tuple[Any, Any, Took, Name]] = deque(maxlen=_MOST)
         self._lock = threading.Lock()
         self._gpu, self._began = gpu, time.time() * 1e6
         self._mark = gpu.recorded(timing=True) if gpu is not None else None
 
-    def timed(self, run: Callable[..., Any], took: Took, name: tuple[str, str, str, int]) -> Callable[..., Any]:
-        """`run`, of a kernel and size `name`, with every so many of its calls timed; `took` is told their seconds."""
+    def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
+        """`run`, with every so many of its calls timed. `of` says, of a call's input, who is told and what it is."""
         left = 1
         measured = self._by_host if self._gpu is None else self._by_events
 
@@ -49,7 +50,7 @@ class Clock:
             if left:
                 return run(*arguments)
             left = self.every
-            return measured(run, arguments, took, name)
+            return measured(run, arguments, *of(arguments[0]))
 
         return call
 
@@ -72,7 +73,7 @@ class Clock:
                 start = self._began + self._mark.elapsed_time(begin) * 1e3
                 self._spans.append(Span(start, time_us, *name))
 
-    def _by_host(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
+    def _by_host(self, run: Callable[..., Any], arguments: Any, took: Took, name: Name) -> Any:
         start, began = time.time(), time.perf_counter()
         result = run(*arguments)
         seconds = time.perf_counter() - began
@@ -80,7 +81,7 @@ class Clock:
         self._spans.append(Span(start * 1e6, seconds * 1e6, *name))
         return result
 
-    def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: tuple[Any, ...]) -> Any:
+    def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: Name) -> Any:
         assert self._gpu is not None, "calls are timed by events on a GPU only"
         self.collect()
         begin = self._gpu.recorded(timing=True)

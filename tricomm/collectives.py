@@ -119,9 +119,9 @@ class Collectives(Planning):
         source = source.contiguous()
         count = math.prod(source.shape[1:])
         aligned = (source.data_ptr() | out.data_ptr()) % 16 == 0
-        chosen = self._plan(what, None, source.dtype, count, aligned, algorithm, protocol, -1, splits)
+        chosen = self._plan(what, None, source.dtype, count, aligned, algorithm, protocol)
         if count:
-            self._launch(chosen, source, out)
+            self._launch(chosen, source, out, splits)
         return self._finish(out, async_op)
 
     @guarded

@@ -217,15 +217,15 @@ class Communicator(Messages):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         name = calls.operation(op)
         bits = calls.DTYPES[dtype].bits if dtype in calls.DTYPES else 32
-        reduces = collectives.find(collective).reduces
+        kind = collectives.find(collective)
         if collective in routing.POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         forced = algorithm is not None or protocol is not None
-        size = None if collective == "all_to_all_v" else nbytes
-        route = routing.decide(self._routes, collective, dtype, name if reduces else "none", size, forced)
+        size = None if kind.uneven else nbytes
+        route = routing.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
         if route.path != routing.NCCL:
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
-        if reduces and dtype is not None:
+        if kind.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
         return selection.nccl(collective, route.reason)
 

@@ -26,6 +26,7 @@ from tricomm.faults import Faults
 from tricomm.gpu import Gpu
 from tricomm.guarding import Turn, by_hand, guarded
 from tricomm.kernels import layout
+from tricomm.kernels.launch import Rows
 from tricomm.monitor import Native
 from tricomm.options import Options
 from tricomm.runtime import PROCESSES, Runtime
@@ -276,7 +277,7 @@ class Group(Faults):
 
     # The way of a call
 
-    def _launch(self, chosen: plan.Plan, x: torch.Tensor, y: torch.Tensor) -> None:
+    def _launch(self, chosen: plan.Plan, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
         """Tell the peers what comes, then run it. One call at a time: threads that share a group take turns.
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
@@ -298,7 +299,7 @@ class Group(Faults):
                 self._raise()
             chosen.count[0] += 1
             try:
-                chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint)
+                chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint, rows)
             except BaseException as error:
                 self._not_launched(error)
                 raise

@@ -8,23 +8,25 @@ import torch
 
 from tricomm import nccl, plan, routing, selection
 from tricomm.gpu import Gpu
+from tricomm.kernels.launch import Rows
 from tricomm.monitor import Monitor
 from tricomm.nccl import Nccl
 
-Run = Callable[[Nccl, plan.Asked, torch.Tensor, torch.Tensor], None]
+Run = Callable[[Nccl, plan.Asked, torch.Tensor, torch.Tensor, Rows], None]
 
-# Of each collective: contiguous input x and output y, which are one where the collective works in place.
+# Of each collective: contiguous input x and output y, which are one where the collective works in place, and what goes
+# where if rows are uneven.
 TABLE: dict[str, Run] = {
-    "all_reduce": lambda n, asked, x, y: n.all_reduce(x, asked.op or "", y),
-    "all_gather": lambda n, asked, x, y: n.all_gather(x, y),
-    "reduce_scatter": lambda n, asked, x, y: n.reduce_scatter(x, y, asked.op or ""),
-    "broadcast": lambda n, asked, x, y: n.broadcast(y, asked.root),
-    "reduce": lambda n, asked, x, y: n.reduce(x, asked.root, asked.op or "", y),
-    "gather": lambda n, asked, x, y: n.gather(x, asked.root, y),
-    "scatter": lambda n, asked, x, y: n.scatter(x, asked.root, y),
-    "all_to_all": lambda n, asked, x, y: n.all_to_all(x, y),
-    "all_to_all_v": lambda n, asked, x, y: n.all_to_all_v(x, asked.splits[0], asked.splits[1], y),
-    "barrier": lambda n, asked, x, y: n.barrier(),
+    "all_reduce": lambda n, asked, x, y, rows: n.all_reduce(x, asked.op or "", y),
+    "all_gather": lambda n, asked, x, y, rows: n.all_gather(x, y),
+    "reduce_scatter": lambda n, asked, x, y, rows: n.reduce_scatter(x, y, asked.op or ""),
+    "broadcast": lambda n, asked, x, y, rows: n.broadcast(y, asked.root),
+    "reduce": lambda n, asked, x, y, rows: n.reduce(x, asked.root, asked.op or "", y),
+    "gather": lambda n, asked, x, y, rows: n.gather(x, asked.root, y),
+    "scatter": lambda n, asked, x, y, rows: n.scatter(x, asked.root, y),
+    "all_to_all": lambda n, asked, x, y, rows: n.all_to_all(x, y),
+    "all_to_all_v": lambda n, asked, x, y, rows: n.all_to_all_v(x, rows[0], rows[1], y),
+    "barrier": lambda n, asked, x, y, rows: n.barrier(),
 }
 
 
@@ -46,8 +48,8 @@ def make(
     fingerprint, record = plan.announced(choice, op, name, asked, mode)
     act = TABLE[asked.collective]
 
-    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
         with monitor.user_call(gpu):
-            act(there, asked, x, y)
+            act(there, asked, x, y, rows)
 
     return plan.Plan(choice, fingerprint, asked.count, record, run, [0] if counter is None else counter, mode)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,6 @@ from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.selection import Choice, Site
 from tricomm.store.control import Descriptor, Record
 
-CPU = torch.device("cpu")
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
 # aligned, and its further arguments: `Runtime.bind`.
 Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], Call]
@@ -28,21 +26,24 @@ Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torc
 
 @dataclass(frozen=True)
 class Asked:
-    """What a call is, on every rank alike: `count` elements a row; op and dtype are None where there are none."""
+    """What a call is, on every rank alike: `count` elements a row; op and dtype are None where there are none.
+
+    How many rows go where is no part of it, if they are uneven: each rank has its own numbers, in every call others.
+    """
 
     collective: str
     op: str | None
     dtype: Dtype | None
     count: int
     root: int = -1
-    splits: tuple[tuple[int, ...], ...] = ()  # in and out, in rows; each rank has its own
     table: torch.Tensor | None = None  # of a symmetric handle
     handle: int = 0  # its number, the same on all ranks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One kernel, bound to a shape: launch it with addresses and a call number, nothing else is left to decide.
+    """One kernel, bound to a shape: launch it with addresses and a call number, and uneven rows with their numbers.
+    Nothing else is left to decide.
 
     `numel` is the kernel's count, of raw elements; `count[0]` is how often calls of its kind were made.
     """
@@ -70,8 +71,7 @@ class Known:
 
 
 def make(
-    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, device: torch.device = CPU,
-    counter: list[int] | None = None,
+    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, counter: list[int] | None = None
 ) -> Plan:  # fmt: skip
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
@@ -91,8 +91,6 @@ def make(
     op = asked.op if kernel.reduces and asked.op is not None else "none"
     fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", asked, mode)
     further: dict[str, Any] = {"root": asked.root, "table": asked.table}
-    if asked.splits:
-        further["splits"] = table(asked, device)
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
@@ -112,16 +110,6 @@ def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> t
         mode=mode,
     )  # fmt: skip
     return fingerprint, descriptor.record()
-
-
-def table(asked: Asked, device: torch.device) -> torch.Tensor:
-    """int64 [4, world size]: where each row begins and how long it is, in raw elements, of the input and the output."""
-    unit = asked.count * (asked.dtype.lanes if asked.dtype is not None else 1)
-    rows = []
-    for lengths in asked.splits:
-        sizes = [n * unit for n in lengths]
-        rows += [[0, *itertools.accumulate(sizes[:-1])], sizes]
-    return torch.tensor(rows, dtype=torch.int64, device=device).contiguous()
 
 
 def constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:

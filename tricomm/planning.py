@@ -54,7 +54,7 @@ class Planning(Group):
         aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
         if collective != "all_reduce":  # rows may begin anywhere
             aligned = aligned and count * x.itemsize % 16 == 0
-        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, (), symmetric)
+        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, symmetric)
         if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
             return
         if collective == "all_reduce" and x is y and symmetric is None and not x.is_complex():
@@ -68,13 +68,13 @@ class Planning(Group):
 
     def _plan(
         self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None, root: int = -1, splits: tuple[tuple[int, ...], ...] = (),
+        algorithm: str | None, protocol: str | None, root: int = -1,
         symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> plan.Plan:  # fmt: skip
         capturing = self._gpu is not None and self._gpu.capturing()
         self._captured |= capturing
         table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, splits, table, capturing)
+        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, table, capturing)
         try:
             return self._plans[key]
         except (KeyError, TypeError):
@@ -82,20 +82,22 @@ class Planning(Group):
 
     def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor, int] | None) -> plan.Plan:
         *key, capturing = full
-        collective, op, dtype, count, aligned, algorithm, protocol, root, splits, _ = key
+        collective, op, dtype, count, aligned, algorithm, protocol, root, _ = key
         if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
             raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
         if capturing:
             raise InvalidArgument(
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
             )
-        rows = collectives.COLLECTIVES[collective].rows_in(self.world_size)
-        nbytes = rows * count * dtype.itemsize if dtype is not None else 0
+        form = collectives.COLLECTIVES[collective]
+        nbytes = None  # of uneven rows each rank has its own, in every call others
+        if not form.uneven:
+            nbytes = form.rows_in(self.world_size) * count * dtype.itemsize if dtype is not None else 0
         forced = algorithm is not None or protocol is not None or symmetric is not None
-        route = self._route(collective, op, dtype, None if splits else nbytes, forced)
+        route = self._route(collective, op, dtype, nbytes, forced)
         fitting, table, handle = symmetric or (None, None, 0)
         kind = calls.DTYPES.get(dtype) if dtype is not None else None
-        asked = plan.Asked(collective, op, kind, count, root, splits, table, handle)
+        asked = plan.Asked(collective, op, kind, count, root, table, handle)
         counter = routing.counter(route.path, collective) if self.counted else None
         bits = kind.bits if kind is not None else 32
         bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
@@ -104,28 +106,28 @@ class Planning(Group):
                 assert self._nccl is not None, "the route is taken where NCCL is there"
                 found = native.make(self._nccl, self._monitor, self._gpu, route.reason, asked, dtype, mode, counter)
             else:
-                # Of uneven rows no rank knows the others'.
-                known = _UNKNOWN if splits else nbytes
+                known = _UNKNOWN if nbytes is None else nbytes
                 choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting, bits)
-                found = plan.make(self._site, choice, asked, aligned, mode, bind, self.device, counter)
-            found = self._counted(found, asked, nbytes, mode)
+                found = plan.make(self._site, choice, asked, aligned, mode, bind, counter)
+            found = self._counted(found, nbytes, mode)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.pop(next(iter(self._plans)))
             self._plans[*key, mode == "graph"] = found
         if self.counted:
-            size = None if splits else nbytes
-            routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", size)
+            routing.print_once(route, self.group, self.rank, collective, dtype, op or "none", nbytes)
         return self._plans[*key, False]
 
-    def _counted(self, made: plan.Plan, asked: plan.Asked, nbytes: int, mode: str) -> plan.Plan:
-        """The plan with the tally that its calls go to, and timed where that was asked for."""
-        if asked.splits and asked.dtype is not None:
-            nbytes = sum(asked.splits[0]) * asked.count * asked.dtype.bits // 8 * asked.dtype.lanes
-        choice, clock = made.choice, self._activity.clock
-        name = (choice.collective, choice.algorithm, choice.protocol, nbytes)
-        tally, run = self._activity.tally(*name), made.run
-        if clock is not None and mode == "eager":  # what is captured would be timed when it is captured
-            run = clock.timed(run, tally.took, name)
+    def _counted(self, made: plan.Plan, nbytes: int | None, mode: str) -> plan.Plan:
+        """The plan with the tally that its calls go to, and timed if that was asked for."""
+        activity, run = self._activity, made.run
+        kernel = (made.choice.collective, made.choice.algorithm, made.choice.protocol)
+        clock = activity.clock if mode == "eager" else None  # what is captured would be timed when it is captured
+        if nbytes is None:
+            return replace(made, run=activity.sized(run, kernel, clock))
+        tally = activity.tally(*kernel, nbytes)
+        if clock is not None:
+            took, name = tally.took, (*kernel, nbytes)
+            run = clock.timed(run, lambda x: (took, name))
         return replace(made, run=run, tally=tally, weight=weight(nbytes))
 
     def _forget(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,6 @@ def check_input(x: torch.Tensor, splits: tuple[tuple[int, ...], tuple[int, ...]]
         raise InvalidArgument(
             f"all_to_all_v: rank {rank} sends itself {into[rank]} rows (in_splits) and expects {out[rank]} (out_splits)"
         )
-    row = x[0].numel() * (2 if x.is_complex() else 1) if x.shape[0] else 0
+    row = math.prod(x.shape[1:]) * (2 if x.is_complex() else 1)
     if row * max(into) > _MOST:
         raise InvalidArgument(f"all_to_all_v: {row * max(into)} elements for one rank; at most {_MOST} are possible")

@@ -11,6 +11,7 @@ GL, GS = ("gather", "one_shot", "ll"), ("gather", "one_shot", "simple")
 RL, RS = ("reduce", "one_shot", "ll"), ("reduce", "one_shot", "simple")
 CL, CS = ("scatter", "one_shot", "ll"), ("scatter", "one_shot", "simple")
 AL, AS = ("all_to_all", "one_shot", "ll"), ("all_to_all", "one_shot", "simple")
+VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simple")
 DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
 
 FILE = "kernels/parcels.py"
@@ -19,6 +20,8 @@ TWO_SHOT = "kernels/broadcast_two_shot_simple.py"
 GATHER = "kernels/gather_one_shot.py"
 REDUCE = "kernels/reduce_one_shot.py"
 SCATTER = "kernels/scatter_one_shot.py"
+UNEVEN = "kernels/all_to_all_v_one_shot.py"
+SPLITS = "kernels/splits.py"
 
 _MEET = "        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)\n"
 _SIGNAL_ONLY = """\
@@ -154,5 +157,21 @@ PARCELS = (
         "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
         (Edit(TWO_SHOT, "                    if to != root:", "                    if (to != root) & (me != root):"),),
         (BT,), UNWRITTEN,
+    ),
+    Mutant(
+        "P20", "uneven parts: begin one rank late", "the sum of the lengths before takes the own one in",
+        (Edit(SPLITS, "tl.where(r < rank, rows[r], 0)", "tl.where(r <= rank, rows[r], 0)"),),
+        (VS,), frozenset({"wrong_result", "out_of_bounds"}), world_size=3,
+    ),
+    Mutant(
+        "P21", "uneven parts: lengths by step instead of by rank", "a schedule of peers is no list of lengths",
+        (Edit(UNEVEN, "part(takes, source, numel,", "part(takes, step, numel,"),),
+        (VL,), frozenset({"wrong_result", "deadlock"}), world_size=3,
+    ),
+    Mutant(
+        "P22", "uneven parts: as many chunks as the own parts need", "rows that need more chunks come in part",
+        (Edit(SPLITS, "tl.maximum(longest(sends, numel, WORLD_SIZE), tl.max(tl.where(mask, told & LOW, 0), axis=0))",
+              "longest(sends, numel, WORLD_SIZE)"),),
+        (VL,), WRONG, sizes=(257,), tile=256,
     ),
 )  # fmt: skip

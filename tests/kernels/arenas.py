@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tricomm.kernels import layout, registry
-from tricomm.kernels.compiled import extras
+from tricomm.kernels.compiled import extras, takes_rows
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch import as_integers, prepare
 
@@ -85,14 +85,9 @@ class Rank:
             constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, op)
         call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
         data = (as_integers(x, dtype.bits), as_integers(y, dtype.bits))
-        further = {"root": root, "splits": self._even(count)}
-        args = (*data, self.arena, count, call, *(further[name] for name in extras(kernel.function)))
+        rows = ((1,) * self.world_size,) * 2 if takes_rows(kernel.function) else ()
+        args = (*data, self.arena, count, call, *rows, *(root for _ in extras(kernel.function)))
         prepare(kernel.function, (blocks,), args, constexprs, torch.device("cpu"))()
-
-    def _even(self, count: int) -> torch.Tensor:
-        """As `plan.table` makes it."""
-        rows = [[r * count for r in range(self.world_size)], [count] * self.world_size]
-        return torch.tensor(rows * 2, dtype=torch.int64)
 
 
 # Those of a cube mesh need eight ranks: their tests are simulated ones.

@@ -13,7 +13,7 @@ from tricomm.errors import ResourceError
 from tricomm.kernels import bound as launching
 from tricomm.kernels import registry
 from tricomm.kernels.bound import bound
-from tricomm.kernels.compiled import COMPILE_OPTIONS, extras
+from tricomm.kernels.compiled import COMPILE_OPTIONS, extras, takes_rows
 
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32"}  # fmt: skip
@@ -27,7 +27,12 @@ def gpu(**more) -> FakeGpu:
 
 
 def further(kernel):
-    return [{"root": 3, "splits": GROUP}[name] for name in extras(kernel.function)]
+    return [3 for _ in extras(kernel.function)]
+
+
+def rows_of(kernel, count):
+    """Uneven rows of two ranks, in every call others."""
+    return ((count, 0), (count, 1 << 33)) if takes_rows(kernel.function) else ()
 
 
 def bind(kernel, device, blocks=8, aligned=True, **more):
@@ -45,11 +50,12 @@ def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel)
     run = bind(kernel, device, blocks=13)
     x, y = torch.zeros(64), torch.zeros(64)
     for count, call in ((64, 5 << 32 | 0xFFFFFFFF), (1 << 40, 0x7FFFFFFF << 32 | 1), (1, 0)):
-        run(x, y, count, call)
+        rows = rows_of(kernel, count)
+        run(x, y, count, call, rows)
         last = device.launches[-1]
         mine = [x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), count, call]
         mine = mine if kernel.collective != "barrier" else [GROUP.data_ptr(), call]
-        mine += [GROUP.data_ptr() if isinstance(m, torch.Tensor) else m for m in further(kernel)]
+        mine += [*itertools.chain(*rows), *further(kernel)]
         assert last.words == [*mine, 0, 0], "behind ours Triton's two pointers to scratch memory"
         assert {len(p) for p in last.parameters} == {8}
         signature = device.functions[min(device.functions)][1]

@@ -52,11 +52,11 @@ class Oracle:
                 if root < 0 or collective in _FEWER or root == self.rank:
                     call.outputs[self.rank] = y.detach().reshape(-1).clone()
 
-            def _launch(self, chosen: Any, x: Any, y: Any) -> None:
+            def _launch(self, chosen: Any, x: Any, y: Any, rows: Any = ()) -> None:
                 call, choice = oracle._calls.get(self._sequence + 1), chosen.choice
                 if call is not None and registry.find(choice.collective, choice.algorithm, choice.protocol).needs_cube:
                     call.quads = quads(self)
-                super()._launch(chosen, x, y)
+                super()._launch(chosen, x, y, rows)
 
         return Shown
 

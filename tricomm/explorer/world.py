@@ -218,8 +218,8 @@ class RankRuntime:
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> launch.Call:  # fmt: skip
-        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int) -> None:
-            args = launch.arguments(x, y, bits, group, count, call, more)
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: launch.Rows = ()) -> None:
+            args = launch.arguments(x, y, bits, group, count, call, rows, more)
             self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()
 
         return run

@@ -73,9 +73,8 @@ def jobs(kernel: registry.Kernel, world_size: int, capability: int) -> list[Job]
             fitting = kernel.algorithm if kernel.zero_copy else None
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
             more = bench_data.options(kernel.collective, call.op, world_size, 0, call.count)
-            splits = tuple(tuple(more[n]) for n in ("in_splits", "out_splits") if n in more)
             root = more.get(kernel.kind.root, -1)
-            asked = plan.Asked(kernel.collective, call.op, dtype, call.count, root, splits)
+            asked = plan.Asked(kernel.collective, call.op, dtype, call.count, root)
             plan.make(site, choice, asked, call.aligned(kernel, itemsize), "eager", bind)
     return list(found.values())
 
