@@ -1,7 +1,7 @@
 """Real processes as ranks, each bounded and killed in the end, for what only processes show.
 
-A fork server that has imported tricomm once makes a rank in some 50 ms. What a rank returns comes back over a pipe;
-an exception comes back as an `Outcome` with its class name and words.
+A fork server that has imported tricomm, and what DDP imports, once makes a rank in some 50 ms. What a rank returns
+comes back over a pipe; an exception comes back as an `Outcome` with its class name and words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 BUSY = 4.0  # seconds that a machine with more work than cores may add to a promise of one or two
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tricomm", "tests.ranks"])
+_context.set_forkserver_preload(["tricomm", "tests.ranks", "torch._dynamo"])
 
 
 @dataclass
