@@ -32,7 +32,7 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 		--sizes 1K:64K:8 --iters 5 --check
 
 test: venv  ## the tests, without those that need a GPU or hours
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --durations 25
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser
