@@ -98,13 +98,13 @@ def test_all_algorithms_give_the_same_bits():
     def body(comm):
         x = torch.randn(125, generator=torch.Generator().manual_seed(comm.rank))
         found = []
-        for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
+        for dtype in (torch.float32, torch.bfloat16):
             for k in registry.of("all_reduce", 8):
                 y = comm.all_reduce(x.to(dtype, copy=True), algorithm=k.algorithm, protocol=k.protocol)
                 found.append((k.needs_cube, dtype, y.view(torch.uint8)))
         return found
 
-    results = tricomm.simulate(body, 8, options=tricomm.Options(arena_bytes=256 << 10, blocks=1, tile=32))
+    results = tricomm.simulate(body, 8, options=tricomm.Options(arena_bytes=256 << 10, blocks=1, tile=64))
     groups = {}
     for rank in results:
         for cube, dtype, bits in rank:
