@@ -319,3 +319,23 @@ def overlapping(rank, world_size, tell, where):
 def test_a_launch_beside_another_one_is_reported():
     with block(2) as where:
         assert ranks.run(2, overlapping, where) == [layout.OVERLAP] * 2
+
+
+def overlapping_and_alone(rank, world_size, tell, where, status, abort):
+    """Another launch has left its busy word, and no peer ever comes: what the status word says in the end."""
+    me = Rank(rank, where)
+    me.arena[layout.BUSY], me.control[layout.STATUS], me.control[layout.ABORT] = 12345, status, abort
+    interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, adapter.yield_to_others))
+    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
+    return me.status
+
+
+@pytest.mark.parametrize(
+    ("status", "abort", "said"),
+    [(0, 0, layout.OVERLAP), (layout.MISMATCH, 0, layout.MISMATCH), (0, 1, 0)],
+    ids=["at once", "what was reported before stays", "a launch that was told to leave left it"],
+)
+def test_a_launch_beside_another_one_is_reported_before_it_waits(status, abort, said):
+    with block(2) as where, ranks.start(1, overlapping_and_alone, where, status, abort) as started:
+        (outcome,) = started.results()
+    assert outcome.value == said

@@ -10,6 +10,7 @@ import torch
 
 import tricomm
 from tests.tricomm.bodies import SMALL, communicator, leftovers
+from tricomm.kernels import layout
 
 
 def closes_in_a_call(rank, world_size, tell, url):
@@ -26,6 +27,22 @@ def closes_in_a_call(rank, world_size, tell, url):
     except tricomm.GroupAborted as error:
         time.sleep(0.5)
         return str(error)
+
+
+def beside_a_replay(rank, world_size, tell, url):
+    """Rank 0's launch finds another one of its communicator running, and rank 1 never comes."""
+    with communicator(rank, world_size, url) as comm:
+        comm.all_reduce(torch.ones(4))
+        began = time.monotonic()
+        try:
+            if rank == 0:
+                comm.group_table[layout.BUSY] = 12345  # as the kernel of a replayed graph would have set it
+                comm.all_reduce(torch.ones(4))
+            while time.monotonic() < began + 30.0:
+                comm.check()
+                time.sleep(0.01)
+        except tricomm.GroupAborted as error:
+            return str(error), time.monotonic() - began
 
 
 def symmetric_alone(rank, world_size, tell, url):
