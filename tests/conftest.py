@@ -1,6 +1,7 @@
-"""What has to be set before any test imports torch."""
+"""What has to be set before any test imports torch, and what processes that tests start inherit."""
 
 import os
+import signal
 
 
 def pytest_configure(config):
@@ -8,3 +9,6 @@ def pytest_configure(config):
     if "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # A shell's background jobs ignore Ctrl-C, and so would all processes that they start. A handler ends with exec.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, frame: None)
