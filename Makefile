@@ -31,8 +31,9 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 	@$(BIN)/tricomm bench --nproc 4 --collective all_reduce,all_gather --algorithm all --protocol all \
 		--sizes 1K:64K:8 --iters 5 --check
 
+# Many tests wait: more workers than cores. They start hundreds of processes, for which bytecode is kept.
 test: venv  ## the tests, without those that need a GPU or hours
-	@$(BIN)/python -m pytest -n 2 --dist loadfile --durations 25
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser

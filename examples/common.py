@@ -30,6 +30,8 @@ def main(body: Callable[[], None], world_size: int = 2) -> None:
 def _rank(rank: int, body: Callable[[], None], url: str | None, world_size: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        if torch.cuda.device_count() < world_size:
+            os.environ["TRICOMM_SHARE_DEVICE"] = "1"  # an example may run on fewer GPUs; nothing fast does
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=LIMIT)
     try:
         body()

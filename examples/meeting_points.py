@@ -23,7 +23,8 @@ def rank_of(rank: int, urls: list[str]) -> None:
         dist.destroy_process_group()
         if rank == 0:
             print(f"{url.partition(':')[0]}: {x.tolist()}", flush=True)
-    with tricomm.init(urls[2], rank, 2, options=tricomm.Options(arena_bytes=1 << 20)) as comm:
+    options = tricomm.Options(arena_bytes=1 << 20, share_device=True)  # both on the first GPU, if there is one
+    with tricomm.init(urls[2], rank, 2, options=options) as comm:
         x = torch.ones(2, device=comm.device)
         comm.all_reduce(x)
         if rank == 0:

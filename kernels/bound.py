@@ -13,19 +13,22 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
 from typing import Any, Protocol
 
 import torch
 
+from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
 from tricomm.kernels.compiled import compile_kernel, takes_data, takes_rows
 
 _SCRATCH = 2
 _MOST_STATIC_SHARED = 48 * 1024
-_INVALID_CONTEXT = 201
-_INSTALL = "launching needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
+# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: what a launch gives in another device's context,
+# or in a thread that has used no device yet.
+_NOT_THIS_CONTEXT = (201, 400, 709)
 _loading = threading.Lock()
 _loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -40,22 +43,19 @@ class Device(Protocol):
     def name(self) -> str:
         """What a message calls it; no two have the same."""
 
+    @property
+    def context(self) -> Any:
+        """Its primary context, which is torch's, too."""
+
     def stream(self) -> int:
         """The handle of the current stream."""
-
-    def enter(self) -> None:
-        """Make it the current device of this thread, its context too."""
 
 
 class TorchDevice:
     """`device` as torch sees it, through `cuda.bindings`."""
 
     def __init__(self, device: torch.device) -> None:
-        try:
-            from cuda.bindings import driver
-        except ImportError as error:
-            raise ResourceError(f"cuda.bindings cannot be imported ({error}); {_INSTALL}") from None
-        self.bindings: Any = driver
+        self.bindings: Any = load_bindings("driver")
         major, minor = torch.cuda.get_device_capability(device)
         self.capability = 10 * major + minor
         self._device = device
@@ -66,8 +66,12 @@ class TorchDevice:
     def name(self) -> str:
         return str(self._device)
 
-    def enter(self) -> None:
-        torch.cuda.set_device(self._index)
+    @cached_property
+    def context(self) -> Any:
+        """Held for as long as the process lives, as torch does."""
+        (device,) = _check(self, "cuDeviceGet", self.bindings.cuDeviceGet(self._index))
+        (context,) = _check(self, "cuDevicePrimaryCtxRetain", self.bindings.cuDevicePrimaryCtxRetain(device))
+        return context
 
 
 def _raw_stream(index: int) -> Callable[[], int]:
@@ -125,9 +129,9 @@ def bound(
             launch, used = on(raw), raw
         (result,) = launch()
         if result != 0:
-            if int(result) == _INVALID_CONTEXT:  # a thread that has not used its device yet has no context
-                device.enter()
-                (result,) = launch()
+            if int(result) in _NOT_THIS_CONTEXT:
+                with _current(device):
+                    (result,) = launch()
             _check(device, "cuLaunchKernel", (result,))
 
     run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
@@ -154,15 +158,30 @@ def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
     metadata, bindings = compiled.metadata, device.bindings
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise ResourceError(f"{name}: Triton wants scratch memory (a profiler's?), which this launch does not give")
-    device.enter()
-    (module,) = _check(device, "cuModuleLoadData", bindings.cuModuleLoadData(compiled.asm["cubin"]))
-    (function,) = _check(device, "cuModuleGetFunction", bindings.cuModuleGetFunction(module, metadata.name.encode()))
-    if metadata.shared > _MOST_STATIC_SHARED:
-        most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
-    if hasattr(bindings, "cuFuncLoad"):  # now, and not at the first launch, when a peer's kernel may be running
-        _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
+    symbol = metadata.name.encode()
+    with _current(device):
+        (module,) = _check(device, "cuModuleLoadData", bindings.cuModuleLoadData(compiled.asm["cubin"]))
+        (function,) = _check(device, "cuModuleGetFunction", bindings.cuModuleGetFunction(module, symbol))
+        if metadata.shared > _MOST_STATIC_SHARED:
+            most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
+        if hasattr(bindings, "cuFuncLoad"):  # now, and not at the first launch, when a peer's kernel may be running
+            _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
     return function, compiled
+
+
+@contextmanager
+def _current(device: Device) -> Iterator[None]:
+    """The device's context is this thread's current one inside; what the thread had before comes back after.
+
+    Not `torch.cuda.set_device`: in a thread that has used no device yet, device 0 counts as the current one already,
+    and no context is made current.
+    """
+    _check(device, "cuCtxPushCurrent", device.bindings.cuCtxPushCurrent(device.context))
+    try:
+        yield
+    finally:
+        device.bindings.cuCtxPopCurrent()
 
 
 def _check(device: Device, call: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -264,11 +264,19 @@ def advance(epoch, chunks):
 
 @triton.jit
 def enter(group, call):
-    """Start of a launch: (epoch, owner). `owner` is what the busy word held: 0 unless another launch is running."""
+    """Start of a launch: (epoch, owner). `owner` is what the busy word held: 0 unless another launch is running.
+
+    Another launch is reported here already, because neither of the two may come to its end. What a launch has reported
+    before stays, and one that was told to leave has left its busy word behind.
+    """
     epoch = tl.load(group + EPOCH)
     owner = tl.load(group + BUSY, volatile=True)
+    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
     if tl.program_id(0) == 0:
-        tl.store(tl.load(group + CONTROL).to(tl.pointer_type(tl.int64)) + STARTED, epoch)
+        tl.store(control + STARTED, epoch)
+    if (owner != 0) & (owner != call):
+        if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
+            tl.store(control + STATUS, OVERLAP)
     # Threads load the busy word on their own: none may store it before all of them have read it.
     tl.debug_barrier()
     tl.store(group + BUSY, call)
@@ -279,8 +287,8 @@ def enter(group, call):
 def leave(group, epoch, owner, call, chunks, status):
     """End of a launch: the last block to get here, and only it, moves the epoch on. Nobody waits for it.
 
-    A launch that overlaps another one of the same communicator sees a foreign busy word here or at its start. It
-    reports that in the status word; neither launch's output is defined then.
+    A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
+    other one came later. It reports that in the status word; neither launch's output is defined then.
     """
     tl.debug_barrier()
     control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))

@@ -38,7 +38,9 @@ def open_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank, world_size = open_store(url, rank, world_size, settings.timeout)
-    options = tricomm.Options(timeout=settings.timeout, nccl=False)  # what is timed here are the kernels
+    shared = device.type == "cuda" and torch.cuda.device_count() < world_size  # as `pick_device` has it
+    # What is timed here are the kernels.
+    options = tricomm.Options(timeout=settings.timeout, nccl=False, share_device=shared)
     with tricomm.Communicator(store, rank, world_size, device, options=options) as comm:
         others = Others(comm, store)
         try:

@@ -18,7 +18,7 @@ import torch
 import triton
 
 import tricomm
-from tricomm import discovery, env, publishing, tuned
+from tricomm import cuda_bindings, discovery, env, nvml, publishing, tuned
 from tricomm.errors import TricommError
 from tricomm.kernels import compiled, interpreter
 from tricomm.options import Options
@@ -87,8 +87,13 @@ def _devices() -> Iterator[Finding]:
 def _bindings() -> Iterator[Finding]:
     if _missing("cuda.bindings.driver"):
         yield Finding("driver", FAIL, "cuda-bindings is not installed", "pip install 'tricomm[cuda]'")
+        return
+    version = cuda_bindings.bindings_version()
+    reason = cuda_bindings.refusal(version)
+    if reason is not None:
+        yield Finding("driver", FAIL, reason, cuda_bindings.REMEDY)
     else:
-        yield Finding("driver", PASS, "cuda-bindings is installed")
+        yield Finding("driver", PASS, f"cuda-bindings {version} is installed; {cuda_bindings.NEEDED} is needed")
 
 
 def _peers(count: int) -> Iterator[Finding]:
@@ -115,6 +120,10 @@ def _links() -> Iterator[Finding]:
         yield Finding("topology", WARN, f"unknown: {found.reason}; tables for any topology decide", remedy)
     else:
         yield Finding("topology", PASS, found.topology.kind)
+    try:
+        yield Finding("NVML", PASS, f"read through {nvml.load_nvml().source}")
+    except TricommError as error:
+        yield Finding("NVML", WARN, str(error), nvml.REMEDY)
 
 
 def _memory() -> Iterator[Finding]:
@@ -184,6 +193,7 @@ def _variables() -> Iterator[Finding]:
         "TRICOMM_STATS_EVERY": lambda: env.integer("TRICOMM_STATS_EVERY"),
         "TRICOMM_ARENA_BYTES": lambda: Options(arena_bytes=env.integer("TRICOMM_ARENA_BYTES") or 1 << 26),
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
+        "TRICOMM_SHARE_DEVICE": env.share_device,
     }
     bad = False
     for name, probe in probes.items():

@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 def installed() -> dict[str, str]:
     """Versions as the package metadata give them; they differ from the loaded ones where two copies are about."""
-    names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nccl4py")
+    names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nvidia-ml-py", "nccl4py")
     return {name: guarded(partial(metadata.version, name)) for name in names}
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from tricomm import discovery, env, publishing, selection, tuned
+from tricomm.errors import ResourceError
 from tricomm.kernels import interpreter, layout
+from tricomm.nvml import Nvml, load_nvml
 from tricomm.options import Options
 from tricomm.perf import facts, history
 from tricomm.perf.bench_plan import COLLECTIVES
@@ -24,7 +26,8 @@ _WORLDS = (2, 4, 8)
 _LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
 _FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
-_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR", *_STATS)
+_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR",
+        "TRICOMM_SHARE_DEVICE", *_STATS)  # fmt: skip
 
 
 def collect() -> dict[str, Any]:
@@ -86,28 +89,18 @@ def _peer_access() -> list[list[bool | None]] | str:
 def _links() -> list[dict[str, Any]] | str:
     """Active NVLinks per device and the PCI address at their far ends."""
     try:
-        from cuda.bindings import nvml
-    except ImportError as error:
-        return f"not available: cuda.bindings has no nvml here ({error})"
-    nvml.init_v2()
-    try:
-        return [facts.guarded(partial(_device_links, nvml, i)) for i in range(nvml.device_get_count_v2())]
-    finally:
-        nvml.shutdown()
+        nvml = load_nvml()
+        with nvml.session():
+            devices = enumerate(nvml.handles())
+            return [facts.guarded(partial(_device_links, nvml, index, device)) for index, device in devices]
+    except ResourceError as error:
+        return f"not available: {error}"
 
 
-def _device_links(nvml: Any, index: int) -> dict[str, Any]:
-    device = nvml.device_get_handle_by_index_v2(index)
-    ends = []
-    for link in range(18):  # as many as any NVLink generation so far has
-        try:
-            if int(nvml.device_get_nvlink_state(device, link)) != 1:
-                continue
-        except Exception:
-            break  # the first link that does not exist
-        remote = facts.guarded(partial(nvml.device_get_nvlink_remote_pci_info_v2, device, link))
-        ends.append(str(getattr(remote, "bus_id", remote)))
-    return {"index": index, "nvlinks": len(ends), "remote": sorted(set(ends))}
+def _device_links(nvml: Nvml, index: int, device: int) -> dict[str, Any]:
+    ends = nvml.links(device)
+    remote = sorted({end.address or end.kind for end in ends})
+    return {"index": index, "nvlinks": len(ends), "remote": remote, "source": nvml.source}
 
 
 def _topology() -> str:

@@ -30,6 +30,9 @@ class Arena(Protocol):
     def close(self) -> None:
         """Let the memory go; idempotent."""
 
+    def keep(self) -> None:
+        """In place of `close`: all of it stays as it is until the process ends, here and at the peers. Idempotent."""
+
 
 def open_arena(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from tricomm import errors
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
+from tricomm.store.cuda_driver import Driver
+from tricomm.store.host_words import HostWords
 from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, Message, Page, Record, State
 from tricomm.store.segments import Segment
 
@@ -56,6 +58,7 @@ class ControlPage:
         self._lock = threading.RLock()  # a signal handler may say something while this thread does
         self._exchanging = threading.Lock()
         self.device_words = self._pages[rank].device_address
+        self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
     @property
     def peers(self) -> tuple[int, ...]:
@@ -65,6 +68,10 @@ class ControlPage:
     def words(self) -> NDArray[np.int64]:
         """This rank's 512 words; valid also after `close`."""
         return self._own().device_words()
+
+    def words_on_device(self, driver: Driver, ordinal: int) -> int:
+        """Address of `words` for kernels of GPU `ordinal`, good until `close`; raises `ResourceError` if refused."""
+        return self.host_words.on_device(driver, ordinal)
 
     def peer_words(self, rank: int) -> NDArray[np.int64]:
         """`rank`'s words, not writable unless they are this rank's own."""
@@ -170,11 +177,16 @@ class ControlPage:
             raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(said)}") from error
 
     def close(self) -> None:
-        """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go."""
+        """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go.
+
+        No kernel of this rank may be running: its words are taken from the device before they go.
+        """
         members, pages = self._members, self._pages
         if pages and os.getpid() == self._owner:
             pages[self.rank].state = State.CLOSED
             self._said()
+        # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
+        self.host_words.close()
         self._members, self._pages = (), ()
         for member in members:
             member.segment.close()

@@ -1,6 +1,6 @@
 """The CUDA driver calls that sharing memory needs: typed, loaded on first use, and checked in one place.
 
-A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.6 to 13.x), so that tests put a world
+A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.9.1 to 13.x), so that tests put a world
 that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are plain ints,
 sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
 """
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from tricomm.cuda_bindings import INSTALL, load_bindings
 from tricomm.errors import ResourceError
 
 HANDLE_BYTES = 64
@@ -27,7 +27,6 @@ _HOST_PORTABLE_AND_MAPPED = 0x01 | 0x02  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMH
 _LAZY_ENABLE_PEER_ACCESS = 0x01  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _BUS_ID_BYTES = 32
 
-_INSTALL = "CUDA needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
 _IPC_HELP = (
     "each rank must be a process of its own, containers must share the IPC and PID namespaces (docker: --ipc=host "
     "--pid=host, or one container for all ranks), and CUDA IPC does not cross MIG instances"
@@ -40,10 +39,14 @@ _PLAIN_WORDS = {
     "CUDA_ERROR_TOO_MANY_PEERS": "this GPU has as many peers as the machine allows",
     "CUDA_ERROR_NOT_SUPPORTED": "this GPU, driver or virtual machine does not support the call",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel touched memory it may not; this process must be restarted",
+    "CUDA_ERROR_LAUNCH_FAILED": "an earlier kernel failed; this process must be restarted",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED": "this GPU was reset in this process (cudaDeviceReset?); restart the process",
+    "CUDA_ERROR_ECC_UNCORRECTABLE": "this GPU's memory is faulty; look at nvidia-smi -q and dmesg, restart the process",
+    "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "memory at this address is registered already; restart the process",
     "CUDA_ERROR_SYSTEM_NOT_READY": "the machine's GPU services are not up (NVSwitch: nvidia-fabricmanager)",
 }
 _HELP_FOR_CALL = {
-    "cuInit": _INSTALL,
+    "cuInit": INSTALL,
     "cuIpcGetMemHandle": _IPC_HELP,
     "cuIpcOpenMemHandle": _IPC_HELP,
     "cuMemHostRegister": "look at `ulimit -l` (locked memory)",
@@ -52,12 +55,8 @@ _HELP_FOR_CALL = {
 
 @cache
 def load_driver() -> Driver:
-    """This process's driver; raises `ResourceError` where the Python package for it is missing."""
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise ResourceError(f"cuda.bindings cannot be imported ({error}); {_INSTALL}") from None
-    return Driver(driver)
+    """This process's driver; raises `ResourceError` if the Python package for it is missing or too old."""
+    return Driver(load_bindings("driver"))
 
 
 class Driver:
@@ -65,8 +64,6 @@ class Driver:
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
-        self._words_lock = threading.Lock()
-        self._words: dict[int, tuple[int, int]] = {}
 
     def init(self) -> None:
         self._call("cuInit", 0)
@@ -169,22 +166,6 @@ class Driver:
     def host_unregister(self, address: int) -> None:
         self._call("cuMemHostUnregister", address)
 
-    def map_words(self, address: int) -> int:
-        """Device address of the host page at `address`; each call needs its `unmap_words`."""
-        # Several arenas share one control page, and CUDA refuses to register a page twice.
-        with self._words_lock:
-            mapped, users = self._words.get(address) or (self.host_register(address, PAGE_BYTES), 0)
-            self._words[address] = (mapped, users + 1)
-            return mapped
-
-    def unmap_words(self, address: int) -> None:
-        with self._words_lock:
-            mapped, users = self._words.pop(address)
-            if users > 1:
-                self._words[address] = (mapped, users - 1)
-            else:
-                self.host_unregister(address)
-
     def _device(self, ordinal: int) -> Any:
         return self._call("cuDeviceGet", ordinal)
 
@@ -192,7 +173,7 @@ class Driver:
         try:
             status, *values = getattr(self._bindings, name)(*arguments)
         except (AttributeError, RuntimeError) as error:  # what the bindings raise for a missing library or function
-            raise ResourceError(f"{name}: {error}; {_INSTALL}") from error
+            raise ResourceError(f"{name}: {error}; {INSTALL}") from error
         self._check(name, status)
         if len(values) > 1:
             return tuple(values)

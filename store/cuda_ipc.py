@@ -43,8 +43,7 @@ class Control(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    @property
-    def device_words(self) -> int: ...
+    def words_on_device(self, driver: Driver, ordinal: int) -> int: ...
     def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]: ...
     def agree(self, error: BaseException | None, what: str, timeout: float) -> None: ...
     def alive(self, rank: int) -> bool: ...
@@ -123,6 +122,10 @@ class CudaIpcArena:
         if failures:
             raise failures[0]
 
+    def keep(self) -> None:
+        """In place of `close`: tell the peers that their blocks stay mapped here, so that they keep them, too."""
+        self._release(unmap=False)
+
     def _attach(self, driver: Driver | None) -> None:
         _refuse_if_disabled()
         self._check_arguments()
@@ -131,8 +134,8 @@ class CudaIpcArena:
         self._visible = {driver.device_uuid(ordinal): ordinal for ordinal in range(driver.device_count())}
         self._context = driver.retain_context(self._ordinal)
         self._driver = driver
-        with driver.current(self._context):
-            self.control_address = driver.map_words(self._control.device_words)
+        # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
+        self.control_address = self._control.words_on_device(driver, self._ordinal)
 
     def _check_arguments(self) -> None:
         least = WORD_BYTES * self._control.world_size
@@ -226,12 +229,15 @@ class CudaIpcArena:
         assert self._context is not None, "_attach comes first"
         return self._cuda.current(self._context)
 
-    def _release(self) -> list[ResourceError]:
+    def _release(self, unmap: bool = True) -> list[ResourceError]:
         with self._lock:
             if self._closed:
                 return []
             self._closed = True
         if self._driver is None or self._context is None:
+            return []
+        if not unmap:
+            self._may_free(unmapped=False)
             return []
         undo = Cleanup(self._driver, self._context)
         undo.attempt(self._driver.synchronize)
@@ -240,8 +246,6 @@ class CudaIpcArena:
         may_free = self._may_free(unmapped)
         if self._own and may_free:
             undo.attempt(self._driver.mem_free, self._own)
-        if self.control_address:
-            undo.attempt(self._driver.unmap_words, self._control.device_words)
         if may_free:  # the last release of a context takes all memory in it along
             undo.release_context(self._ordinal)
         return undo.failures
@@ -261,7 +265,7 @@ class CudaIpcArena:
         if holders:
             _log.warning(
                 f"rank {self.rank} keeps {self.nbytes} bytes of GPU memory until its process ends: "
-                f"rank(s) {holders} could not unmap them"
+                f"rank(s) {holders} have not unmapped them"
             )
         return not holders
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.cuda_driver import PAGE_BYTES, Driver, load_driver
+from tricomm.store.host_words import HostWords
 
 _MAX_NBYTES = 1 << 46
 
@@ -65,11 +66,12 @@ def open_local(
     nbytes: int,
     device: torch.device,
     driver: Driver | None = None,
-    pages: Sequence[int] | None = None,
+    pages: Sequence[HostWords] | None = None,
 ) -> list[LocalArena]:
     """One arena per rank, all in this process: blocks of `nbytes` zeroed bytes on `device` (a CPU or one GPU).
 
-    `pages` are the host addresses of the ranks' control pages (`ControlPage.device_words`); None: pages of their own.
+    `pages` are the ranks' control pages (`ControlPage.host_words`), which stay their owners': each rank's close takes
+    its own from the device. None: pages of their own, which go with the blocks.
 
     Raises `InvalidArgument` for a bad size or device, `ResourceError` where memory is refused; then nothing is left."""
     return LocalGroup(world_size, device, driver, pages).open(nbytes)
@@ -83,7 +85,7 @@ class LocalGroup:
         world_size: int,
         device: torch.device,
         driver: Driver | None = None,
-        pages: Sequence[int] | None = None,
+        pages: Sequence[HostWords] | None = None,
     ) -> None:
         if world_size < 1:
             raise InvalidArgument(f"world size {world_size} is not positive")
@@ -138,6 +140,9 @@ class LocalArena:
         if blocks is not None:
             blocks.leave()
 
+    def keep(self) -> None:
+        """In place of `close`: a rank that never leaves keeps all ranks' blocks."""
+
     def __enter__(self) -> LocalArena:
         return self
 
@@ -154,9 +159,10 @@ class _Blocks(ABC):
     bases: tuple[int, ...]
     control_addresses: tuple[int, ...]
 
-    def __init__(self, world_size: int, pages: Sequence[int] | None) -> None:
-        self._pages = [_zeroed(PAGE_BYTES) for _ in range(world_size)] if pages is None else []
-        self.host_addresses = tuple(map(host_page_address, self._pages) if pages is None else pages)
+    def __init__(self, world_size: int, pages: Sequence[HostWords] | None) -> None:
+        self._own_pages = [_own_page() for _ in range(world_size)] if pages is None else []
+        self._pages = tuple(self._own_pages if pages is None else pages)
+        self.host_addresses = tuple(page.address for page in self._pages)
         self._users = world_size
         self._lock = threading.Lock()
 
@@ -176,7 +182,7 @@ class _Blocks(ABC):
 class _HostBlocks(_Blocks):
     device = torch.device("cpu")
 
-    def __init__(self, world_size: int, nbytes: int, pages: Sequence[int] | None) -> None:
+    def __init__(self, world_size: int, nbytes: int, pages: Sequence[HostWords] | None) -> None:
         super().__init__(world_size, pages)
         self._blocks = [_zeroed(nbytes) for _ in range(world_size)]
         self.bases = tuple(map(host_page_address, self._blocks))
@@ -194,7 +200,7 @@ class _HostBlocks(_Blocks):
 
 class _GpuBlocks(_Blocks):
     def __init__(
-        self, world_size: int, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[int] | None
+        self, world_size: int, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[HostWords] | None
     ) -> None:
         super().__init__(world_size, pages)
         self.device, self._driver = device, driver
@@ -202,16 +208,13 @@ class _GpuBlocks(_Blocks):
             driver.init()
             self._context = driver.retain_context(device.index)
             undo.callback(driver.release_context, device.index)
+            for page in self._own_pages:
+                undo.callback(page.close)
+            self.control_addresses = tuple(page.on_device(driver, device.index) for page in self._pages)
             with driver.current(self._context):
-                self.control_addresses = tuple(self._map_page(undo, address) for address in self.host_addresses)
                 self.bases = tuple(self._allocate(undo, nbytes) for _ in range(world_size))
                 driver.synchronize()
             self._undo = undo.pop_all()
-
-    def _map_page(self, undo: ExitStack, address: int) -> int:
-        mapped = self._driver.map_words(address)
-        undo.callback(self._in_context, self._driver.unmap_words, address)
-        return mapped
 
     def _allocate(self, undo: ExitStack, nbytes: int) -> int:
         base = self._driver.mem_alloc(nbytes)
@@ -230,6 +233,11 @@ class _GpuBlocks(_Blocks):
         with self._undo:
             with self._driver.current(self._context):
                 self._driver.synchronize()
+
+
+def _own_page() -> HostWords:
+    memory = _zeroed(PAGE_BYTES)
+    return HostWords(memory, host_page_address(memory))
 
 
 def _zeroed(nbytes: int) -> mmap.mmap:

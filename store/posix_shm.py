@@ -74,6 +74,9 @@ class PosixShmArena:
         for segment in segments:
             segment.close()
 
+    def keep(self) -> None:
+        """In place of `close`: what is mapped stays mapped."""
+
 
 def _attach_all(control: ControlPage, records: Sequence[bytes], mine: Segment, undo: ExitStack) -> list[Segment]:
     return [

@@ -1,7 +1,7 @@
 """Real processes as ranks, each bounded and killed in the end, for what only processes show.
 
-A fork server that has imported tricomm once makes a rank in some 50 ms. What a rank returns comes back over a pipe;
-an exception comes back as an `Outcome` with its class name and words.
+A fork server that has imported tricomm, and what DDP imports, once makes a rank in some 50 ms. What a rank returns
+comes back over a pipe; an exception comes back as an `Outcome` with its class name and words.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
+BUSY = 4.0  # seconds that a machine with more work than cores may add to a promise of one or two
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tricomm", "tests.ranks"])
+_context.set_forkserver_preload(["tricomm", "tests.ranks", "torch._dynamo"])
 
 
 @dataclass
@@ -107,6 +109,14 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
         if outcome.error is not None or outcome.code is not None:
             raise AssertionError(f"rank {rank}: {outcome.error} {outcome.text} (exit code {outcome.code})")
     return [outcome.value for outcome in outcomes]
+
+
+def together(url: str, rank: int, members: Sequence[int]) -> None:
+    """Return when all `members` are here, by files beside that of `url`, without a call among them."""
+    folder = Path(url.removeprefix("file://")).parent
+    (folder / f"rank{rank}").touch()
+    while not all((folder / f"rank{member}").exists() for member in members):
+        time.sleep(0.01)
 
 
 def _main(pipe: Connection, body: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:

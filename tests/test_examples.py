@@ -26,7 +26,7 @@ SAYS = {
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }  # fmt: skip
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ["hello", "ddp"]
+TORCHRUN = ["hello", pytest.param("ddp", marks=pytest.mark.soak)]
 
 
 def run(command: list[str], **more: str) -> str:

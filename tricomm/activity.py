@@ -17,6 +17,7 @@ import torch
 from tricomm import env
 from tricomm.clock import Clock, Span
 from tricomm.errors import InvalidArgument
+from tricomm.gpu import Gpu
 
 _CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: both are counted by one addition
 _BYTES = _CALL - 1
@@ -88,11 +89,12 @@ class Activity:
     """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed."""
 
     def __init__(
-        self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float]
+        self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float],
+        gpu: Gpu | None = None,
     ) -> None:  # fmt: skip
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
-        self._waited = waited
+        self._gpu, self._waited = gpu, waited
         self._tallies: dict[tuple[str, str, str, int], Tally] = {}
         self._lock = threading.Lock()
         self.time_calls(env.integer("TRICOMM_STATS_EVERY") or 0, "TRICOMM_STATS_EVERY")
@@ -101,7 +103,7 @@ class Activity:
         """Time every `every`th call of each plan that is made from now on; 0: none. Raises `InvalidArgument`."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise InvalidArgument(f"{name}={every!r}: 1 for every call, 100 for each hundredth, 0 for none")
-        self.clock = Clock(every, self.device) if every else None
+        self.clock = Clock(every, self._gpu) if every else None
 
     def tally(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> Tally:
         """The tally of a call of `nbytes` of input; the same one for all sizes of its bucket."""

@@ -82,7 +82,10 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
     if x.device.type == "meta":
         raise InvalidArgument(f"{what}: a meta tensor has no data")
     if x.device != device:
-        raise InvalidArgument(f"{what}: the tensor is on {x.device}, this communicator is on {device}")
+        text = f"{what}: the tensor is on {x.device}, this communicator is on {device}"
+        if x.device.type == device.type == "cuda":
+            text += f"; make the tensor there, or call torch.cuda.set_device({device.index}) before you make it"
+        raise InvalidArgument(text)
     if x.untyped_storage().nbytes() < (x.storage_offset() + _extent(x)) * x.itemsize:
         raise InvalidArgument(f"{what}: the tensor's storage was freed or shrunk under it (resize_)")
     if x.requires_grad and torch.is_grad_enabled():

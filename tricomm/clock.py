@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from tricomm.gpu import Gpu
 
 _MOST = 4096  # spans that are kept, and events that have not passed yet
 Took = Callable[[float], None]  # told the seconds of a call
@@ -31,20 +31,18 @@ class Span:
 class Clock:
     """Times every `every`th call of each plan that is made while it is there. Keeps the latest spans."""
 
-    def __init__(self, every: int, device: torch.device) -> None:
+    def __init__(self, every: int, gpu: Gpu | None) -> None:
         self.every = every
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._pending: deque[tuple[Any, Any, Took, Name]] = deque(maxlen=_MOST)
         self._lock = threading.Lock()
-        self._began, self._mark = time.time() * 1e6, None
-        if device.type == "cuda":
-            self._mark = torch.cuda.Event(enable_timing=True)
-            self._mark.record()
+        self._gpu, self._began = gpu, time.time() * 1e6
+        self._mark = gpu.recorded(timing=True) if gpu is not None else None
 
     def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
         """`run`, with every so many of its calls timed. `of` says, of a call's input, who is told and what it is."""
         left = 1
-        measured = self._by_host if self._mark is None else self._by_events
+        measured = self._by_host if self._gpu is None else self._by_events
 
         def call(*arguments: Any) -> Any:
             nonlocal left
@@ -63,9 +61,11 @@ class Clock:
     def collect(self) -> None:
         """Look which kernels have ended. For the threads that make calls: looking from another one, at an event, would
         break a graph that is being captured."""
-        if self._mark is None or torch.cuda.is_current_stream_capturing():
+        if self._gpu is None or self._mark is None:
             return
-        with self._lock:
+        with self._gpu.here(), self._lock:
+            if self._gpu.capturing():
+                return
             while self._pending and self._pending[0][1].query():
                 begin, end, took, name = self._pending.popleft()
                 time_us = begin.elapsed_time(end) * 1e3
@@ -82,10 +82,10 @@ class Clock:
         return result
 
     def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: Name) -> Any:
+        assert self._gpu is not None, "calls are timed by events on a GPU only"
         self.collect()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        begin = self._gpu.recorded(timing=True)
         result = run(*arguments)
-        end.record()
+        end = self._gpu.recorded(timing=True)
         self._pending.append((begin, end, took, name))
         return result

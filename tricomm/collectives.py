@@ -296,11 +296,7 @@ class Collectives(Planning):
     def _finish(self, result: Any, async_op: bool) -> Any:
         if not async_op:
             return result
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        return Work(self, result, event)
+        return Work(self, result, self._gpu.recorded() if self._gpu is not None else None)
 
 
 def _rows_of(out: Any, world_size: int) -> Any:

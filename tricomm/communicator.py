@@ -171,7 +171,7 @@ class Communicator(Messages):
                 if theirs != answers[0]:
                     raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
             arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
-            self._owned.callback(arena.close)
+            self._owned.append(arena)
             self._handles += 1
             return Symmetric(arena, self.rank, sizes, dtype, self.device, self.group, self._handles)
 
@@ -190,7 +190,8 @@ class Communicator(Messages):
         if not adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
-        with self._my_turn(), self._monitor.user_call(self.device):
+        self._captured |= self._gpu is not None and self._gpu.capturing()
+        with self._my_turn(), self._monitor.user_call(self._gpu):
             self._guarded(run)
 
     def explain(
@@ -291,10 +292,11 @@ def init(
     Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
+    where = pick_device(device)  # a mistake here is told before anybody is met
     began = time.monotonic()
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
-    return Communicator(store, rank, world_size, device, timeout, options, meeting_timeout=left)
+    return Communicator(store, rank, world_size, where, timeout, options, meeting_timeout=left)
 
 
 def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
@@ -321,10 +323,17 @@ def pick_device(device: torch.device | str | int | None) -> torch.device:
             raise InvalidArgument(f"device={device!r}: this process sees no CUDA device")
         if found.index is None:
             found = torch.device("cuda", _index())
+        count = torch.cuda.device_count()
+        if not 0 <= found.index < count:
+            names = ", ".join(f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(count))
+            raise InvalidArgument(
+                f"device={device!r}: there is no such GPU in this process, which sees {names}; look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
     return torch.device("cpu") if found.type == "cpu" else found
 
 
 def _index() -> int:
-    """The current device; where nobody has chosen one, torchrun's LOCAL_RANK does."""
+    """The current device; LOCAL_RANK, which torchrun sets, chooses one if nobody has."""
     index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
     return local % torch.cuda.device_count() if index == 0 and local is not None else index

@@ -39,6 +39,11 @@ def integer(name: str) -> int | None:
         raise InvalidArgument(f"{name}={value!r} is not an integer") from None
 
 
+def default(name: str, value: str) -> None:
+    """Set `name` for this process if nobody has: what a driver reads when it starts."""
+    os.environ.setdefault(name, value)
+
+
 @contextmanager
 def without(name: str) -> Iterator[None]:
     """In this block, `name` is unset, for processes that are started there."""
@@ -53,6 +58,11 @@ def without(name: str) -> Iterator[None]:
 def peer_access_disabled() -> bool:
     """True where the user forbids direct GPU peer access (NCCL's variable is honoured beside our own)."""
     return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
+
+
+def share_device() -> bool:
+    """True where the user wants several ranks on one GPU (NCCL's variable is honoured beside our own)."""
+    return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def token() -> bytes | None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tricomm import errors
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.gpu import Gpu
 from tricomm.guarding import Turn, inside
 from tricomm.kernels import layout
 from tricomm.monitor import Monitor, different
@@ -22,6 +23,7 @@ class Faults:
     """The part of a group that speaks of its faults; the monitor finds them."""
 
     rank: int
+    _gpu: Gpu | None
     _sequence: int
     _turn: Turn
     _control: ControlPage
@@ -64,6 +66,18 @@ class Faults:
         """Give the group up because `error` has stopped this rank, and tell the others; nothing if it is closed."""
         with suppress(GroupAborted):
             self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
+
+    def _not_launched(self, error: BaseException) -> None:
+        """`error` has ended a call whose kernel the peers may be waiting for: give the group up, and tell them.
+
+        Raises `ResourceError` that says so for one that the driver has refused.
+        """
+        self.interrupted(error)
+        if isinstance(error, ResourceError):
+            raise ResourceError(
+                f"{error}. Nothing was launched on rank {self.rank}, so the group is lost: the other ranks get "
+                "GroupAborted; make a new communicator"
+            ) from error
 
     def _diagnose(self) -> None:
         """Put what a kernel reported in the status word into words."""

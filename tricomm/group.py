@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from tricomm import linking, nccl, plan, publishing, routing
 from tricomm.activity import Activity
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.faults import Faults
+from tricomm.gpu import Gpu
 from tricomm.guarding import Turn, by_hand, guarded
 from tricomm.kernels import layout
 from tricomm.kernels.launch import Rows
@@ -32,16 +32,16 @@ from tricomm.options import Options
 from tricomm.runtime import PROCESSES, Runtime
 from tricomm.selection import Site
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Record
+from tricomm.store.control import ControlPage, Record, State
 from tricomm.store.process import forks
 from tricomm.topology import Topology
 
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
-_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _ALONE = "nobody stands behind the kernels here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
+_kept: list[Group] = []  # closed, and something may still use their memory
 
 
 class Group(Faults):
@@ -68,8 +68,9 @@ class Group(Faults):
         self.world_size = control.world_size
         self.group = control.group
         self.device = device
+        self._gpu: Gpu | None = runtime.gpu(device)
         # The kernels are interpreted on a CPU; no time measured there says anything about a GPU.
-        self.simulated = device.type != "cuda"
+        self.simulated = self._gpu is None
         self.options = options
         self._control, self._arena, self._layout, self._runtime = control, arena, arena_layout, runtime
         self._timeout = timeout
@@ -80,12 +81,14 @@ class Group(Faults):
         self._turn = Turn()
         self._sequence = 0
         self._announce = control.announcer()
-        self._owned = ExitStack()
+        self._owned: list[Arena] = []  # of symmetric memory
+        self._captured = False  # whether a graph holds a call of this communicator
         self._plans: dict[tuple[Any, ...], plan.Plan] = {}
         self._known: dict[tuple[Any, ...], plan.Known] = {}
         self._nccl: nccl.Nccl | None = None  # made by the first call that goes there
         self.counted = True  # whether `tricomm.stats()` counts the calls here; a c10d group does that itself
-        self._stream: Any = None
+        self._stream: Any = None  # of the last eager call, and its handle
+        self._raw_stream: int | None = None
         self.stream: Any = None  # a rank's own stream, where all ranks live in one process (`tricomm.local`)
         self._words = control.words()
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
@@ -96,7 +99,7 @@ class Group(Faults):
         )
         self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
-        device_class, most = self._agree_on_devices()
+        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)
         table = runtime.table(control, device_class, device, self.topology, timeout)
         self._site = Site(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
@@ -106,7 +109,7 @@ class Group(Faults):
         self._monitor = runtime.monitor(control, timeout, options.stall_timeout)
         undo.callback(self._monitor.stop)
         undo.callback(_live.discard, self)
-        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited)
+        self._activity = Activity(self.group, self.rank, self.world_size, device, self._monitor.waited, self._gpu)
         publishing.add(self._activity)
         self._monitor.start(self._diagnose, self._describe)
         _live.add(self)
@@ -114,42 +117,21 @@ class Group(Faults):
     def _write_table(self) -> torch.Tensor:
         """Fill the group table at the head of this rank's arena; the kernels read everything from there."""
         table = self._arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
-        values = [0] * (layout.HEADERS // 8)
-        values[layout.RANK] = self.rank
-        values[layout.CONTROL] = getattr(self._arena, "control_address", self._control.device_words)
-        values[layout.LL_BASE], values[layout.LL_ROOM] = self._layout.ll, self._layout.ll_room
-        values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = self._layout.simple, self._layout.simple_room
-        values[layout.LINES], values[layout.CHANNELS] = self._layout.lines, self._layout.channels
-        values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = self._layout.slots, self._layout.slot
-        values[layout.EPOCH] = self.options.first_epoch
-        values[layout.PEERS : layout.PEERS + self.world_size] = self._arena.bases
-        places = linking.places(self.topology, self.world_size)
-        if places is not None:
-            here = places[self.rank]
-            values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
-            values[layout.OTHER : layout.OTHER + 4] = places[here.relay].quad_by_position
-            values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(self.rank)
+        control = getattr(self._arena, "control_address", self._control.device_words)
+        values = linking.group_table(
+            self.rank, self._arena.bases, control, self._layout, self.topology, self.options.first_epoch
+        )
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(self._layout.first_counters(self.options.first_epoch), dtype=torch.int64)
         self._arena.tensor(self.rank, self._layout.lines, tuple(counters.shape), torch.int64).copy_(counters)
-        if self.device.type == "cuda":  # the first kernel may run on another stream than this copy
-            torch.cuda.synchronize(self.device)
+        if self._gpu is not None:  # the first kernel may run on another stream than this copy
+            self._gpu.synchronize()
         return table
 
-    def _agree_on_devices(self) -> tuple[str, int]:
-        """What the devices have in common, and the largest grid whose blocks are surely resident together on each."""
-        uuid, processors = b"cpu", layout.MAX_BLOCKS
-        if self.device.type == "cuda":
-            facts = torch.cuda.get_device_properties(self.device)
-            uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
-        mine = _DEVICE.pack(uuid, _architecture(self.device).encode(), processors)
-        answers = self._control.exchange(mine, "device facts", self._timeout)
-        uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
-        kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
-        most = layout.MAX_BLOCKS
-        if kind != "cpu":  # ranks that share a device share its processors
-            most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
-        return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on whose streams the kernels run; None where they are interpreted."""
+        return self._gpu
 
     @property
     def kind(self) -> str:
@@ -210,7 +192,11 @@ class Group(Faults):
 
     @by_hand
     def close(self) -> None:
-        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets."""
+        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets.
+
+        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is harmless
+        then, and its output undefined.
+        """
         try: self._close(again=False)  # noqa: E701  # fmt: skip
         except BaseException as error:
             self._unwound(error)
@@ -228,7 +214,12 @@ class Group(Faults):
         if not self._quiet():
             # A kernel still works on raw addresses: what it works on stays mapped, for as long as the process lives.
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
+            if not self.simulated:  # interpreted, its own thread holds on to the group
+                _kept.append(self)
             self._monitor.stop()
+            return
+        if self._captured:
+            self._keep()
             return
         with ExitStack() as undo:
             undo.callback(self._control.close)
@@ -236,12 +227,26 @@ class Group(Faults):
                 undo.callback(self._arena.close)
             else:
                 log.error("%s: a peer has not taken a message yet, and will say so here; its memory is kept", self)
-            undo.callback(self._owned.close)
+            for arena in self._owned:
+                undo.callback(arena.close)
             undo.callback(lambda: nccl.end(self._nccl, self._monitor.fault is not None, _LEAVE_SECONDS))
             undo.callback(self._monitor.stop)
             # Views keep a mapping alive; the words keep what they said.
             self._group, self._words = torch.empty(0), self._words.copy()
             self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
+
+    def _keep(self) -> None:
+        """A captured graph may be replayed at any time: all that its kernels use stays until the process ends.
+
+        They are told to leave, so a replay ends soon, and its output is undefined.
+        """
+        _kept.append(self)
+        self._words[layout.ABORT] = 1
+        with ExitStack() as undo:
+            undo.callback(self._control.set_state, State.CLOSED)
+            for arena in (self._arena, *self._owned):
+                undo.callback(arena.keep)
+            undo.callback(self._monitor.stop)
 
     def _settled(self, seconds: float) -> bool:
         """True where no peer will touch this rank's memory any more; waits that long for it."""
@@ -283,8 +288,9 @@ class Group(Faults):
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
-            if not self.simulated:
-                self._follow_stream()
+            gpu = self._gpu
+            if gpu is not None and gpu.raw_stream() != self._raw_stream:
+                self._follow_stream(gpu)
             self._sequence = sequence = self._sequence + 1
             self._announce(sequence, chosen.record)
             lost = self._monitor.lost
@@ -295,7 +301,7 @@ class Group(Faults):
             try:
                 chosen.run(x, y, chosen.numel, (sequence & 0x7FFFFFFF) << 32 | chosen.fingerprint, rows)
             except BaseException as error:
-                self.interrupted(error)
+                self._not_launched(error)
                 raise
             chosen.tally.total += chosen.weight
         finally:
@@ -318,35 +324,34 @@ class Group(Faults):
         try:
             if self._closed:
                 raise GroupAborted(f"{self}: closed; make a new communicator")
-            if not self.simulated:
-                self._follow_stream()
+            if self._gpu is not None:
+                self._follow_stream(self._gpu)
             yield
         finally:
             self._turn.release()
 
-    def _follow_stream(self) -> None:
-        """Order this call after the last one where the caller has changed streams: there is one pair of mailboxes."""
-        if torch.cuda.is_current_stream_capturing():
+    def _follow_stream(self, gpu: Gpu) -> None:
+        """Order this call after the last one if the caller has changed streams: there is one pair of mailboxes."""
+        if gpu.capturing():
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
-        self._stream = stream
+        self._stream, self._raw_stream = stream, gpu.raw_stream()
 
     def _guarded(self, run: Callable[[], None]) -> None:
         """Run a kernel; whatever stops this rank in the middle of it (Ctrl-C above all) is told to the others."""
         try:
             run()
         except BaseException as error:
-            self.interrupted(error)
+            self._not_launched(error)
             raise
         if self.simulated:
             self.check()
 
     def _wait(self, timeout: float) -> None:
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record(self._stream or torch.cuda.current_stream(self.device))
+        if self._gpu is not None and not self._gpu.capturing():
+            event = self._gpu.recorded(self._stream)
             end = time.monotonic() + timeout
             while not event.query():
                 self.check()
@@ -365,7 +370,10 @@ class Group(Faults):
             if not self._turn.acquire(timeout=_LEAVE_SECONDS):
                 return False
         try:
-            return self._stream is None or self._left_stream()
+            if self._gpu is None or self._stream is None:
+                return True
+            with self._gpu.here():
+                return self._left_stream()
         finally:
             self._turn.release()
 
@@ -381,13 +389,6 @@ class Group(Faults):
                 return False
             time.sleep(1e-3)
         return True
-
-
-def _architecture(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "cpu"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 @atexit.register

@@ -1,4 +1,4 @@
-"""What an interrupt does that comes in the middle of a call: one guard around every public call of a communicator.
+"""What surrounds every public call of a communicator: a guard for interrupts, and its device as the current one.
 
 Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler
 raises, may come between a lock's being taken and the `try` that gives it back. So no call relies on its own `finally`
@@ -22,15 +22,28 @@ _codes: set[CodeType] = set()
 # On one line, because then even an exception at the first instruction is inside the `try`.
 _SOURCE = """
 def {name}({parameters}):
-    try: return _method({arguments})
+    try: return (_method if (gpu := self._gpu) is None or not gpu.elsewhere() else gpu.under(_method))({arguments})
     except BaseException as error:
         self._unwound(error)
         raise
 """
 
 
+class Device(Protocol):
+    """The GPU of an object with guarded methods."""
+
+    def elsewhere(self) -> bool:
+        """Whether another device is this thread's current one."""
+
+    def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """`method`, with this device the current one while it runs."""
+
+
 class Guarded(Protocol):
-    """A class with guarded methods. `_unwound` is called with every exception that leaves one."""
+    """A class with guarded methods. `_unwound` is called with every exception that leaves one; `_gpu`, if there is
+    one, is the current device inside."""
+
+    _gpu: Device | None
 
     def _unwound(self, error: BaseException) -> None: ...
 

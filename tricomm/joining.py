@@ -57,6 +57,9 @@ class NoArena:
     def close(self) -> None:
         pass
 
+    def keep(self) -> None:
+        pass
+
 
 def behind(device: torch.device, options: Options) -> tuple[str | None, str]:
     """Who serves what the kernels do not, and why there is nobody, if there is nobody."""

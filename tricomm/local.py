@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tricomm import selection
+from tricomm import env, selection
 from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
@@ -18,6 +18,10 @@ from tricomm.runtime import Processes
 from tricomm.store.control import ControlPage
 from tricomm.store.local import LocalArena, open_local
 from tricomm.store.rendezvous import meet
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_DEFAULT_CONNECTIONS = 8  # the driver's
+_CONNECTIONS_A_RANK = 4  # torch makes its streams in turn for four priorities, and uses those of one
 
 
 class _OneProcess(Processes):
@@ -36,11 +40,16 @@ def local(
     """One communicator per rank, all in this process on one GPU. `comm.stream` is a rank's own stream.
 
     Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run
-    beside each other and wait for each other. Raises `InvalidArgument` on a CPU, where a call returns only when all
-    ranks have made it; `ResourceError` where memory is refused, and then nothing is left.
+    beside each other and wait for each other. The driver has to give each stream a hardware queue of its own, and to
+    load no kernel while others run: CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are set here if
+    nobody has set them and torch has not started CUDA yet.
+
+    Raises `InvalidArgument` on a CPU, where a call returns only when all ranks have made it, and if CUDA has started
+    with too few connections; `ResourceError` if memory is refused, and then nothing is left.
     """
     options = options or Options()
     limit = options.timeout if timeout is None else seconds(timeout, "timeout")
+    _check_queues(world_size)
     where = pick_device(device)
     if where.type != "cuda":
         raise InvalidArgument(
@@ -62,13 +71,30 @@ def local(
 
     with ExitStack() as undo, ThreadPoolExecutor(world_size) as ranks:
         controls = list(ranks.map(meeting, range(world_size)))
-        words = [control.device_words for control in controls]
-        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=words)
-        for arena, control in zip(arenas, controls, strict=True):
+        for control in controls:
             undo.callback(control.close)
+        pages = [control.host_words for control in controls]
+        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=pages)
+        for arena in arenas:
             undo.callback(arena.close)
         comms = list(ranks.map(joining, range(world_size)))
         for comm, arena in zip(comms, arenas, strict=True):
             comm.stream = arena.stream
         undo.pop_all()
     return comms
+
+
+def _check_queues(world_size: int) -> None:
+    """Two ranks whose streams share a hardware queue would wait for each other for ever: one's kernel is behind the
+    other's. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
+    if not torch.cuda.is_initialized():
+        env.default(_CONNECTIONS, "32")
+        env.default("CUDA_MODULE_LOADING", "EAGER")
+    given = env.integer(_CONNECTIONS)
+    connections = _DEFAULT_CONNECTIONS if given is None else given
+    needed = min(_CONNECTIONS_A_RANK * world_size, 32)
+    if world_size > 1 and connections < needed:
+        raise InvalidArgument(
+            f"local: {world_size} ranks on streams of one GPU need {needed} hardware queues, and CUDA has started with "
+            f"{connections}: set {_CONNECTIONS}=32 and CUDA_MODULE_LOADING=EAGER before CUDA starts"
+        )

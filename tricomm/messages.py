@@ -123,7 +123,7 @@ class Messages(Collectives):
         """Launch one half of a message; returns its number among this rank's."""
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
             raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
-        if not self.simulated and torch.cuda.is_current_stream_capturing():
+        if self._gpu is not None and self._gpu.capturing():
             raise InvalidArgument(
                 f"{kind}: a message cannot be captured: a replay beside another message of the pair would not be seen; "
                 "capture a collective, or send outside of the graph"

@@ -20,6 +20,7 @@ import torch
 
 from tricomm import errors
 from tricomm.errors import GroupAborted, ResourceError
+from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store import process
 from tricomm.store.control import RING, ControlPage, Fault, State
@@ -110,16 +111,14 @@ class Monitor:
             return self.fault
 
     @contextmanager
-    def user_call(self, device: torch.device) -> Iterator[None]:
+    def user_call(self, gpu: Gpu | None) -> Iterator[None]:
         """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
         token = _UserCall()
         self._user_calls.append(token)
         try:
             yield
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                event = torch.cuda.Event()
-                event.record(torch.cuda.current_stream(device))
-                token.event = event  # only now: one that is not recorded yet counts as passed
+            if gpu is not None and not gpu.capturing():
+                token.event = gpu.recorded()  # only now: one that is not recorded yet counts as passed
         finally:
             if token.event is None:
                 self._user_calls.remove(token)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tricomm import nccl, plan, routing, selection
+from tricomm.gpu import Gpu
 from tricomm.kernels.launch import Rows
 from tricomm.monitor import Monitor
 from tricomm.nccl import Nccl
@@ -30,8 +31,8 @@ TABLE: dict[str, Run] = {
 
 
 def make(
-    there: Nccl, monitor: Monitor, reason: str, asked: plan.Asked, dtype: torch.dtype | None, mode: str,
-    counter: list[int] | None,
+    there: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, asked: plan.Asked, dtype: torch.dtype | None,
+    mode: str, counter: list[int] | None,
 ) -> plan.Plan:  # fmt: skip
     """Bind NCCL to what was asked. Raises `InvalidArgument` for a reduction that it has not.
 
@@ -48,7 +49,7 @@ def make(
     act = TABLE[asked.collective]
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
-        with monitor.user_call(there.device):
+        with monitor.user_call(gpu):
             act(there, asked, x, y, rows)
 
     return plan.Plan(choice, fingerprint, asked.count, record, run, [0] if counter is None else counter, mode)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.deadline import Worker, first_line
 
@@ -87,6 +88,9 @@ def check(collective: str, op: str, dtype: torch.dtype) -> None:
 
 
 def _load() -> Any:
+    reason = refusal(bindings_version())  # nccl4py's calls go through the same bindings
+    if reason is not None:
+        raise ResourceError(f"nccl4py cannot be used: {reason}; {REMEDY}")
     try:
         core: Any = importlib.import_module("nccl.core")
         if core.get_version().libnccl is not None:

@@ -1,22 +1,29 @@
 """NVML, as far as links between GPUs go: typed, loaded on first use, every call in one place.
 
 An `Nvml` works on whatever looks like the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that have it), so
-that tests put one that enforces NVML's rules in its place and still run every line of this file. Device handles are
+that tests put one that enforces NVML's rules in its place and still run every line of this file. Where the bindings
+are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are
 ints, good inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
 CUDA_VISIBLE_DEVICES: a UUID is the one name of a device that CUDA and NVML share.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
+from tricomm.cuda_bindings import bindings_version, load_bindings
 from tricomm.errors import ResourceError
+
+REMEDY = "pip install nvidia-ml-py (or cuda-bindings from 13.2 or 12.9.6 on)"
 
 _ACTIVE, _CAN_PEER = 1, 0  # NVML_FEATURE_ENABLED, NVML_NVLINK_CAP_P2P_SUPPORTED
 _GPU, _SWITCH, _UNKNOWN = 0, 2, 255  # nvmlIntNvLinkDeviceType_t
@@ -24,6 +31,7 @@ _OK, _READ, _WRITE, _NVLINK = 0, 0, 1, 2  # nvmlGpuP2PStatus_t and nvmlGpuP2PCap
 _COMPLETED = 3  # nvmlGpuFabricState_t
 _STATES = ("not supported", "not started", "in progress", "completed")
 _PCI_CLASSES = {0x0300: "gpu", 0x0302: "gpu", 0x0680: "switch"}
+_UUID_BYTES = 16
 _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])")
 
 
@@ -48,12 +56,85 @@ class Fabric:
 
 
 def load_nvml() -> Nvml:
-    """This process's NVML; raises `ResourceError` where the Python package has none."""
+    """This process's NVML: that of cuda-bindings, else nvidia-ml-py's; raises `ResourceError` if there is neither."""
     try:
-        from cuda.bindings import nvml
-    except ImportError as error:
-        raise ResourceError(f"NVML: {error}; `pip install 'cuda-bindings>=13.2'` (or 12.9.6 and newer of 12)") from None
-    return Nvml(nvml)
+        return Nvml(load_bindings("nvml"), source=f"cuda-bindings {bindings_version()}")
+    except ResourceError as error:
+        reason = str(error).split("; ")[0]
+    try:
+        module: Any = importlib.import_module("pynvml")
+        return Nvml(MlPy(module), source="nvidia-ml-py")
+    except (ImportError, AttributeError) as error:
+        raise ResourceError(f"NVML: {reason}; pynvml: {error}; {REMEDY}") from None
+
+
+class MlPy:
+    """The package nvidia-ml-py behind the names of `cuda.bindings.nvml`, as far as `Nvml` uses them."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.NotSupportedError = module.NVMLError_NotSupported
+        self.InvalidArgumentError = module.NVMLError_InvalidArgument
+        self.NotFoundError = module.NVMLError_NotFound
+        self.NVLINK_MAX_LINKS = module.NVML_NVLINK_MAX_LINKS
+        self.init_v2, self.shutdown = module.nvmlInit, module.nvmlShutdown
+        self.device_get_count_v2 = module.nvmlDeviceGetCount
+
+    def device_get_handle_by_index_v2(self, index: int) -> int:
+        return _number(self._module.nvmlDeviceGetHandleByIndex(index))
+
+    def device_get_handle_by_uuid(self, uuid: str) -> int:
+        return _number(self._module.nvmlDeviceGetHandleByUUID(uuid.encode()))
+
+    def device_get_name(self, device: int) -> str:
+        return _text(self._module.nvmlDeviceGetName(self._handle(device)))
+
+    def device_get_mig_mode(self, device: int) -> Any:
+        return self._module.nvmlDeviceGetMigMode(self._handle(device))
+
+    def device_is_mig_device_handle(self, device: int) -> int:
+        answer = self._module.nvmlDeviceIsMigDeviceHandle(self._handle(device))
+        return int(getattr(answer, "value", answer))  # a ctypes number in all versions so far
+
+    def device_get_pci_info_v3(self, device: int) -> Any:
+        return SimpleNamespace(bus_id=_text(self._module.nvmlDeviceGetPciInfo(self._handle(device)).busId))
+
+    def device_get_nvlink_capability(self, device: int, link: int, capability: int) -> int:
+        return int(self._module.nvmlDeviceGetNvLinkCapability(self._handle(device), link, capability))
+
+    def device_get_nvlink_state(self, device: int, link: int) -> int:
+        return int(self._module.nvmlDeviceGetNvLinkState(self._handle(device), link))
+
+    def device_get_nvlink_remote_device_type(self, device: int, link: int) -> int:
+        return int(self._module.nvmlDeviceGetNvLinkRemoteDeviceType(self._handle(device), link))
+
+    def device_get_nvlink_remote_pci_info_v2(self, device: int, link: int) -> Any:
+        info = self._module.nvmlDeviceGetNvLinkRemotePciInfo(self._handle(device), link)
+        return SimpleNamespace(bus_id=_text(info.busId))
+
+    def device_get_p2p_status(self, device: int, peer: int, index: int) -> int:
+        return int(self._module.nvmlDeviceGetP2PStatus(self._handle(device), self._handle(peer), index))
+
+    def device_get_gpu_fabric_info_v(self, device: int) -> Any:
+        kind = self._module.c_nvmlGpuFabricInfoV_t
+        if kind.clusterUuid.size != _UUID_BYTES:  # before 12.570 the structure is not what the driver fills in
+            raise AttributeError("nvidia-ml-py is too old for NVSwitch fabrics")
+        info = kind()
+        self._module.nvmlDeviceGetGpuFabricInfoV(self._handle(device), ctypes.byref(info))
+        start = kind.clusterUuid.offset  # not by the attribute, which may end at the first zero
+        cluster = bytes(info)[start : start + _UUID_BYTES]
+        return SimpleNamespace(state=info.state, status=info.status, cluster_uuid=cluster, clique_id=info.cliqueId)
+
+    def _handle(self, device: int) -> Any:
+        return ctypes.cast(ctypes.c_void_p(device), self._module.c_nvmlDevice_t)
+
+
+def _number(handle: Any) -> int:
+    return int(ctypes.cast(handle, ctypes.c_void_p).value or 0)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def pci_class(address: str) -> int | None:
@@ -67,8 +148,11 @@ def pci_class(address: str) -> int | None:
 class Nvml:
     """NVML's calls. All raise `ResourceError` that names the call and NVML's error, except where None is promised."""
 
-    def __init__(self, bindings: Any, pci_class: Callable[[str], int | None] = pci_class) -> None:
+    def __init__(
+        self, bindings: Any, pci_class: Callable[[str], int | None] = pci_class, source: str = "cuda-bindings"
+    ) -> None:
         self._bindings, self._pci_class = bindings, pci_class
+        self.source = source  # the package that answers, for messages
         names = ("NotSupportedError", "InvalidArgumentError", "NotFoundError")
         self._absent = tuple(getattr(bindings, name) for name in names)
         self._most_links = int(getattr(bindings, "NVLINK_MAX_LINKS", 18))
@@ -81,6 +165,11 @@ class Nvml:
             yield
         finally:
             self._call("shutdown")
+
+    def handles(self) -> list[int]:
+        """All GPUs of the machine (or container), in NVML's order."""
+        count = int(self._call("device_get_count_v2"))
+        return [int(self._call("device_get_handle_by_index_v2", index)) for index in range(count)]
 
     def handle(self, uuid: bytes) -> int:
         """The device, or MIG instance, with these 16 bytes as its UUID."""

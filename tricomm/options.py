@@ -26,6 +26,7 @@ class Options:
     blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests)
     first_epoch    epoch of the first call (tests start near the limits)
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
+    share_device   whether ranks may be on one GPU, where they take turns (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
 
     Raises `InvalidArgument` for a value out of range.
@@ -40,14 +41,16 @@ class Options:
     first_epoch: int = 1
     topology: Topology | None = None
     nccl: bool = True
+    share_device: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str | Path):
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        if not isinstance(self.nccl, bool):
-            raise InvalidArgument(f"Options.nccl={self.nccl!r}: True or False is needed")
+        for name in ("nccl", "share_device"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
             seconds(getattr(self, name), f"Options.{name}")
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)

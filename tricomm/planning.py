@@ -38,7 +38,7 @@ class Planning(Group):
         if not calls.is_plain(x, self.device, known.itemsize, known.nbytes):
             return False
         chosen = known.plans[x.data_ptr() % 16 == 0]
-        if chosen is None or not self.simulated and torch.cuda.is_current_stream_capturing():
+        if chosen is None or (gpu := self._gpu) is not None and gpu.capturing():
             return False
         flags = self._flags  # a look at what `_usable` looks at first, without another call
         if flags[_STATUS] or flags[_ABORT] or self._closed or forks() != self._forks:
@@ -71,7 +71,8 @@ class Planning(Group):
         algorithm: str | None, protocol: str | None, root: int = -1,
         symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> plan.Plan:  # fmt: skip
-        capturing = not self.simulated and torch.cuda.is_current_stream_capturing()
+        capturing = self._gpu is not None and self._gpu.capturing()
+        self._captured |= capturing
         table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
         key = (collective, op, dtype, count, aligned, algorithm, protocol, root, table, capturing)
         try:
@@ -103,7 +104,7 @@ class Planning(Group):
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
             if route.path == routing.NCCL:
                 assert self._nccl is not None, "the route is taken where NCCL is there"
-                found = native.make(self._nccl, self._monitor, route.reason, asked, dtype, mode, counter)
+                found = native.make(self._nccl, self._monitor, self._gpu, route.reason, asked, dtype, mode, counter)
             else:
                 known = _UNKNOWN if nbytes is None else nbytes
                 choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting, bits)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tricomm import tuned
+from tricomm.gpu import Gpu
 from tricomm.kernels import launch
 from tricomm.monitor import Monitor
 from tricomm.store.arena import Arena, open_arena
@@ -23,6 +24,9 @@ class Runtime(Protocol):
     @property
     def no_symmetric(self) -> str | None:
         """Why there is no symmetric memory, where there is none."""
+
+    def gpu(self, device: torch.device) -> Gpu | None:
+        """The GPU whose streams the kernels run on; None where they are interpreted."""
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
@@ -54,6 +58,9 @@ class Processes:
     """Ranks that run by themselves."""
 
     no_symmetric: str | None = None
+
+    def gpu(self, device: torch.device) -> Gpu | None:
+        return Gpu(device) if device.type == "cuda" else None
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

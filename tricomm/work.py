@@ -18,7 +18,7 @@ class Work:
     """What a collective returns with `async_op=True`. Dropping it is safe; the call goes on without it."""
 
     def __init__(self, comm: Group, output: Any, event: torch.cuda.Event | None) -> None:
-        self._comm = comm
+        self._comm, self._gpu = comm, comm._gpu
         self._output = output
         self._event = event
 
@@ -36,8 +36,8 @@ class Work:
         return self._wait_for(timeout)
 
     def _wait_for(self, timeout: float | None) -> Any:
-        if self._event is not None:
-            self._event.wait(torch.cuda.current_stream())
+        if self._event is not None and self._gpu is not None:
+            self._event.wait(self._gpu.stream())
             if timeout is not None:
                 self._wait_on_host(timeout)
         self._comm.check()

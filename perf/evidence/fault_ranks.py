@@ -23,7 +23,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     """Call on and on, until rank 1 goes wrong after a second; the clock is the same for all processes."""
     torch.set_num_threads(1)
     device = "cpu" if data["dry_run"] else "cuda:0"
-    options = tricomm.Options(timeout=30.0, stall_timeout=data["stall"], arena_bytes=1 << 20)
+    options = tricomm.Options(timeout=30.0, stall_timeout=data["stall"], arena_bytes=1 << 20, share_device=True)
     mark, end = Path(data["folder"]) / "began", time.monotonic() + 40.0
     with tricomm.init(url, rank, world_size, device, options=options) as comm:
         x = torch.zeros(100, device=device)

@@ -25,6 +25,14 @@ class NullBindings:
     CUstream = int
 
     @staticmethod
+    def cuCtxPushCurrent(context: int) -> tuple[int]:
+        return (0,)
+
+    @staticmethod
+    def cuCtxPopCurrent() -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
     def cuModuleLoadData(image: bytes) -> tuple[int, int]:
         return 0, 1
 
@@ -44,11 +52,10 @@ class NullDevice:
     capability = 90
     name = "no device"
 
+    context = 3
+
     def stream(self) -> int:
         return 0
-
-    def enter(self) -> None:
-        pass
 
 
 class NullRuntime(Processes):

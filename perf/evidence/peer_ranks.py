@@ -62,7 +62,8 @@ def ground(rank: int, world_size: int, url: str, data: Any) -> Iterator[Ground]:
         stream = torch.cuda.Stream()
     store = FileStore(url.removeprefix("file://") + "-peers", world_size)
     store.set_timeout(_MEETING)
-    options = Options(timeout=60.0, arena_bytes=(1 << 20) if data["dry_run"] else (64 << 20), nccl=False)
+    nbytes = (1 << 20) if data["dry_run"] else (64 << 20)
+    options = Options(timeout=60.0, arena_bytes=nbytes, nccl=False, share_device=data["one_gpu"])
     with torch.cuda.stream(stream), tricomm.init(url, rank, world_size, device, options=options) as comm:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_MEETING)
         host = dist.new_group(backend="gloo", timeout=_MEETING)

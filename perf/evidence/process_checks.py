@@ -34,7 +34,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
         torch.cuda.set_device(device)
 
     def join(name: str, **more: Any) -> Communicator:
-        options = replace(checks.options(data["dry_run"]), **more)
+        options = replace(checks.options(data["dry_run"]), share_device=data.get("one_gpu", True), **more)
         return tricomm.init(f"{url}-{name}", rank, world_size, device, options=options)
 
     kernel = next((k for k in registry.ALL if k.name == data["kernel"]), registry.KERNELS[0])

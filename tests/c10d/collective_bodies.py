@@ -38,39 +38,38 @@ def defined(op, dtype):
     return not (dtype.is_floating_point and op[0] == "B")
 
 
-def reductions(rank, world_size, tell, url, route):
-    """all_reduce, reduce and reduce_scatter of every type with every operation."""
-    wrong, call = [], 0
+def reductions(rank, world_size, tell, url, route, step=1):
+    """all_reduce, reduce and reduce_scatter of every type, with every `step`th of all pairs of type and operation."""
+    wrong, pairs = [], [(dtype, op) for dtype in TYPES for op in OPS if defined(op, dtype)]
     with default_group(rank, world_size, url, route):
-        for dtype in TYPES:
-            for op in OPS:
-                if not defined(op, dtype):
-                    continue
-                call += 1
-                kind = getattr(dist.ReduceOp, op)
-                parts = [of(r, (5,), dtype, call) for r in range(world_size)]
-                x = parts[rank].clone()
-                dist.all_reduce(x, kind)
-                if not same(x, wanted(parts, op, dtype)):
-                    wrong.append(("all_reduce", str(dtype), op))
-                x = parts[rank].clone()
-                root = call % world_size
-                dist.reduce(x, root, kind)
-                if rank == root and not same(x, wanted(parts, op, dtype)):
-                    wrong.append(("reduce", str(dtype), op))
-                wide = [of(r, (3 * world_size,), dtype, call) for r in range(world_size)]
-                out = poisoned((3,), dtype)
-                dist.reduce_scatter_tensor(out, wide[rank].clone(), kind)
-                if not same(out, wanted(wide, op, dtype)[3 * rank : 3 * rank + 3]):
-                    wrong.append(("reduce_scatter", str(dtype), op))
+        for call, (dtype, op) in enumerate(pairs[::step], 1):
+            kind = getattr(dist.ReduceOp, op)
+            parts = [of(r, (5,), dtype, call) for r in range(world_size)]
+            x = parts[rank].clone()
+            dist.all_reduce(x, kind)
+            if not same(x, wanted(parts, op, dtype)):
+                wrong.append(("all_reduce", str(dtype), op))
+            x = parts[rank].clone()
+            root = call % world_size
+            dist.reduce(x, root, kind)
+            if rank == root and not same(x, wanted(parts, op, dtype)):
+                wrong.append(("reduce", str(dtype), op))
+            wide = [of(r, (3 * world_size,), dtype, call) for r in range(world_size)]
+            out = poisoned((3,), dtype)
+            dist.reduce_scatter_tensor(out, wide[rank].clone(), kind)
+            if not same(out, wanted(wide, op, dtype)[3 * rank : 3 * rank + 3]):
+                wrong.append(("reduce_scatter", str(dtype), op))
     return wrong
 
 
-def movements(rank, world_size, tell, url, route):
-    """Everything that moves data and does not reduce it, of every type, with shapes of 0 to 3 dimensions."""
-    wrong = []
+def movements(rank, world_size, tell, url, route, step=1):
+    """Everything that moves data and does not reduce it, of every type, with shapes of 0 to 3 dimensions.
+
+    With every `step`th of all pairs of type and shape.
+    """
+    wrong, pairs = [], [(dtype, shape) for dtype in TYPES for shape in ((4, 3), (1,), (), (2, 1, 3), (0,))]
     with default_group(rank, world_size, url, route):
-        for call, (dtype, shape) in enumerate((d, s) for d in TYPES for s in ((4, 3), (1,), (), (2, 1, 3), (0,))):
+        for call, (dtype, shape) in enumerate(pairs[::step]):
             parts = [of(r, shape, dtype, call) for r in range(world_size)]
             root = call % world_size
             got = []

@@ -18,6 +18,7 @@ LARGE = 3 << 20  # float32: over the hand-over limit
 @contextmanager
 def on_gpu(rank, world_size, url):
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ["TRICOMM_SHARE_DEVICE"] = "1"
     torch.cuda.set_device(0)
     limit = timedelta(seconds=60)
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=limit)
@@ -103,6 +104,7 @@ def graph(rank, world_size, tell, url):
 def stand_alone(rank, world_size, tell, url):
     """A communicator with nccl4py behind it."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ["TRICOMM_SHARE_DEVICE"] = "1"
     with tricomm.init(url, rank, world_size, "cuda:0", timeout=60.0) as comm:
         found = []
         for dtype, count in ((torch.float32, LARGE), (torch.int32, 4), (torch.float32, 4)):

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
+from tests import ranks
 from tests.c10d.groups import of
 from tricomm.c10d import backend, works
 
@@ -143,9 +144,11 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
     seconds = time.monotonic() - began
     if rank == LOST:
         return found
+    others = [r for r in range(world_size) if r != LOST]
+    ranks.together(url, rank, others)  # or who has the error first is gone, too, before the other one looks
     del step
     dist.destroy_process_group()
-    again = [r for r in range(world_size) if r != LOST].index(rank)
+    again = others.index(rank)
     dist.init_process_group(
         "tricomm", init_method=url + "2", rank=again, world_size=world_size - 1, timeout=timedelta(seconds=60)
     )

@@ -6,7 +6,11 @@ from tests import ranks
 from tests.c10d import collective_bodies as bodies
 from tests.c10d.groups import ROUTES
 
-EACH = [bodies.movements, bodies.uneven, bodies.strided, bodies.coalesced, bodies.points]
+EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points]
+# Interpreted, a call takes long: of all pairs of type and shape, or operation, so many that each of either is there.
+REST = pytest.param("kernels", 1, marks=pytest.mark.soak)
+SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 2), REST])
+OPERATIONS = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 3), REST])
 
 
 @pytest.fixture
@@ -22,14 +26,19 @@ def test_collectives(body, world_size, route, url):
     assert ranks.run(world_size, body, url, route, timeout=200) == [[]] * world_size
 
 
-@pytest.mark.parametrize(
-    ("world_size", "route"), [(3, "gloo"), (2, "kernels"), pytest.param(4, "gloo", marks=pytest.mark.soak)]
-)
-def test_reductions_of_every_type_and_operation(world_size, route, url):
-    assert ranks.run(world_size, bodies.reductions, url, route, timeout=200) == [[]] * world_size
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
+@SHAPES
+def test_movements_of_every_type(world_size, route, step, url):
+    assert ranks.run(world_size, bodies.movements, url, route, step, timeout=200) == [[]] * world_size
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_group_of_one(route, url):
+@pytest.mark.parametrize("world_size", [2, *[pytest.param(n, marks=pytest.mark.soak) for n in (3, 4)]])
+@OPERATIONS
+def test_reductions_of_every_type_and_operation(world_size, route, step, url):
+    assert ranks.run(world_size, bodies.reductions, url, route, step, timeout=200) == [[]] * world_size
+
+
+@OPERATIONS
+def test_a_group_of_one(route, step, url):
     for body in (bodies.reductions, bodies.movements):
-        assert ranks.run(1, body, f"{url}{body.__name__}", route, timeout=200) == [[]]
+        assert ranks.run(1, body, f"{url}{body.__name__}", route, step, timeout=200) == [[]]

@@ -32,7 +32,7 @@ if child == 0:
         assert sys.argv[4] == "unhooked" or "parent" in str(error)
     sys.exit(0)
 while os.waitpid(child, os.WNOHANG)[0] == 0:
-    if time.monotonic() - began > 6:
+    if time.monotonic() - began > 15:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         print("killed")

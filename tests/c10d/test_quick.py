@@ -1,6 +1,8 @@
 """The short way of a small all_reduce: the same results, routes and refusals as the long one."""
 
+from contextlib import nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,9 +100,22 @@ def test_host_time_is_measured_and_says_what_it_is():
 
 def test_a_groups_first_call_is_not_captured_and_the_group_goes_on(group, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(tricomm.InvalidArgument, match="make one call before the capture"):
         group._engine._communicator(torch.device("cuda", 0))
     monkeypatch.undo()
     x = torch.ones(3)
     group.allreduce([x]).wait()
     assert x.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("used", "current", "chosen"), [((1,), 0, 1), ((), 1, 1), ((0, 1), 1, 1), ((), 0, 0)], ids=lambda v: str(v)
+)
+def test_a_barrier_without_a_device_takes_the_gpu_that_the_group_uses(group, monkeypatch, used, current, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    comms = {torch.device("cuda", index): SimpleNamespace(close=lambda: None) for index in used}
+    monkeypatch.setattr(group._engine, "_comms", comms)
+    assert group._engine.gpu() == torch.device("cuda", chosen)

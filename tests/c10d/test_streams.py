@@ -73,9 +73,29 @@ class FakeFuture:
         self.value = value
 
 
-class FakeComm:
+class FakeGpu:
+    """`tricomm.gpu.Gpu` over a `FakeCuda`; the device is always the current one."""
+
     device = DEVICE
+
+    def __init__(self, cuda):
+        self.stream, self.capturing = cuda.current_stream, cuda.is_current_stream_capturing
+        self.cuda = cuda
+
+    def elsewhere(self):
+        return False
+
+    def recorded(self, stream):
+        event = self.cuda.Event()
+        event.record(stream)
+        return event
+
+
+class FakeComm:
     fault = None
+
+    def __init__(self, cuda):
+        self.gpu = FakeGpu(cuda)
 
     def check(self):
         if self.fault:
@@ -98,21 +118,20 @@ def cuda(monkeypatch):
     return fake
 
 
-def run(cuda, streams, async_op, comm=None, timeout=None):
-    comm = comm or FakeComm()
+def run(cuda, streams, async_op, timeout=None):
     kept = [Kept(cuda)]
     return streams.run(
-        lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, comm, timeout
+        lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, timeout
     )
 
 
 def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):
-    work = run(cuda, on_cuda.Streams(DEVICE), False)
+    work = run(cuda, on_cuda.Streams(FakeComm(cuda)), False)
     assert work.wait() and cuda.log == ["kernel on user"]
 
 
 def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda):
-    streams = on_cuda.Streams(DEVICE)
+    streams = on_cuda.Streams(FakeComm(cuda))
     cuda.done = False
     work = run(cuda, streams, True)
     assert cuda.log == [
@@ -128,7 +147,7 @@ def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda)
 
 def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
     cuda.done = False
-    work = run(cuda, on_cuda.Streams(DEVICE), True, timeout=timedelta(seconds=0.02))
+    work = run(cuda, on_cuda.Streams(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
     with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
         work.wait(timedelta(seconds=0.01))
     monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
@@ -139,8 +158,8 @@ def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
 
 
 def test_a_fault_of_the_group_comes_out_of_wait(cuda):
-    comm = FakeComm()
-    work = run(cuda, on_cuda.Streams(DEVICE), True, comm)
+    comm = FakeComm(cuda)
+    work = run(cuda, on_cuda.Streams(comm), True)
     comm.fault = errors.PeerDied("rank 1 died")
     with pytest.raises(errors.PeerDied):
         work.wait()
@@ -153,10 +172,10 @@ def test_a_fault_of_the_group_comes_out_of_wait(cuda):
 
 def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
     """As DDP's reducer makes it, from C++: `called_by_autograd` stands for that."""
-    comm, made = FakeComm(), []
+    comm, made = FakeComm(cuda), []
 
     def bucket(grad):
-        made.append(run(cuda, on_cuda.Streams(DEVICE), True, comm))
+        made.append(run(cuda, on_cuda.Streams(comm), True))
         called_by_autograd(made[0])
         assert "PeerDied: rank 1" in reads_as_the_reducer_does(made[0], comm)
         return grad
@@ -187,10 +206,10 @@ def namespace(function):
 
 
 def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
-    comm, told = FakeComm(), []
+    comm, told = FakeComm(cuda), []
     comm.interrupted = told.append
     cuda.done = False
-    work = run(cuda, on_cuda.Streams(DEVICE), True, comm)
+    work = run(cuda, on_cuda.Streams(comm), True)
 
     def interrupt(seconds):
         raise KeyboardInterrupt
@@ -203,5 +222,5 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
 
 def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
     cuda.capturing = True
-    run(cuda, on_cuda.Streams(DEVICE), True)
+    run(cuda, on_cuda.Streams(FakeComm(cuda)), True)
     assert cuda.log == ["kernel on user"]

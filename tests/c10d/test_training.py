@@ -16,16 +16,41 @@ def url(tmp_path):
 
 
 HOWS = ["plain", "static", "unused", "hook", "python hook", "built-in hook"]
+CASES = [
+    *[(f"ddp, {how}", bodies.ddp, "gloo", how, 4) for how in HOWS],
+    *[(f"ddp over the kernels, {how}", bodies.ddp, "kernels", how, 3) for how in ("plain", "hook")],
+    ("ddp with uneven inputs", bodies.uneven_join),
+    *[
+        (f"{body.__name__}, {route}", body, route)
+        for body in (bodies.fsdp2, bodies.dtensor, bodies.functionals, bodies.ops, bodies.power_sgd)
+        for route in ROUTES
+    ],
+]
+WANTED = {bodies.ddp: None, bodies.uneven_join: True, bodies.fsdp2: True, bodies.power_sgd: "same"}  # the others: []
 
 
-@pytest.mark.parametrize("how", HOWS)
-def test_ddp(how, url):
-    assert ranks.run(2, bodies.ddp, url, "gloo", how, 4, timeout=120) == [None, None]
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What the ranks said of a case: two processes make all of them in turn, because each imports much of torch."""
+    said = {}
+    folder = tmp_path_factory.mktemp("training")
+    folder.chmod(0o700)
+    with ranks.start(2, bodies.in_turn, f"file://{folder}/store", CASES, timeout=900) as started:
+
+        def of(name):
+            while name not in said:
+                (found, mine), (same, others) = (started.message(rank) for rank in range(2))
+                assert found == same
+                said[found] = [mine, others]
+            return said[name]
+
+        yield of
 
 
-@pytest.mark.parametrize("how", ["plain", "hook"])
-def test_ddp_over_the_kernels(how, url):
-    assert ranks.run(2, bodies.ddp, url, "kernels", how, 3, timeout=120) == [None, None]
+@pytest.mark.parametrize("name", [case[0] for case in CASES])
+def test_in_turn(name, outcomes):
+    (body,) = (case[1] for case in CASES if case[0] == name)
+    assert outcomes(name) == [WANTED.get(body, [])] * 2
 
 
 def test_ddp_does_not_deadlock(url):
@@ -39,25 +64,6 @@ def test_ddp_does_not_deadlock_for_long(turn, url):
     assert ranks.run(3, bodies.ddp, url, "gloo", "python hook", 500, timeout=600) == [None] * 3
 
 
-def test_ddp_with_uneven_inputs(url):
-    assert ranks.run(2, bodies.uneven_join, url, timeout=120) == [True, True]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_fsdp2(route, url):
-    assert ranks.run(2, bodies.fsdp2, url, route, timeout=120) == [True, True]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_dtensor(route, url):
-    assert ranks.run(2, bodies.dtensor, url, route, timeout=120) == [[], []]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_functional_collectives(route, url):
-    assert ranks.run(2, bodies.functionals, url, route, timeout=120) == [[], []]
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_whole(backend, url):
     if backend == "inductor" and shutil.which("g++") is None:
@@ -65,16 +71,5 @@ def test_compiled_whole(backend, url):
     assert ranks.run(2, bodies.compiled, url, backend, timeout=250) == [[], []]
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_ops(route, url):
-    assert ranks.run(2, bodies.ops, url, route, timeout=120) == [[], []]
-
-
 def test_distributed_checkpoint(url, tmp_path):
     assert ranks.run(2, bodies.checkpoint, url, str(tmp_path / "saved"), timeout=120) == [True, True]
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_power_sgd(route, url):
-    """Callbacks that make calls have an order that all ranks share."""
-    assert ranks.run(2, bodies.power_sgd, url, route, timeout=120) == ["same", "same"]

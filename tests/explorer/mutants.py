@@ -37,6 +37,7 @@ _GRID_WAIT = """\
     while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
+_MEETING = "        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)"
 _ZEROED = """
         words = self._layout.nbytes // 8 - layout.HEADERS // 8
         self._arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
@@ -214,14 +215,13 @@ REAL = (
     ),
     Mutant(
         "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",
-        (Edit(GROUP, "return kind, min(most, self.options.max_blocks or layout.MAX_BLOCKS)", "return kind, most"),),
+        (Edit(GROUP, _MEETING, _MEETING.replace("options.max_blocks", "None")),),
         (S,), DEADLOCK, blocks=2, max_blocks=1, residency=1,
         processes="no: a process runs its blocks one after another, always in the same order",
     ),
     Mutant(
         "K29", "memory zeroed after the exchange", "barrier zeroed after handles were exchanged: apache/tvm#16797",
-        (Edit(GROUP, "        device_class, most = self._agree_on_devices()\n",
-              f"        device_class, most = self._agree_on_devices(){_ZEROED}\n"),),
+        (Edit(GROUP, f"{_MEETING}\n", f"{_MEETING}{_ZEROED}\n"),),
         (B,), RACE,
     ),
     Mutant(

@@ -150,9 +150,10 @@ def programs(number):
     return [[(random.choice("rwwpqn"), random.randrange(3)) for _ in range(n)] for n in lengths]
 
 
-def test_what_the_bounded_search_passes_by_shows_nothing_new():
+@pytest.mark.parametrize("numbers", [range(40), pytest.param(range(40, 150), marks=pytest.mark.soak)], ids=str)
+def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
     every, fewer = 0, 0
-    for number in range(150):
+    for number in numbers:
         for bound in (1, 2, 3):
             whole, n = behaviours(programs(number), bound, saw=lambda search, touch: None, looks=False)
             found, m = behaviours(programs(number), bound)
@@ -166,11 +167,12 @@ def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
     change = {"conflicts are not seen": lambda a, b: False,
               "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words)}  # fmt: skip
     monkeypatch.setattr(Touch, "conflicts", change[broken])
-    lost = 0
-    for number in range(150):
+
+    def lost(number):
         whole, _ = behaviours(programs(number), 2, saw=lambda search, touch: None, looks=False)
-        lost += behaviours(programs(number), 2)[0] != whole
-    assert lost
+        return behaviours(programs(number), 2)[0] != whole
+
+    assert any(map(lost, range(40)))
 
 
 def test_nothing_is_moved_across_what_host_code_does():

@@ -15,6 +15,7 @@ class Result(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
+    CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
 
 
@@ -49,13 +50,15 @@ class FakeGpu:
     name: str
     capability: int = 90
     failures: dict[tuple[str, int], Result] = field(default_factory=dict)
-    current: bool = False
+    context: int = 77
+    current: bool = True  # whether its context is this thread's
     raw: int = 0
     launches: list[Launch] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     functions: dict[int, tuple[str, list[tuple[int, int]]]] = field(default_factory=dict)
     modules: list[bytes] = field(default_factory=list)
     attributes: dict[int, int] = field(default_factory=dict)
+    _before: list[bool] = field(default_factory=list)
 
     CUstream = Stream
     CUfunction_attribute = Attribute
@@ -67,8 +70,15 @@ class FakeGpu:
     def stream(self) -> int:
         return self.raw
 
-    def enter(self) -> None:
+    def cuCtxPushCurrent(self, context: int) -> tuple[Any, ...]:
+        assert context == self.context
+        self._before.append(self.current)
         self.current = True
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        self.current = self._before.pop()
+        return Result.CUDA_SUCCESS, self.context
 
     def _begins(self, name: str) -> Result:
         self.calls.append(name)

@@ -98,12 +98,22 @@ def test_two_launchers_do_not_share_their_arguments():
     ]
 
 
-def test_a_thread_without_a_context_gets_one():
+def test_a_launch_in_a_thread_without_a_context_is_made_in_the_devices_own():
     device = gpu()
     run = bind(registry.KERNELS[0], device)
     device.current = False
     run(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1 and device.calls.count("cuLaunchKernel") == 2
+    assert not device.current, "what was current in the thread is so again"
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
+def test_a_refusal_leaves_the_threads_context_as_it_was(call):
+    device = gpu(current=False)
+    device.failures = {(call, nth): Result.CUDA_ERROR_OUT_OF_MEMORY for nth in (1, 2)}
+    with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    assert not device.current
 
 
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad"])

@@ -74,7 +74,7 @@ def test_leaves_triton_as_it_was():
 
 def test_leaves_triton_as_it_was_after_an_interrupt_inside_a_kernel():
     def interrupt(kind, addresses, itemsize):
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.default_int_handler(signal.SIGINT, None)
 
     with interpreter.observe(interrupt), pytest.raises(KeyboardInterrupt):
         run(_copy, torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32), 4, BLOCK=4)
@@ -84,7 +84,6 @@ def test_leaves_triton_as_it_was_after_an_interrupt_inside_a_kernel():
 
 def interrupted_at_random(rank, world_size, tell):
     """Ctrl-C at many moments of a launch, in a process of its own; returns how often it came, and what was left."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     x, caught, left = torch.zeros(4, dtype=torch.int32), 0, []
     run(_copy, x, x, 4, BLOCK=4)
     for turn in range(100):

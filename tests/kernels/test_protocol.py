@@ -56,7 +56,8 @@ def back_to_back(rank, world_size, tell, where, name, cases):
     me.fill_mailboxes(0)
     wait_for_all(me)
     kernel, wrong = NAMES[name], []
-    for seed, (count, dtype, offset, blocks, tile, op) in enumerate(cases):
+    for seed, (whole, dtype, offset, blocks, tile, op) in enumerate(cases):
+        count = max(1, whole // kernel.kind.rows_in(world_size))
         root = seed % world_size
         parts = inputs(kernel, count, dtype, world_size, seed)
         x = torch.zeros(len(parts[rank]) + offset, dtype=dtype)[offset:]
@@ -74,17 +75,23 @@ CASES = [
     (1, torch.float32, 0, 1, 64, "sum"),
     (7, torch.bfloat16, 1, 2, 2, "sum"),
     (1000, torch.float16, 3, 3, 64, "max"),
-    (4099, torch.float32, 0, 2, 64, "avg"),
+    (4099, torch.float32, 0, 2, 256, "avg"),
     (513, torch.int64, 1, 1, 16, "prod"),
     (2, torch.int32, 0, 3, 16, "min"),
-    (6000, torch.bfloat16, 0, 1, 64, "sum"),
-    (3001, torch.float64, 0, 2, 32, "sum"),
+    (6000, torch.bfloat16, 0, 1, 256, "sum"),
+    (3001, torch.float64, 0, 2, 128, "sum"),
     (64, torch.float32, 0, 2, 2, "sum"),
 ]
 
 
 # Real processes take turns on a few cores: the simulated worlds of tests/tricomm have the other sizes.
-WORLDS = [(name, world_size) for name in NAMES for world_size in ((2, 3, 4) if "all_reduce" in name else (3,))]
+WORLDS = [(name, 3) for name in NAMES] + [("all_reduce_two_shot_ll", 4)]
+WORLDS += [
+    pytest.param(name, world_size, marks=pytest.mark.soak)
+    for name in NAMES
+    for world_size in (2, 4)
+    if "all_reduce" in name and (name, world_size) not in WORLDS
+]
 
 
 @pytest.mark.parametrize(("name", "world_size"), WORLDS)
@@ -146,7 +153,7 @@ def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=N
 
 
 EDGES = {"2^30": EVERY - 2, "2^31": 2 * EVERY - 2, "3*2^30": 3 * EVERY - 3}
-STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce" in name else ["2^31"])]
+STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_shot" in name else ["2^31"])]
 
 
 @pytest.mark.parametrize(("name", "edge"), STALE)
@@ -265,8 +272,15 @@ def different(rank, world_size, tell, where, names, blocks):
     return me.status, bool(y.isnan().all()), me.epoch
 
 
-@pytest.mark.parametrize("blocks", [(1, 1), (2, 2), (1, 2)], ids=str)
-@pytest.mark.parametrize("first", NAMES)
+# All kernels begin with one comparison: each with different grids, and those of one collective with equal ones.
+GRIDS = [
+    pytest.param(name, blocks, marks=[] if blocks == (1, 2) or "all_gather" in name else [pytest.mark.soak])
+    for name in NAMES
+    for blocks in ((1, 1), (2, 2), (1, 2))
+]
+
+
+@pytest.mark.parametrize(("first", "blocks"), GRIDS, ids=str)
 def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blocks):
     with block(2) as where:
         results = ranks.run(2, different, where, (first, "all_reduce_one_shot_ll"), blocks)
@@ -305,3 +319,23 @@ def overlapping(rank, world_size, tell, where):
 def test_a_launch_beside_another_one_is_reported():
     with block(2) as where:
         assert ranks.run(2, overlapping, where) == [layout.OVERLAP] * 2
+
+
+def overlapping_and_alone(rank, world_size, tell, where, status, abort):
+    """Another launch has left its busy word, and no peer ever comes: what the status word says in the end."""
+    me = Rank(rank, where)
+    me.arena[layout.BUSY], me.control[layout.STATUS], me.control[layout.ABORT] = 12345, status, abort
+    interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, adapter.yield_to_others))
+    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
+    return me.status
+
+
+@pytest.mark.parametrize(
+    ("status", "abort", "said"),
+    [(0, 0, layout.OVERLAP), (layout.MISMATCH, 0, layout.MISMATCH), (0, 1, 0)],
+    ids=["at once", "what was reported before stays", "a launch that was told to leave left it"],
+)
+def test_a_launch_beside_another_one_is_reported_before_it_waits(status, abort, said):
+    with block(2) as where, ranks.start(1, overlapping_and_alone, where, status, abort) as started:
+        (outcome,) = started.results()
+    assert outcome.value == said

@@ -48,7 +48,7 @@ def _copy(x_ptr, y_ptr, n: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, BLOCK:
 def reduce(x: torch.Tensor, op: str, kernel=_reduce) -> torch.Tensor:
     y = bits(torch.zeros(x.shape[1], dtype=x.dtype)).fill_(-77)
     element, operation = dtypes.reduction(dtypes.DTYPES[str(x.dtype).removeprefix("torch.")], op)
-    constexprs = {"ELEMENT": element, "OP": operation, "BLOCK": 1024}
+    constexprs = {"ELEMENT": element, "OP": operation, "BLOCK": triton.next_power_of_2(x.shape[1])}
     if kernel is _reduce:
         constexprs["WORLD_SIZE"] = x.shape[0]
     interpreter.interpret(interpreter.programs(kernel, (1,), (bits(x).contiguous(), y, x.shape[1]), constexprs))
@@ -124,7 +124,7 @@ def agree(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("op", ARITHMETIC)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 8, *[pytest.param(n, marks=pytest.mark.soak) for n in (2, 7)]])
 def test_floats_have_the_bits_of_the_documented_order(world_size, dtype, op):
     x = specials(world_size, dtype)
     agree(reduce(x, op), in_rank_order(x, op))
@@ -141,9 +141,9 @@ def test_zeros_of_both_signs_have_an_order(dtype):
 def test_every_code_of_fp8_and_every_rounding_between_two(dtype):
     """Sums of two codes: every code itself, and all that lies between, as torch converts fp32."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(dtype)
-    for first in range(0, 256, 4):
-        left = codes[first : first + 4].view(torch.int8).repeat_interleave(256).view(dtype)
-        right = codes.view(torch.int8).repeat(4).view(dtype)
+    for first in range(0, 256, 32):
+        left = codes[first : first + 32].view(torch.int8).repeat_interleave(256).view(dtype)
+        right = codes.view(torch.int8).repeat(32).view(dtype)
         x = torch.stack([left.view(torch.int8), right.view(torch.int8)]).view(dtype)
         agree(reduce(x, "sum"), in_rank_order(x, "sum"))
 
@@ -202,7 +202,7 @@ def test_the_order_matters_so_the_test_of_it_can_fail():
     assert float(reduce(x[[0, 2, 1]], "sum")) == 1.0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 300),
     source=st.integers(0, 9),

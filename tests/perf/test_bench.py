@@ -42,7 +42,7 @@ def run(
     file = tmp_path_factory.mktemp("bench") / "rows.json"
     done = _bench(
         "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
-        "--sizes", "1K,20K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
+        "--sizes", "512,2K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
@@ -118,7 +118,7 @@ def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_u
 
 def test_an_interrupt_loses_nothing_that_was_measured(tmp_path: Path) -> None:
     data, rows_file = tmp_path / "rows.json", tmp_path / "rows.csv"
-    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K:1M:2", "--iters", "40"]
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K:1M:2", "--iters", "10"]
     command += ["--json", str(data), "--csv", str(rows_file)]
     past = tmp_path / "tricomm" / "history.sqlite"
     environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}

@@ -27,9 +27,20 @@ def _widest(arch: str) -> list[Variant]:
     return list({v.kernel: v for v in reversed(kernel_report.variants((arch,)))}.values())
 
 
-MISALIGNED = [replace(v, aligned=False) for v in _widest("sm_90") if v.kernel != "barrier"]
-# Of the older and the newer architecture every other kernel each; `make soak` has all of everything.
-VARIANTS = _widest("sm_90") + _widest("sm_80")[::2] + _widest("sm_100")[1::2] + MISALIGNED
+def _of_each_kind(arch: str, which: float) -> list[Variant]:
+    """Of the kernels that share flags, loads and stores one each: the first, the last, or one between."""
+    kinds: dict[tuple[object, ...], list[Variant]] = {}
+    widest = {variant.kernel: variant for variant in _widest(arch)}
+    for kernel in registry.ALL:
+        if kernel.collective != "barrier":
+            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces)
+            kinds.setdefault(kind, []).append(widest[kernel.name])
+    return [found[round((len(found) - 1) * which)] for found in kinds.values()]
+
+
+MISALIGNED = [replace(v, aligned=False) for v in _of_each_kind("sm_90", 0.5)]
+# Every kernel on one architecture, and what else can differ; `make soak` has all of everything.
+VARIANTS = _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
 
 
 @pytest.fixture(scope="module")

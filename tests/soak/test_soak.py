@@ -103,6 +103,11 @@ def error(kind, named=True, at=10.0):
     return Report(error=(kind, named, "words", at))
 
 
+def quoted(kind):
+    """`kind`, raised by a signal's handler in Python that torch's C++ has called."""
+    return Report(error=("RuntimeError", False, f"Cannot extract tensors from value: {kind}: sent by the soak", 10.0))
+
+
 @pytest.mark.parametrize(
     ("fault", "reports", "kinds"),
     [
@@ -120,6 +125,9 @@ def error(kind, named=True, at=10.0):
         ("wrong", [error("CollectiveMismatch"), error("PeerDied"), error("CollectiveMismatch")], ["unexpected"]),
         ("interrupt", [error("PeerDied"), error("GroupAborted"), error("KeyboardInterrupt", False)], []),
         ("interrupt", [error("PeerDied"), error("KeyboardInterrupt", False), Report()], ["unnamed", "unexpected"]),
+        ("raise", [error("PeerDied"), error("GroupAborted"), quoted("Injected")], []),
+        ("raise", [error("PeerDied"), quoted("Injected"), error("Injected", False)], ["unnamed"]),
+        ("raise", [error("PeerDied"), error("GroupAborted"), quoted("PeerDied")], ["unnamed"]),
         ("pause", [Report(), error("PeerStalled"), Report()], ["unexpected"]),
         ("store", [Report(attempt=("RendezvousError", True, "", 5.0))] * 3, []),
         ("store", [Report(attempt=("", True, "", 0.1))] * 3, ["unexpected"]),

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.store.fake_host import PinnedPages
+
 if TYPE_CHECKING:
     from tests.store.fake_driver import CudaRuleBroken, FakeCuda
 
 GRANULE = 2 << 20
-PAGE = 4096
 
 
 class CUresult(enum.IntEnum):
@@ -116,7 +117,7 @@ class Bindings:
         self._stack = threading.local()
         self._blocks: list[Block] = []
         self._mappings: list[Mapping] = []
-        self._pages: dict[int, int] = {}
+        self.pinned = PinnedPages(self._complain)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -124,7 +125,7 @@ class Bindings:
         return (
             [f"{me} block {block.base:#x}" for block in self._blocks if block.live]
             + [f"{me} mapping {mapping.base:#x}" for mapping in self._mappings if mapping.live]
-            + [f"{me} pinned page {address:#x}" for address in self._pages]
+            + [f"{me} pinned page {page.address:#x}" + " (gone)" * (not page.there) for page in self.pinned.all]
             + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
         )
 
@@ -187,13 +188,15 @@ class Bindings:
         """A context goes with all that is in it, which is no way to clean up, except after a failure."""
         blocks = [block for block in self._blocks if block.live and block.gpu == gpu]
         mappings = [mapping for mapping in self._mappings if mapping.live and mapping.gpu == gpu]
-        if (blocks or mappings or self._pages) and not self.failures:
+        pinned = [page for page in self.pinned.all if page.gpu == gpu]
+        if (blocks or mappings or pinned) and not self.failures:
             raise self._complain(f"destroyed the context of GPU {gpu} with something in it")
         for mapping in mappings:
             self._unmap(mapping)
         for block in blocks:
             self._free(block)
-        self._pages.clear()
+        for page in pinned:
+            self.pinned.all.remove(page)
 
     @_call
     def cuCtxPushCurrent(self, context: int) -> None:
@@ -252,11 +255,19 @@ class Bindings:
 
     @_call
     def cuMemcpyDtoH(self, host: int, address: int, nbytes: int) -> None:
+        page = self.pinned.behind(address, nbytes)
+        if page is not None:
+            ctypes.memmove(host, page.read(address, nbytes), nbytes)
+            return
         block, start = self._find(address, nbytes)
         ctypes.memmove(host, bytes(block.data[start : start + nbytes]), nbytes)
 
     @_call
     def cuMemcpyHtoD(self, address: int, host: int, nbytes: int) -> None:
+        page = self.pinned.behind(address, nbytes)
+        if page is not None:
+            page.write(address, ctypes.string_at(host, nbytes))
+            return
         block, start = self._find(address, nbytes)
         if block.owner is self or not self.loses_writes_to_peers:
             block.data[start : start + nbytes] = ctypes.string_at(host, nbytes)
@@ -308,25 +319,22 @@ class Bindings:
 
     @_call
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
-        self._current_gpu()
-        if address % PAGE or flags != 3:
-            raise self._complain(f"pinned {address:#x} with flags {flags}: not a page, not mapped, or not portable")
-        if address in self._pages:
-            raise _Refused("CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
-        self._pages[address] = nbytes
+        gpu = self._current_gpu()
+        refusal = self.pinned.add(address, nbytes, flags, gpu, (1 << 60) + self._fresh_address(nbytes))
+        if refusal is not None:
+            raise _Refused(refusal)
 
     @_call
     def cuMemHostGetDevicePointer(self, address: int, flags: int) -> int:
-        if address not in self._pages:
+        page = self.pinned.at(address)
+        if page is None:
             raise _Refused("CUDA_ERROR_INVALID_VALUE")
-        return address + (1 << 60)
+        return page.device_address
 
     @_call
     def cuMemHostUnregister(self, address: int) -> None:
         self._current_gpu()
-        if address not in self._pages:
-            raise self._complain(f"unpinned {address:#x}, which is not pinned")
-        del self._pages[address]
+        self.pinned.remove(address, self.kernel_running)
 
     def cuGetErrorString(self, status: CUresult) -> tuple[CUresult, bytes]:
         return CUresult.CUDA_SUCCESS, b"CUDA's own words"

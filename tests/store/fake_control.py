@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 import time
@@ -10,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tricomm import errors
+from tricomm.store.host_words import HostWords
+from tricomm.store.local import host_page_address
 
 PAGE = 4096
 
@@ -22,7 +23,7 @@ class FakeGroup:
         self.condition = threading.Condition()
         self.rounds: dict[int, dict[int, tuple[str, bytes]]] = {}
         self.dead: set[int] = set()
-        self.pages = [mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(world_size)]
+        self.pages = [mmap.mmap(-1, PAGE) for _ in range(world_size)]  # shared, so each has an identity
         self.controls = [FakeControl(self, rank) for rank in range(world_size)]
 
     def kill(self, rank: int) -> None:
@@ -34,9 +35,13 @@ class FakeGroup:
 class FakeControl:
     def __init__(self, group: FakeGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size
-        self.device_words = ctypes.addressof(ctypes.c_char.from_buffer(group.pages[rank]))
+        self.host_words = HostWords(group.pages[rank], host_page_address(group.pages[rank]))
+        self.words_on_device = self.host_words.on_device
         self.tamper: Callable[[str, bytes], bytes] = lambda what, payload: payload
         self._round = 0
+
+    def close(self) -> None:
+        self.host_words.close()
 
     def alive(self, rank: int) -> bool:
         return rank not in self.group.dead

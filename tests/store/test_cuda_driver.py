@@ -13,6 +13,7 @@ from tests.store.fake_bindings import GRANULE, CUipcMemHandle
 from tests.store.fake_driver import CudaRuleBroken, FakeCuda, FakeDriver
 from tricomm.errors import ResourceError
 from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.segments import Segment
 
 
 def no_libcuda() -> bool:
@@ -109,7 +110,7 @@ def test_a_page_that_cannot_be_mapped_is_not_left_pinned() -> None:
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     driver.fail_at("cuMemHostGetDevicePointer")
     with driver.current(CONTEXT), pytest.raises(ResourceError, match="cuMemHostGetDevicePointer"):
-        driver.map_words(address)
+        driver.host_register(address, 4096)
     assert driver.calls[-2:] == ["cuMemHostUnregister", "cuCtxPopCurrent"]
 
 
@@ -263,11 +264,67 @@ def pin_part_of_a_page(world: FakeCuda) -> None:
         driver.host_register(100, 4096)
 
 
+def pinned(driver: FakeDriver) -> tuple[Segment, int]:
+    """Registered memory of this process, and its address on the device."""
+    memory = Segment.create("tricomm-test", 4096)
+    with driver.current(CONTEXT):
+        return memory, driver.host_register(memory.address, 4096)
+
+
+def touch_a_page_that_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, address = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.write(address, b"1")
+
+
+def unpin_a_page_that_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+
+
+def pin_what_lies_where_a_pinned_page_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.host_register(memory.address, 4096)
+
+
+def touch_by_the_address_of_an_earlier_registration(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, address = pinned(driver)
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+        driver.host_register(memory.address, 4096)
+        driver.write(address, b"1")
+
+
+def unpin_under_a_kernel(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    driver.process.kernel_running = True
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+
+
+def lose_a_context_with_a_pinned_page(world: FakeCuda) -> None:
+    driver = ready(world)
+    pinned(driver)
+    driver.release_context(0)
+
+
 WRONG = [
     free_while_mapped, double_free, double_close, open_own_handle, open_after_free, export_an_inner_address,
     export_a_piece_with_neighbours, use_after_free, use_after_close, touch_nothing, write_without_peer_access,
     unmap_under_a_kernel, free_under_a_kernel, release_a_context_twice, release_a_context_in_use,
-    use_a_context_that_is_not_held, unpin_what_is_not_pinned, pin_part_of_a_page,
+    use_a_context_that_is_not_held, unpin_what_is_not_pinned, pin_part_of_a_page, touch_a_page_that_went,
+    unpin_a_page_that_went, pin_what_lies_where_a_pinned_page_went, touch_by_the_address_of_an_earlier_registration,
+    unpin_under_a_kernel, lose_a_context_with_a_pinned_page,
 ]  # fmt: skip
 
 
@@ -287,12 +344,32 @@ def test_the_fake_finds_every_kind_of_leak() -> None:
     page = mmap.mmap(-1, 4096)
     with peer.current(context):
         peer.ipc_open_handle(handle)
-        peer.map_words(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+        peer.host_register(ctypes.addressof(ctypes.c_char.from_buffer(page)), 4096)
     assert [text.split()[4] for p in (owner, peer) for text in p.process.holds()] == [
         "block", "the", "mapping", "pinned", "the",
     ]  # fmt: skip
     with pytest.raises(AssertionError, match="process 1 still holds mapping"):
         world.verify()
+
+
+def test_pinned_memory_is_the_hosts_own_and_pinned_once() -> None:
+    driver = ready()
+    memory, address = pinned(driver)
+    with driver.current(CONTEXT):
+        driver.write(address + 8, b"from the GPU")
+        assert bytes(memory.buffer[8:20]) == b"from the GPU" == driver.read(address + 8, 12)
+        with pytest.raises(ResourceError, match="ALREADY_REGISTERED"):
+            driver.host_register(memory.address, 4096)
+        driver.host_unregister(memory.address)
+    driver.release_context(0)
+    driver.process.world.verify()
+
+
+def test_pinned_memory_that_went_is_found_although_nobody_touches_it() -> None:
+    driver = ready()
+    memory, _ = pinned(driver)
+    memory.close()
+    assert "(gone)" in driver.process.holds()[0]
 
 
 def test_calls_without_a_context_are_refused() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import multiprocessing
 import os
 import queue
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +17,8 @@ import torch
 
 from tricomm import errors
 from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
-from tricomm.store.local import open_local, raw_view
+from tricomm.store.host_words import HostWords
+from tricomm.store.local import host_page_address, open_local, raw_view
 
 NBYTES = 3 << 20
 SECONDS = 120.0
@@ -30,7 +31,8 @@ class QueueControl:
         self.rank, self.world_size = rank, len(queues)
         self._queues, self._early = queues, list[tuple[int, str, bytes]]()
         self.page = mmap.mmap(-1, 4096)
-        self.device_words = ctypes.addressof(ctypes.c_char.from_buffer(self.page))
+        self.host_words = HostWords(self.page, host_page_address(self.page))
+        self.words_on_device = self.host_words.on_device
 
     def alive(self, rank: int) -> bool:
         return True
@@ -107,6 +109,8 @@ def _write_and_read(control: QueueControl, device: str) -> None:
     control.agree(None, "done", 60.0)
     arena.close()
     arena.close()
+    control.host_words.close()
+    control.host_words.close()
     _allocations_still_work(device)
 
 
@@ -169,6 +173,32 @@ def test_processes_on_two_gpus(visible: list[str | None]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
     run_processes(_write_and_read, visible)
+
+
+@pytest.mark.gpu
+def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
+    """The watch asks an event: if that waited behind another thread's launch, nobody would end what that waits for."""
+    stream, event, x = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, device="cuda")
+    event.record()
+    torch.cuda.synchronize()
+
+    def fill() -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(4_000_000_000)  # about 2 s
+            for _ in range(5000):
+                x.add_(1)
+
+    thread, began, longest = threading.Thread(target=fill), time.monotonic(), 0.0
+    thread.start()
+    while thread.is_alive():
+        before = time.monotonic()
+        assert event.query()
+        longest = max(longest, time.monotonic() - before)
+        time.sleep(1e-3)
+    blocked = time.monotonic() - began
+    torch.cuda.synchronize()
+    assert x.item() == 5000 and blocked > 1.0, f"the queue was never full: {blocked:.3f} s"
+    assert longest < 0.5, f"a query took {longest:.3f} s of the {blocked:.3f} s that the launch was blocked"
 
 
 @pytest.mark.gpu

@@ -105,7 +105,7 @@ def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
     first, second = group.open(4096), group.open(64)
     for arenas in (first, second):
         assert len(set(arenas[0].bases)) == 2 and arenas[0].bases == arenas[1].bases
-        assert [a.control_address - a.control_host_address for a in arenas] == [1 << 60] * 2
+        assert len({a.control_address for a in arenas} | {a.control_host_address for a in arenas}) == 4
         with driver.current(1000):
             assert driver.read(arenas[1].bases[0], arenas[0].nbytes) == bytes(arenas[0].nbytes)
     first[0].close()

@@ -95,7 +95,7 @@ def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
     pids, found = meet_over_file(tmp_path, claims)
     for name, text, seconds in found:
         assert name == error, text
-        assert seconds < 2.0  # at once, not when the time is up
+        assert seconds < 2.0 + ranks.BUSY  # at once, not when the time is up
         for word in words:
             assert re.search(word.format(*pids), text), (word, text)
     for _, text, _ in found:
@@ -111,11 +111,11 @@ def test_one_token_for_all(tmp_path):
 def test_another_user():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
     with ranks.start(
-        2, meet_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 4.0
+        2, meet_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
     ) as group:
         found = results(group)
     assert [name for name, *_ in found] == ["RendezvousError"] * 2, found
-    assert all("runs as uid" in text and "65534" in text and seconds < 2 for _, text, seconds in found)
+    assert all("runs as uid" in text and "65534" in text and seconds < 2.0 + ranks.BUSY for _, text, seconds in found)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -255,22 +255,22 @@ def test_a_rank_is_killed_at(point, tmp_path):
     for name, text, seconds in (found[0], found[2]):
         assert name == "RendezvousError", text
         if point == "before hello":
-            assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0
+            assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0 + ranks.BUSY
         else:
-            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0
+            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
     assert max(found[0][2], found[2][2]) >= 1.9 or point != "before hello"
 
 
 def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
     claims = good(3)
     claims[1]["die"] = "after hello"
-    claims[2]["delay"] = 2.0
+    claims[2]["delay"] = 1.0 + ranks.BUSY
     with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = [group.message(r) for r in range(3)]
         found = results(group)
     for name, text, seconds in (found[0], found[2]):
         assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the meeting" in text
-        assert seconds < 1.5
+        assert seconds < 0.5 + ranks.BUSY
 
 
 def wait_then_meet(rank, world_size, tell, port, timeout):
@@ -291,9 +291,9 @@ def test_the_server_is_killed_or_stopped(hurt):
     for name, text, seconds in found:
         assert name == "RendezvousError" and "store add('tricomm/" in text
         if hurt == signal.SIGKILL:
-            assert "failed after 0." in text and seconds < 1.0
+            assert re.search(r"failed after \d\.\d", text) and seconds < 1.0 + ranks.BUSY
         else:
-            assert "timeout after 2." in text and 2.0 <= seconds < 3.0
+            assert "timeout after 2." in text and 2.0 <= seconds < 3.0 + ranks.BUSY
 
 
 def wait_in_meeting(rank, world_size, tell, port, timeout):
@@ -313,7 +313,7 @@ def test_the_server_goes_while_ranks_wait(hurt):
             found = results(group)
     for name, text, seconds in found:
         assert name == "RendezvousError" and re.search(r"store (add|check|get|set)\('tricomm/", text), text
-        assert seconds < 3.0 and (hurt == signal.SIGKILL or seconds >= 2.0)
+        assert seconds < 3.0 + ranks.BUSY and (hurt == signal.SIGKILL or seconds >= 2.0)
 
 
 def meet_then_work(rank, world_size, tell, port):

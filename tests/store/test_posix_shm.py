@@ -356,5 +356,5 @@ def test_a_rank_is_killed_while_sharing(tmp_path):
     for rank in (0, 2):
         (name, text, seconds), clean = outcomes[rank].value
         assert name == PeerDied.__name__ and "rank 1 (pid" in text and "posix_shm: map peers' memory" in text
-        assert seconds < 2 and clean
+        assert seconds < 2.0 + ranks.BUSY and clean
     assert os.listdir("/dev/shm") == shm

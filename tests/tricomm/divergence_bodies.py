@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
 import tricomm
+from tests import ranks
 from tests.tricomm.bodies import communicator
 
 
@@ -19,14 +19,6 @@ def attempt(call):
     except tricomm.TricommError as error:
         return type(error).__name__, str(error), time.monotonic() - began
     return "nothing", "", time.monotonic() - began
-
-
-def _together(url, rank, world_size):
-    """Return when every rank is here: a rank that is still in its last call would be told of the next one's fault."""
-    folder = Path(url.removeprefix("file://")).parent
-    (folder / f"rank{rank}").touch()
-    while not all((folder / f"rank{r}").exists() for r in range(world_size)):
-        time.sleep(0.01)
 
 
 def other_argument(rank, world_size, tell, url, how):
@@ -57,7 +49,8 @@ def once_too_often(rank, world_size, tell, url, how, limit):
     comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024, timeout=limit))
     for _ in range(3):
         comm.all_reduce(torch.ones(8))
-    _together(url, rank, world_size)
+    # A rank that is still in its last call would be told of the next one's fault.
+    ranks.together(url, rank, range(world_size))
     found = None
     if rank == world_size - 1:
         found = attempt(lambda: comm.all_gather(torch.ones(8)))

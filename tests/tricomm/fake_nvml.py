@@ -128,6 +128,16 @@ class FakeNvml:
             raise self._complain("shutdown without init")
         self._open -= 1
 
+    def device_get_count_v2(self) -> int:
+        if not self._open:
+            raise self._complain("a count without init")
+        return len(self.cards)
+
+    def device_get_handle_by_index_v2(self, index: int) -> int:
+        if not self._open:
+            raise self._complain("a handle without init")
+        return self._generation * 1000 + list(self.cards)[index]
+
     def device_get_handle_by_uuid(self, uuid: str) -> int:
         if not self._open:
             raise self._complain("a handle without init")

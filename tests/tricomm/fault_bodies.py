@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 
@@ -11,6 +10,7 @@ import torch
 
 import tricomm
 from tests.tricomm.bodies import SMALL, communicator, leftovers
+from tricomm.kernels import layout
 
 
 def closes_in_a_call(rank, world_size, tell, url):
@@ -27,6 +27,22 @@ def closes_in_a_call(rank, world_size, tell, url):
     except tricomm.GroupAborted as error:
         time.sleep(0.5)
         return str(error)
+
+
+def beside_a_replay(rank, world_size, tell, url):
+    """Rank 0's launch finds another one of its communicator running, and rank 1 never comes."""
+    with communicator(rank, world_size, url) as comm:
+        comm.all_reduce(torch.ones(4))
+        began = time.monotonic()
+        try:
+            if rank == 0:
+                comm.group_table[layout.BUSY] = 12345  # as the kernel of a replayed graph would have set it
+                comm.all_reduce(torch.ones(4))
+            while time.monotonic() < began + 30.0:
+                comm.check()
+                time.sleep(0.01)
+        except tricomm.GroupAborted as error:
+            return str(error), time.monotonic() - began
 
 
 def symmetric_alone(rank, world_size, tell, url):
@@ -184,7 +200,6 @@ def interrupted(rank, world_size, tell, url):
             return type(error).__name__, str(error)
         finally:
             comm.close()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     tell(os.getpid())
     try:
         comm.all_reduce(torch.ones(3))

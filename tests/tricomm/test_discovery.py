@@ -12,6 +12,7 @@ import torch
 
 from tests.store.fake_driver import FakeCuda as FakeCudaWorld
 from tests.tricomm import fake_nvml
+from tests.tricomm.fake_ml_py import FakeMlPy, c_old_fabric_info
 from tests.tricomm.fake_nvml import Card, FakeCuda, FakeNvml, known, look, meshed, switched, uuid_of
 from tricomm import discovery, nvml
 from tricomm import topology_shapes as shapes
@@ -175,7 +176,7 @@ def test_one_device_needs_no_links_to_be_known(call: str) -> None:
 
 def test_every_optional_call_may_fail() -> None:
     every = {name for name in dir(FakeNvml) if name.startswith("device_")} - set(FATAL)
-    assert len(every) == 7
+    assert len(every) == 9
     fake = FakeNvml(meshed(DGX1V.links), tuple(every - {"device_get_nvlink_remote_pci_info_v2"}))
     assert known(look(fake, list(range(8)), UNLINKED)).canonical == DGX1V.canonical
     assert known(look(FakeNvml(meshed(DGX1V.links), tuple(every)), [0, 1])).links == ((0, 0), (0, 0))
@@ -204,16 +205,63 @@ def test_names_that_would_move_the_cursor() -> None:
 def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
     monkeypatch.delattr("cuda.bindings.nvml", raising=False)
-    with pytest.raises(ResourceError, match="cuda-bindings>=13.2"):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ResourceError, match="pip install nvidia-ml-py"):
         nvml.load_nvml()
     found = discovery.read(FakeCuda([0, 1]))
-    assert found.topology is None and "pip install 'cuda-bindings>=13.2'" in found.reason
+    assert found.topology is None and "pip install nvidia-ml-py" in found.reason
+
+
+def test_nvidia_ml_py_stands_in_for_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeMlPy(dgx1v()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", dgx1v())
+    assert nvml.load_nvml().source.startswith("cuda-bindings ")  # the first choice, where it is there
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+    found = nvml.load_nvml()
+    assert found.source == "nvidia-ml-py"
+    with found.session():
+        assert [len(found.links(device)) for device in found.handles()] == [6] * 8
+
+
+MACHINES: list[tuple[FakeNvml, int]] = [
+    (dgx1v(), 8),
+    (FakeNvml(switched(4)), 4),
+    (FakeNvml([Card(0, mig=True), Card(1)]), 2),
+    (FakeNvml([Card(0, instance=True), Card(1, instance=True)]), 2),
+    (FakeNvml([Card(n, fabric=(3, 0, b"ab\0cdefghijklmno", 7)) for n in range(2)]), 2),
+    (FakeNvml([Card(n, fabric=(2, 0, bytes(16), 0)) for n in range(2)]), 2),
+]
+
+
+@pytest.mark.parametrize("fake, cards", MACHINES)
+def test_nvidia_ml_py_and_the_bindings_say_the_same(fake: FakeNvml, cards: int) -> None:
+    seen = list(range(cards))
+    found = discovery.read(FakeCuda(seen), FakeMlPy(fake).nvml())
+    fake.verify()
+    assert found == look(fake, seen) and found.topology is not None
+
+
+def test_an_nvidia_ml_py_whose_structure_is_wrong_tells_nothing_of_fabrics() -> None:
+    fake = FakeNvml([Card(n, fabric=(3, 0, bytes(16), 7)) for n in range(2)])
+    module = FakeMlPy(fake)
+    module.c_nvmlGpuFabricInfoV_t = c_old_fabric_info
+    found = discovery.read(FakeCuda([0, 1]), module.nvml())
+    assert found.topology is not None and found.fabric == ()
+
+
+def test_the_real_nvidia_ml_py_has_all_that_is_called() -> None:
+    module = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeMlPy) if name.startswith(("nvmlD", "NVML", "c_nvml"))]
+    assert [name for name in (*names, "nvmlInit", "nvmlShutdown") if not hasattr(module, name)] == []
+    assert module.c_nvmlGpuFabricInfoV_t.clusterUuid.size == 16
+    with pytest.raises(ResourceError, match="NVMLError"):
+        nvml.Nvml(nvml.MlPy(module)).handle(bytes(16))
 
 
 def test_the_real_bindings_have_all_that_is_called() -> None:
     bindings = pytest.importorskip("cuda.bindings.nvml")
     called = [name for name in dir(FakeNvml) if name.startswith(("device_", "init_", "shutdown"))]
-    assert len(called) == 13
+    assert len(called) == 15
     for name in (*called, "NotSupportedError", "InvalidArgumentError", "NotFoundError", "NVLINK_MAX_LINKS"):
         assert hasattr(bindings, name), name
     assert hasattr(bindings.PciInfo(), "bus_id")

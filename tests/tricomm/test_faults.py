@@ -37,7 +37,7 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(algorithm, prot
             kind, text, caught, _, left = outcome.value
             assert kind == "PeerDied", text
             assert f"rank {victim} (pid {pids[victim]}) died" in text and "sequence" in text and "all_reduce" in text
-            assert caught - killed < 2.0
+            assert caught - killed < 2.0 + ranks.BUSY
             assert left == {}
 
 
@@ -66,7 +66,7 @@ def test_a_stopped_rank_is_named_within_its_limit_and_not_early(url):
                 kind, text, caught, last, left = _result(started, rank)
                 assert kind == "PeerStalled", text
                 assert f"rank 2 (pid {pids[2]})" in text
-                assert limit * 0.5 < caught - stopped < limit + 1.0
+                assert limit * 0.5 < caught - stopped < limit + 1.0 + ranks.BUSY
                 assert left == {}
         finally:
             os.kill(pids[2], signal.SIGCONT)
@@ -87,7 +87,7 @@ def _result(started, rank):
 def test_different_calls_are_named_on_every_rank(how, url):
     for kind, text, seconds in ranks.run(3, bodies.diverges, url, how):
         assert kind == "CollectiveMismatch", text
-        assert seconds < 1.0
+        assert seconds < 1.0 + ranks.BUSY
         assert "all_reduce" in text and "rank 2" in text and "sequence 21" in text
         other = {"collective": "all_gather", "count": "count=9", "dtype": "int32", "op": "max", "barrier": "barrier"}
         assert other.get(how, "two_shot") in text
@@ -99,7 +99,7 @@ def test_a_rank_that_never_comes_is_named(url):
     for kind, text, seconds in waiting:
         assert kind in ("CollectiveTimeout", "GroupAborted"), text
         assert "rank 2" in text and "has not entered sequence 2" in text
-        assert limit * 0.5 < seconds < limit + 1.0
+        assert limit * 0.5 < seconds < limit + 1.0 + ranks.BUSY
     assert any(kind == "CollectiveTimeout" for kind, _, _ in waiting)
     assert late[0] == "GroupAborted", late
 
@@ -112,7 +112,7 @@ def test_a_rank_that_left_is_named(how, url):
         kind, text, seconds = outcome.value
         assert kind == "PeerDied" and "rank 2" in text, text
         assert ("died" if how == "exit" else "closed") in text
-        assert seconds < 2.0
+        assert seconds < 2.0 + ranks.BUSY
 
 
 def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
@@ -132,10 +132,15 @@ def test_close_during_another_threads_call_is_an_error_and_no_crash(url):
     assert closed == "closed" and "closed the group during a call" in text
 
 
+def test_two_launches_that_overlap_are_named_at_once_on_every_rank(url):
+    for text, seconds in ranks.run(2, bodies.beside_a_replay, url):
+        assert "two launches of this communicator overlapped" in text and seconds < 5.0  # the timeout is 60
+
+
 def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
     for kind, text, seconds in ranks.run(2, bodies.symmetric_alone, url):
         assert kind == "CollectiveMismatch" and "symmetric" in text and "all_reduce" in text, text
-        assert seconds < 1.0
+        assert seconds < 1.0 + ranks.BUSY
 
 
 def test_a_job_that_is_stopped_as_a_whole_blames_nobody(url):

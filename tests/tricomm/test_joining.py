@@ -44,9 +44,11 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 
     def run(rank):
         try:
-            found = joining.join(
-                ExitStack(), store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan, look
-            )
+            with ExitStack() as undo:
+                found = joining.join(
+                    undo, store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan, look
+                )
+                undo.pop_all()
         except errors.TricommError as error:
             return error
         found.arena.close()

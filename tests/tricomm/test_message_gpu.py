@@ -22,7 +22,8 @@ def url(tmp_path):
 
 
 def join(rank, world_size, url, **options):
-    return tricomm.init(url, rank, world_size, "cuda:0", options=tricomm.Options(timeout=60.0, **options))
+    chosen = tricomm.Options(timeout=60.0, share_device=True, **options)
+    return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)
 
 
 def swept(rank, world_size, tell, url, first):

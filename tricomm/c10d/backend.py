@@ -258,9 +258,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         device = opts.device
         if device is None or device.type not in self._backends:
             cuda = bool(opts.device_ids) or "cpu" not in self._backends
-            index = opts.device_ids[0] if opts.device_ids else None
-            device = torch.device("cuda", torch.cuda.current_device() if index is None else index) if cuda else None
-        return self._submit([arguments.barrier(device or torch.device("cpu"))], opts, ("barrier",), opts)
+            device = torch.device("cpu")
+            if cuda:
+                device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._engine.gpu()
+        return self._submit([arguments.barrier(device)], opts, ("barrier",), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.

@@ -25,7 +25,7 @@ from tricomm.c10d.on_cuda import Streams
 from tricomm.c10d.quick import Quick
 from tricomm.c10d.worker import CallQueue
 from tricomm.c10d.works import bounded
-from tricomm.communicator import Communicator
+from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -122,7 +122,10 @@ class Engine:
 
     @staticmethod
     def _capturing(device: torch.device) -> bool:
-        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if device.type != "cuda":
+            return False
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def took(self, call: Call, route: Route) -> None:
         routing.took(
@@ -153,6 +156,11 @@ class Engine:
         if device.type == "cuda":
             self._quick.use(comm, self.site("cuda"))
         comm.watch(self)
+
+    def gpu(self) -> torch.device:
+        """The GPU of a call without a tensor: the one that this group uses, if that is one; else the rank's own."""
+        used = [device for device in self._comms if device.type == "cuda"]
+        return used[0] if len(used) == 1 else pick_device("cuda")
 
     def _still_connected(self) -> None:
         """Raises if a rank has ended or left, which the store does not show."""
@@ -255,9 +263,11 @@ class Engine:
 
         keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
         result = [x for call in batch for x in call.result]
-        streams = self._streams.setdefault(device, Streams(device))
+        streams = self._streams.get(device)
+        if streams is None:
+            streams = self._streams[device] = Streams(comm)
         timeout = batch[0].timeout or self._place.timeout
-        return streams.run(action, batch[0].collective, result, keep, batch[0].async_op, comm, timeout)
+        return streams.run(action, batch[0].collective, result, keep, batch[0].async_op, timeout)
 
     # Life
 

@@ -13,7 +13,9 @@ from torch.futures import Future
 
 from tricomm import env
 from tricomm.c10d.works import FinishedWork, bounded, failed
+from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, TricommError
+from tricomm.gpu import Gpu
 
 _POLL = 5e-5
 
@@ -24,13 +26,15 @@ class CudaWork(Work):
     With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too.
     """
 
-    def __init__(self, what: str, result: list[Any], event: Any, future: Any, comm: Any, limit: float | None) -> None:
+    def __init__(
+        self, what: str, result: list[Any], event: Any, future: Any, comm: Communicator, gpu: Gpu, limit: float | None
+    ) -> None:  # fmt: skip
         super().__init__()
         self._what, self._result, self._event, self._future = what, result, event, future
-        self._comm, self._limit = comm, limit
+        self._comm, self._gpu, self._limit = comm, gpu, limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._event.wait(torch.cuda.current_stream(self._comm.device))
+        self._event.wait(self._gpu.stream())
         limit = bounded(timeout)
         if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
             try:
@@ -77,29 +81,40 @@ class CudaWork(Work):
 
 
 class Streams:
-    """One group's stream on one device."""
+    """One group's stream on the device of `comm`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, comm: Communicator) -> None:
+        assert comm.gpu is not None, "calls on a CPU have no streams"
+        self._comm, self._gpu = comm, comm.gpu
         self._stream: Any = None
 
     def run(
         self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
-        comm: Any, timeout: timedelta | None,
+        timeout: timedelta | None,
     ) -> Any:  # fmt: skip
-        """Launch `action`; the memory of `keep` is not given to others before the stream has passed it."""
-        if not async_op or torch.cuda.is_current_stream_capturing():
+        """Launch `action`; the memory of `keep` is not given to others before the stream has passed it.
+
+        Works whatever device is current, and leaves that as it was.
+        """
+        run = self._gpu.under(self._run) if self._gpu.elsewhere() else self._run
+        return run(action, what, result, keep, async_op, timeout)
+
+    def _run(
+        self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
+        timeout: timedelta | None,
+    ) -> Any:  # fmt: skip
+        gpu = self._gpu
+        if not async_op or gpu.capturing():
             action()
             return FinishedWork(result)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream = torch.cuda.Stream(gpu.device)
+        self._stream.wait_stream(gpu.stream())
         with torch.cuda.stream(self._stream):
             action()
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            future: Any = Future(devices=[self._device])
+            event = gpu.recorded(self._stream)
+            future: Any = Future(devices=[gpu.device])
             future.set_result(result)  # here, so that the future's event is on this stream
         for tensor in keep:
             tensor.record_stream(self._stream)
-        return CudaWork(what, result, event, future, comm, bounded(timeout))
+        return CudaWork(what, result, event, future, self._comm, gpu, bounded(timeout))

@@ -75,7 +75,7 @@ class World:
             control.set_state(State.READY)
             words = Region("control", rank, control.device_words, page.PAGE_BYTES, f"rank {rank}'s control words")
             self.memory.add(words)
-        self._group = LocalGroup(world_size, CPU, pages=[control.device_words for control in self.controls])
+        self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
         self.arenas = self._group.open(self.plan.nbytes)
         for rank, base in enumerate(self.arenas[0].bases):
             name = f"rank {rank}'s arena"
@@ -202,6 +202,9 @@ class RankRuntime:
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
+
+    def gpu(self, device: torch.device) -> None:
+        """None: the kernels are interpreted."""
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

@@ -1,0 +1,107 @@
+"""Host memory that kernels use: what the device knows of it lives and dies with the memory.
+
+CUDA registers memory by its address. Memory that is unmapped while it is registered leaves the driver with pages that
+nobody sees: whatever is mapped at that address later looks registered already, and kernels would write to the old
+pages. So a registration belongs to one `HostWords`, which its owner closes before it lets the memory go; and while it
+is registered the memory is held here, so that its address cannot be given to anything else, whatever becomes of its
+owner.
+
+How a group ends decides: if its kernels have left, its control page goes, also where its arena stays because a peer has
+yet to take a message; if one does not leave, or a captured graph may run one again, everything that it may touch (page,
+arena, tables) stays mapped until the process ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+
+from tricomm.errors import GroupAborted, ResourceError
+from tricomm.store.cuda_driver import PAGE_BYTES, Driver
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Registration:
+    memory: object
+    driver: Driver
+    ordinal: int
+    context: int
+    process: int
+    device_address: int = 0
+
+
+_registered: set[_Registration] = set()
+
+
+class HostWords:
+    """The page of host memory at `address`, which stays mapped for as long as somebody refers to `memory`."""
+
+    def __init__(self, memory: object, address: int) -> None:
+        self.address = address
+        self._memory: object | None = memory
+        self._registration: _Registration | None = None
+        self._lock = threading.RLock()  # a signal handler may close what this thread opens
+
+    def on_device(self, driver: Driver, ordinal: int) -> int:
+        """The page's address for kernels of GPU `ordinal`, good until `close`; the same however often it is asked for.
+
+        Raises `ResourceError` if CUDA refuses to register it, and for a second GPU; `GroupAborted` after `close`.
+        """
+        with self._lock:
+            if self._memory is None:
+                raise GroupAborted("the host memory of this group is closed; make a new communicator")
+            if self._registration is None:
+                self._registration = self._register(self._memory, driver, ordinal)
+            elif self._registration.ordinal != ordinal:
+                raise ResourceError(
+                    f"the group's control page is registered for GPU {self._registration.ordinal} and cannot be used "
+                    f"on GPU {ordinal} too: a communicator has one GPU per rank"
+                )
+            return self._registration.device_address
+
+    def close(self) -> None:
+        """Take it from the device and let the memory go. Idempotent; a forked child only forgets.
+
+        No kernel may use it any more. If CUDA refuses, the memory stays mapped until the process ends, with a warning.
+        """
+        held = self._registration
+        if held is not None and held.process != os.getpid():
+            _registered.discard(held)
+            self._memory = self._registration = None
+            return
+        with self._lock:
+            self._memory = None
+            if self._registration is not None:
+                _unregister(self._registration, self.address)
+                self._registration = None
+
+    def _register(self, memory: object, driver: Driver, ordinal: int) -> _Registration:
+        # The context is held too: registrations go with the one in which they were made.
+        context = driver.retain_context(ordinal)
+        registration = _Registration(memory, driver, ordinal, context, os.getpid())
+        try:
+            with driver.current(context):
+                _registered.add(registration)
+                registration.device_address = driver.host_register(self.address, PAGE_BYTES)
+        except ResourceError:
+            _registered.discard(registration)
+            driver.release_context(ordinal)
+            raise
+        return registration
+
+
+def _unregister(held: _Registration, address: int) -> None:
+    try:
+        with held.driver.current(held.context):
+            held.driver.host_unregister(address)
+        _registered.discard(held)
+        held.driver.release_context(held.ordinal)
+    except ResourceError as error:
+        if held in _registered:
+            _log.warning(f"a page that the GPU may still know stays mapped until this process ends: {error}")
+        else:
+            _log.warning(f"releasing GPU memory: {error}")

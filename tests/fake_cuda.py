@@ -1,0 +1,277 @@
+"""Two GPUs as one process sees them through torch and the driver, without any. CUDA's rules on devices, contexts and
+streams are enforced: whatever breaks one is a complaint, and the test fails, even if somebody swallows the exception.
+
+Kernels run where they are launched, under Triton's interpreter, on the CPU's memory; those of a graph run at a replay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.fake_launch import FakeGpu, Result
+from tricomm.gpu import Gpu
+from tricomm.kernels import bound, compiled, launch
+from tricomm.runtime import Processes
+
+_names = itertools.count()
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _compile_once(kernel: Any, constexprs: dict[str, Any], *more: Any) -> Any:
+    """Every fake device is a new one; its kernels are the same."""
+    key = (kernel, tuple(sorted(constexprs.items())), *more)
+    if key not in _compiled:
+        _compiled[key] = compiled.compile_kernel(kernel, constexprs, *more)
+    return _compiled[key]
+
+
+class FakeStream:
+    """`torch.cuda.Stream`. `passed` is what has run on it."""
+
+    def __init__(self, world: World, device: int, handle: int) -> None:
+        self.world, self.device, self.cuda_stream = world, torch.device("cuda", device), handle
+        self.capture: list[Callable[[], None]] | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and (self.device, self.cuda_stream) == (other.device, other.cuda_stream)
+
+    def __hash__(self) -> int:
+        return hash((self.device, self.cuda_stream))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.world.log.append(f"{self} waits for {other}")
+
+    def query(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"stream {self.cuda_stream} of {self.device}"
+
+
+class FakeEvent:
+    """`torch.cuda.Event`."""
+
+    world: World
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.stream: FakeStream | None = None
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.stream = stream or self.world.current_stream()
+        self.world.log.append(f"event on {self.stream}")
+
+    def wait(self, stream: FakeStream) -> None:
+        self.world.log.append(f"{stream} waits for an event on {self.stream}")
+
+    def query(self) -> bool:
+        if any(s.capture is not None for s in self.world.streams.values()):
+            raise self.world.complain("an event was asked for while a graph was captured")
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1.0
+
+
+class World:
+    """The GPUs. `install` puts it in torch's place; `verify` fails if a rule was broken."""
+
+    def __init__(self, devices: int = 2) -> None:
+        self.devices = devices
+        self.log: list[str] = []
+        self.complaints: list[str] = []
+        self.used: set[int] = set()  # devices with a primary context
+        self.streams: dict[tuple[int, int], FakeStream] = {}
+        self._here = threading.local()
+        self._handles = itertools.count(1)
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        event = type("FakeEvent", (FakeEvent,), {"world": self})
+        for name, value in {
+            "device": self.device, "stream": self.stream, "current_stream": self.current_stream, "Event": event,
+            "current_device": self.get_device, "device_count": lambda: self.devices, "Stream": self.new_stream,
+            "is_current_stream_capturing": self.capturing, "synchronize": self.synchronize,
+            "is_available": lambda: True,
+        }.items():  # fmt: skip
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(bound, "compile_kernel", _compile_once)
+        patch.setattr(torch._C, "_cuda_getDevice", self.get_device, raising=False)
+        patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in self.used, raising=False)
+        patch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: self.current_stream(index).cuda_stream, raising=False
+        )
+
+    def complain(self, text: str) -> AssertionError:
+        self.complaints.append(text)
+        return AssertionError(text)
+
+    def verify(self) -> None:
+        assert self.complaints == []
+
+    # Contexts: the driver's stack of each thread, and the device that torch takes for the current one
+
+    @property
+    def contexts(self) -> list[object]:
+        """This thread's stack: a number is the primary context of that device, a tuple with one somebody's own."""
+        if not hasattr(self._here, "stack"):
+            self._here.stack, self._here.wanted, self._here.now = [], None, {}
+        return self._here.stack  # type: ignore[no-any-return]
+
+    def get_device(self) -> int:
+        contexts = self.contexts
+        if self._here.wanted is not None:
+            return int(self._here.wanted)
+        top = contexts[-1] if contexts else 0
+        return int(top[1] if isinstance(top, tuple) else top)  # type: ignore[call-overload]
+
+    def set_device(self, index: int) -> None:
+        """cudaSetDevice, and nothing if torch thinks that the device is the current one already."""
+        if index == self.get_device() and self._here.wanted is None:
+            return
+        self._here.wanted = None
+        self.contexts[-1:] = [index]
+        self.used.add(index)
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        """As torch does: a device that has no context gets none only because it is the current one again."""
+        before = self.get_device()
+        self.set_device(torch.device(device).index if not isinstance(device, int) else device)
+        try:
+            yield
+        finally:
+            if before in self.used:
+                self.set_device(before)
+            else:
+                self._here.wanted = before
+
+    def bind(self) -> int:
+        """What any call of the runtime does in a thread without a context; the device then."""
+        index = self.get_device()
+        if not self.contexts or self._here.wanted is not None:
+            self._here.wanted = None
+            self.contexts[-1:] = [index]
+        self.used.add(index)
+        return index
+
+    # Streams
+
+    def new_stream(self, device: Any = None) -> FakeStream:
+        index = self.get_device() if device is None else torch.device(device).index
+        made = FakeStream(self, index, 1000 * (index + 1) + next(self._handles))
+        self.streams[index, made.cuda_stream] = made
+        return made
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        index = self.get_device() if device is None else device if isinstance(device, int) else device.index
+        default = self.streams.setdefault((index, 0), FakeStream(self, index, 0))
+        self.contexts  # noqa: B018  # makes what this thread has
+        return self._here.now.get(index, default)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        index = stream.device.index
+        with self.device(index):
+            before, self._here.now[index] = self.current_stream(index), stream
+            try:
+                yield
+            finally:
+                self._here.now[index] = before
+
+    def synchronize(self, device: Any = None) -> None:
+        with self.device(device if device is not None else self.get_device()):
+            self.bind()
+            if any(s.capture is not None for s in self.streams.values()):
+                raise self.complain("synchronized while a graph was captured")
+
+    def capturing(self) -> bool:
+        """Asks the runtime, so that a device that was not in use is from then on."""
+        index = self.get_device()
+        if index not in self.used:
+            self.complain(f"made a context on cuda:{index}, which nobody uses")
+        self.bind()
+        return self.current_stream(index).capture is not None
+
+    @contextmanager
+    def capture(self, stream: FakeStream) -> Iterator[list[Callable[[], None]]]:
+        """`torch.cuda.graph`; what is captured is run by calling it."""
+        self.synchronize(stream.device)
+        with self.stream(stream):
+            stream.capture = graph = []
+            try:
+                yield graph
+            finally:
+                stream.capture = None
+
+
+class FakeDevice(FakeGpu):
+    """One device of a world, for `tricomm.kernels.bound`. Modules and functions belong to its primary context."""
+
+    def __init__(self, world: World, index: int) -> None:
+        super().__init__(f"fake cuda:{index} number {next(_names)}")
+        self.world, self.index = world, index
+        self.context = index  # type: ignore[assignment]
+
+    def stream(self) -> int:
+        return self.world.current_stream(self.index).cuda_stream
+
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+        self.world.contexts.append(context)
+        self.world.used.add(context)
+        return (Result.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        return Result.CUDA_SUCCESS, self.world.contexts.pop()
+
+    def _begins(self, name: str) -> Result:
+        self.current = True
+        result = super()._begins(name)
+        contexts = self.world.contexts
+        if result is Result.CUDA_SUCCESS and not contexts:
+            return Result.CUDA_ERROR_INVALID_CONTEXT
+        if result is Result.CUDA_SUCCESS and contexts[-1] != self.index:
+            return Result.CUDA_ERROR_INVALID_HANDLE
+        return result
+
+
+class OnFakeGpu(Processes):
+    """A runtime whose kernels go through the whole launch path of device `index`, and are interpreted then."""
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world, self.index = world, index
+        self.fake = FakeDevice(world, index)
+
+    def gpu(self, device: torch.device) -> Gpu:
+        return Gpu(torch.device("cuda", self.index))
+
+    def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):  # type: ignore[no-untyped-def]
+        options = compiled.COMPILE_OPTIONS
+        gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
+        to_driver = bound.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
+        interpreted = launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: launch.Rows = ()) -> None:
+            to_driver(x, y, count, call, rows)
+            stream = self.world.streams[self.index, self.fake.launches[-1].stream]
+            if stream.capture is None:
+                interpreted(x, y, count, call, rows)
+            else:
+                stream.capture.append(lambda: interpreted(x, y, count, call, rows))
+
+        return run
+
+    def prepare(self, kernel, grid, args, constexprs, device, timeout):  # type: ignore[no-untyped-def]
+        interpreted = super().prepare(kernel, grid, args, constexprs, device, timeout)
+
+        def run() -> None:  # Triton launches on the current device, whatever the tensors say
+            if self.world.bind() != self.index:
+                self.world.complain(f"a user's kernel ran on cuda:{self.world.get_device()}")
+            interpreted()
+
+        return run

@@ -1,0 +1,45 @@
+"""How long two processes on one GPU take to meet: what limits of time in GPU tests are counted from.
+
+Without MPS the processes take turns on the GPU in slices of time, some 2 ms or some tens of them, and a rendezvous of
+ranks takes several slices. So no limit is a constant: each is some seconds of tricomm's own and a number of meetings.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import tricomm
+from tests import ranks
+
+_MEETINGS = 30
+
+
+@cache
+def meeting_seconds() -> float:
+    """The longest of 30 barriers of two processes on `cuda:0`, in seconds. Measured once a test run."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o700)
+        return max(ranks.run(2, _meet, f"file://{folder}/store", timeout=200))
+
+
+def within(seconds: float, meetings: int = 50) -> float:
+    """A limit of `seconds` on a GPU that nobody else uses, and of as many `meetings` more."""
+    return seconds + meetings * meeting_seconds()
+
+
+def _meet(rank: int, world_size: int, tell: object, url: str) -> float:
+    options = tricomm.Options(timeout=60.0, arena_bytes=4 << 20)
+    with tricomm.init(url, rank, world_size, "cuda:0", options=options) as comm:
+        comm.barrier()
+        took = []
+        for _ in range(_MEETINGS):
+            began = time.monotonic()
+            comm.barrier()
+            torch.cuda.synchronize()
+            took.append(time.monotonic() - began)
+        return max(took)

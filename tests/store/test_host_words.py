@@ -1,0 +1,293 @@
+"""Host memory that the device knows: its registration goes before it does, on whatever road a group ends."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import tricomm
+from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.fake_host import identity
+from tricomm import group, joining
+from tricomm.communicator import Communicator
+from tricomm.errors import GroupAborted, ResourceError
+from tricomm.kernels import layout
+from tricomm.options import Options
+from tricomm.runtime import PROCESSES
+from tricomm.store import host_words
+from tricomm.store.control import ControlPage
+from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.host_words import HostWords
+from tricomm.store.local import open_local
+from tricomm.store.rendezvous import meet
+from tricomm.store.segments import Segment
+
+CPU = torch.device("cpu")
+OPTIONS = Options(timeout=20.0, arena_bytes=2 << 20)
+PLAN = layout.plan(2, OPTIONS.arena_bytes)
+
+
+@pytest.fixture
+def world() -> Iterator[FakeCuda]:
+    """Whatever a test kept on purpose does not reach the next one."""
+    yield FakeCuda(2)
+    host_words._registered.clear()
+    group._kept.clear()
+
+
+def ready(world: FakeCuda) -> FakeDriver:
+    driver = world.process()
+    driver.init()
+    return driver
+
+
+def words_of(segment: Segment) -> HostWords:
+    return HostWords(segment.buffer, segment.address)
+
+
+def touch(driver: FakeDriver, address: int, value: int) -> None:
+    """As a kernel of GPU 0 would."""
+    with driver.current(driver.retain_context(0)):
+        driver.write(address, value.to_bytes(8, "little"))
+    driver.release_context(0)
+
+
+def test_one_registration_that_close_gives_back(world: FakeCuda) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    words = words_of(memory)
+    address = words.on_device(driver, 0)
+    assert words.on_device(driver, 0) == address and driver.calls.count("cuMemHostRegister") == 1
+    with pytest.raises(ResourceError, match="GPU 0 .* GPU 1"):
+        words.on_device(driver, 1)
+    touch(driver, address, 7)
+    assert memory.buffer[0] == 7
+    words.close()
+    words.close()
+    memory.close()
+    assert identity(memory.address) is None
+    with pytest.raises(GroupAborted):
+        words.on_device(driver, 0)
+    world.verify()
+
+
+@pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer", "cuDevicePrimaryCtxRetain"])
+def test_a_page_that_is_refused_is_not_held(name: str, world: FakeCuda) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    driver.fail_at(name)
+    words = words_of(memory)
+    with pytest.raises(ResourceError, match=name):
+        words.on_device(driver, 0)
+    words.close()
+    memory.close()
+    assert identity(memory.address) is None and not host_words._registered
+    world.verify()
+
+
+def forgotten(driver: FakeDriver) -> tuple[int, int]:
+    """A registered page that nobody refers to any more: its addresses on the host and on the device."""
+    memory = Segment.create("tricomm-test", 4096)
+    device = words_of(memory).on_device(driver, 0)
+    memory.close()
+    return memory.address, device
+
+
+def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world: FakeCuda) -> None:
+    driver = ready(world)
+    address, device = forgotten(driver)
+    gc.collect()
+    assert identity(address) is not None
+    touch(driver, device, 1)
+    assert world.complaints == []
+
+
+def test_without_that_a_kernel_would_write_where_nothing_is(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nobody(set[Any]):
+        def add(self, _: Any) -> None:
+            pass
+
+    monkeypatch.setattr(host_words, "_registered", Nobody())
+    driver = ready(world)
+    address, device = forgotten(driver)
+    gc.collect()
+    with pytest.raises(AssertionError, match="whose memory went while it was pinned"):
+        touch(driver, device, 1)
+
+
+def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    words = words_of(memory)
+    words.on_device(driver, 0)
+    driver.fail_at("cuMemHostUnregister")
+    words.close()
+    memory.close()
+    assert "stays mapped" in caplog.text and "cuMemHostUnregister" in caplog.text
+    assert identity(memory.address) is not None
+
+
+def test_a_forked_child_forgets_and_calls_nothing(world: FakeCuda) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    words = words_of(memory)
+    words.on_device(driver, 0)
+    before = len(driver.calls)
+    child = os.fork()
+    if child == 0:
+        words.close()
+        memory.close()
+        os._exit(0 if len(driver.calls) == before and identity(memory.address) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    words.close()
+    world.verify()
+
+
+# Groups over the fake driver; the host's side of them is real, and their tables are left out, for no kernel runs
+
+
+class Job:
+    """Two ranks, a thread and a fake process each, or a fake process together."""
+
+    def __init__(self, world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world, self.drivers = world, [ready(world), ready(world)]
+
+        def arena(control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any = None) -> Any:
+            return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
+
+        monkeypatch.setattr(joining, "open_arena", arena)
+        monkeypatch.setattr(group.Group, "_write_table", lambda self: torch.empty(0))
+
+    def together(self, body: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(body, range(2)))
+
+    def processes(self) -> list[Communicator]:
+        store = HashStore()
+        return self.together(lambda rank: Communicator(store, rank, 2, "cpu", options=OPTIONS))
+
+    def local(self) -> list[Communicator]:
+        store, agreed = HashStore(), OPTIONS.agreed(PLAN, "cuda")
+        controls = self.together(lambda rank: meet(store, rank, 2, 20.0, agreed))
+        pages = [control.host_words for control in controls]
+        self.drivers = [self.drivers[0]] * 2
+        arenas = open_local(2, PLAN.nbytes, torch.device("cuda", 0), self.drivers[0], pages)
+        return self.together(
+            lambda rank: Communicator.over(controls[rank], arenas[rank], PLAN, CPU, 20.0, OPTIONS, PROCESSES)
+        )
+
+    def works(self, comm: Communicator, value: int) -> None:
+        """What the device writes to the page is what the rank sees."""
+        touch(self.drivers[comm.rank], comm._arena.control_address + 8 * layout.ENDED, value)  # type: ignore[attr-defined]
+        assert comm._words[layout.ENDED] == value
+
+
+@pytest.fixture
+def job(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Job:
+    return Job(world, monkeypatch)
+
+
+def test_a_group_leaves_nothing(job: Job) -> None:
+    comms = job.processes()
+    for comm in comms:
+        job.works(comm, 5)
+    job.together(lambda rank: comms[rank].close())
+    job.world.verify()
+
+
+def a_group(job: Job, value: int) -> int:
+    """Made, used and closed; the host address of rank 0's page."""
+    comms = job.processes()
+    for comm in comms:
+        job.works(comm, value)
+    job.together(lambda rank: comms[rank].close())
+    return comms[0]._control.device_words
+
+
+def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Groups one after another whose arenas stay, until a page has the address of an earlier one."""
+    monkeypatch.setattr(Communicator, "_settled", lambda self, seconds: False)  # a peer has not taken a message
+    monkeypatch.setattr(group.log, "disabled", True)  # or pytest holds on to the groups that the records name
+    seen: set[int] = set()
+    for value in range(1, 10):
+        address = a_group(job, value)
+        if address in seen:
+            return True
+        seen.add(address)
+        gc.collect()
+    return False
+
+
+def test_a_group_after_one_whose_arena_was_kept_has_a_page_of_its_own(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert again_after_an_arena_was_kept(job, monkeypatch), "no address came twice, so nothing was tried here"
+    assert job.world.complaints == []
+    assert not [text for driver in job.drivers for text in driver.process.holds() if "pinned" in text]
+
+
+def test_without_giving_the_page_back_the_next_group_meets_the_old_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(self: HostWords) -> None:
+        self._memory = self._registration = None
+        host_words._registered.clear()
+
+    monkeypatch.setattr(HostWords, "close", forget)
+    with pytest.raises((AssertionError, tricomm.TricommError), match="whose memory went while it was pinned"):
+        again_after_an_arena_was_kept(job, monkeypatch)
+
+
+def test_ranks_of_one_process_give_their_pages_back_one_by_one(job: Job) -> None:
+    for value in range(1, 4):
+        one, two = job.local()
+        job.works(one, value)
+        one.close()
+        pinned = job.drivers[0].process.pinned.all
+        assert [page.address for page in pinned] == [two._control.device_words]
+        job.works(two, value)
+        three, four = job.local()  # while one rank of the last group lives
+        job.works(three, value)
+        job.works(four, value)
+        job.works(two, value + 1)
+        for comm in (two, three, four):
+            comm.close()
+        del one, two, three, four, comm
+        gc.collect()
+        job.world.verify()
+
+
+def test_what_a_kernel_that_does_not_leave_works_on_stays(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    comms = job.processes()
+    monkeypatch.setattr(Communicator, "_quiet", lambda self: False)
+    for driver in job.drivers:
+        driver.process.kernel_running = True
+    for comm in comms:
+        comm.simulated = False
+        comm.close()
+    address = comms[0]._arena.control_address  # type: ignore[attr-defined]
+    assert caplog.text.count("a kernel has not left") == 2
+    del comm, comms
+    gc.collect()
+    touch(job.drivers[0], address, 1)
+    for driver in job.drivers:
+        assert "cuMemHostUnregister" not in driver.calls and "cuMemFree" not in driver.calls
+    assert job.world.complaints == []
+
+
+def test_a_set_up_that_fails_gives_the_page_back(job: Job) -> None:
+    job.drivers[1].fail_at("cuMemAlloc")
+
+    def refused(rank: int) -> str:
+        with pytest.raises(ResourceError) as error:
+            Communicator(store, rank, 2, "cpu", options=OPTIONS)
+        return str(error.value)
+
+    store = HashStore()
+    assert all("rank 1" in text and "cuMemAlloc" in text for text in job.together(refused))
+    job.world.verify()

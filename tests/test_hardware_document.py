@@ -1,0 +1,139 @@
+"""docs/hardware.md lists every call that may block in CUDA's driver, and what ends it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("kernels", "store", "tricomm")  # perf measures, and the explorer runs on a CPU
+HEAD = "## Calls of the driver that may block"
+ROW = re.compile(r"^\| `([\w.]+)` \| ((?:`[\w.]+`(?:, )?)+|anywhere) \| (.+?) \| (.+) \|$")
+NEVER = re.compile(r"^These never wait for the device: (.+)\.$", re.MULTILINE)
+DRIVER = re.compile(r"cu[A-Z][A-Za-z_0-9]*")
+METHODS = {"item", "cpu", "cuda", "copy_", "synchronize", "empty_cache"}
+MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torch.ones", "torch.full"}
+ELSEWHERE = {
+    # between two tensors of one device: enqueued, or a copy on the CPU
+    "copy_ in tricomm.lists.unpack", "copy_ in tricomm.messages.Messages.recv",
+    # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
+    "synchronize in tricomm.group.Group._write_table",
+    "synchronize in store.cuda_ipc.CudaIpcArena._allocate", "synchronize in store.cuda_ipc.CudaIpcArena._write_probe",
+    "synchronize in store.cuda_ipc.CudaIpcArena._clear_probe", "synchronize in store.local._GpuBlocks.__init__",
+    "synchronize in store.local._GpuBlocks.free",
+    # the interpreter's own, on the CPU
+    "item in kernels.adapter._atomic_poll",
+}  # fmt: skip
+
+
+def calls(source: str, module: str) -> set[str]:
+    """Every call of a module that reaches the driver, as `call in module.function`."""
+    return set(_calls(ast.parse(source), module))
+
+
+def _calls(node: ast.AST, where: str) -> Iterator[str]:
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        where = f"{where}.{node.name}"
+    name = _name(node, where)
+    if name is not None:
+        yield f"{name} in {where}"
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _calls(child, where)
+
+
+def _name(node: ast.AST, where: str) -> str | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        named = where.startswith("store.cuda_driver.Driver") and DRIVER.fullmatch(node.value)
+        return node.value if named else None  # how that class calls the bindings
+    if isinstance(node, ast.Attribute):
+        dotted = ast.unparse(node)
+        if DRIVER.fullmatch(node.attr):
+            return node.attr
+        return dotted if re.fullmatch(r"torch\.cuda\.\w+", dotted) else None
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    dotted = ast.unparse(node.func)
+    if dotted in MAKERS and any(keyword.arg == "device" for keyword in node.keywords):
+        return dotted
+    method = node.func.attr in METHODS and not dotted.startswith("torch.")
+    moved = "c10d" in where and node.func.attr == "copy_"  # from one tensor of a call to another, on its device
+    return node.func.attr if method and not moved else None
+
+
+@cache
+def all_calls() -> frozenset[str]:
+    found: set[str] = set()
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if not module.startswith("tricomm.explorer."):
+                found |= calls(path.read_text(), module)
+    return frozenset(found)
+
+
+def document() -> str:
+    text = (ROOT / "docs" / "hardware.md").read_text()
+    return text[text.index(HEAD) :].split("\n## ")[0]
+
+
+def wrong(text: str, found: frozenset[str] | set[str]) -> list[str]:
+    """What the section lacks of the calls in `found`, and what it has too much."""
+    rows = [match.groups() for line in text.splitlines() if (match := ROW.match(line))]
+    listed = {f"{call} in {place}" for call, places, _, _ in rows for place in re.findall(r"`([\w.]+)`", places)}
+    anywhere = {call for call, places, _, _ in rows if places == "anywhere"}
+    never = set(re.findall(r"`([\w.]+)`", "".join(NEVER.findall(text))))
+    used = {call.split(" in ")[0] for call in found}
+    known = never | anywhere
+    problems = [f"{call} is in no row" for call in found - listed - ELSEWHERE if call.split(" in ")[0] not in known]
+    problems += [f"{call} is in the table and not in the sources" for call in listed - found]
+    problems += [f"{call} never blocks, and nobody calls it" for call in never - used]
+    problems += [f"{call} is in the table, and nobody calls it" for call in anywhere - used]
+    problems += [f"{call} both blocks and never does" for call in never & {row[0] for row in rows}]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return problems + [f"not a row: {line}" for line in lines if not ROW.match(line)]
+
+
+def test_every_call_that_may_block_has_a_row() -> None:
+    assert wrong(document(), all_calls()) == []
+    assert ELSEWHERE <= all_calls()
+
+
+@pytest.mark.parametrize(
+    ("added", "call"),
+    [
+        ("import torch\ndef wait(event):\n    event.synchronize()", "synchronize"),
+        ("import torch\ndef wait():\n    torch.cuda.empty_cache()", "torch.cuda.empty_cache"),
+        ("def wait(bindings):\n    bindings.cuStreamSynchronize(0)", "cuStreamSynchronize"),
+        ("def wait(x):\n    return x.sum().item()", "item"),
+        ("import torch\ndef wait(rows, where):\n    return torch.tensor(rows, device=where)", "torch.tensor"),
+        ("class Ring:\n    def wait(self, x):\n        self.x.copy_(x)", "copy_"),
+    ],
+)
+def test_a_call_that_is_added_to_the_sources_is_found(added: str, call: str) -> None:
+    new = calls(added, "tricomm.new")
+    (problem,) = wrong(document(), all_calls() | new)
+    assert problem.startswith(f"{call} in tricomm.new.") and problem.endswith("is in no row")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("| `cuMemFree` |", "| `cuMemFree_v2` |", "cuMemFree in store.cuda_driver.Driver.mem_free is in no row"),
+        ("Driver.mem_alloc`", "Driver.alloc`", "cuMemAlloc in store.cuda_driver.Driver.alloc is in the table"),
+        ("`cuDeviceGet`, ", "", "cuDeviceGet in store.cuda_driver.Driver._device is in no row"),
+        ("`cuDeviceGet`, ", "`cuDeviceGet`, `cuMemFree`, ", "cuMemFree both blocks"),
+        ("`cuDeviceGet`, ", "`cuDeviceGet`, `cuCtxGetId`, ", "cuCtxGetId never blocks, and nobody"),
+        ("| as `cuMemFree` |", "| |", "not a row"),
+    ],
+)
+def test_a_list_that_has_rotted_is_found(old: str, new: str, words: str) -> None:
+    assert old in document()
+    assert any(text.startswith(words) for text in wrong(document().replace(old, new, 1), all_calls()))

@@ -1,0 +1,87 @@
+"""What ranks do over a fake GPU. Module-level, so that a new process can find it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.distributed import FileStore
+
+from tests.fake_cuda import OnFakeGpu, World
+from tests.kernels.fake_launch import Result
+from tricomm import Communicator, Options, errors
+from tricomm.kernels import layout
+from tricomm.store.arena import open_arena
+from tricomm.store.rendezvous import meet
+
+LATE = 1.0  # seconds by which rank 0 comes later than the others
+
+
+@triton.jit
+def fill(out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, tl.full([N], 7.0, tl.float32))
+
+
+@contextmanager
+def on_fake_gpu(rank, world_size, url):
+    """A communicator whose kernels are launched on a fake GPU of the rank's own: (communicator, world, device)."""
+    with pytest.MonkeyPatch.context() as patch:
+        world = World()
+        world.install(patch)
+        runtime, device = OnFakeGpu(world, 0), torch.device("cpu")
+        options = Options(arena_bytes=256 * 1024, timeout=60.0)
+        plan = layout.plan(world_size, options.arena_bytes)
+        store = FileStore(url.removeprefix("file://"), world_size)
+        control = meet(store, rank, world_size, 60.0, options.agreed(plan, "cpu"))
+        arena = open_arena(control, plan.nbytes, device, 60.0)
+        comm = Communicator.over(control, arena, plan, device, 60.0, options, runtime)
+        comm.all_reduce(torch.ones(8))
+        comm.barrier()
+        yield comm, world, runtime.fake
+
+
+def replays_after_close(rank, world_size, tell, url, how):
+    """A replay of two captured calls: seconds, and what was in flight at the peer."""
+    with on_fake_gpu(rank, world_size, url) as (comm, world, _):
+        handle = comm.symmetric((8,), torch.float32)
+        comm.all_reduce(handle, out=torch.zeros(8))
+        with world.capture(world.new_stream("cuda:0")) as graph:
+            comm.all_reduce(torch.ones(8))
+            comm.all_reduce(handle, out=torch.zeros(8))
+        comm.barrier()
+        if how == "unprotected":
+            comm._captured = False
+        comm.close()
+        comm.close()
+        began = time.monotonic()
+        if rank == 0:  # alone: nobody answers
+            for node in graph:
+                node()
+        took = time.monotonic() - began
+        try:
+            comm.all_reduce(torch.ones(8))
+        except errors.GroupAborted as error:
+            return took, str(error)
+
+
+def refused_on_one(rank, world_size, tell, url):
+    """The driver refuses rank 0's launch: what each rank gets, and how long after its call."""
+    with on_fake_gpu(rank, world_size, url) as (comm, _, fake):
+        x = torch.ones(8)
+        if rank == 0:
+            fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
+            time.sleep(LATE)
+        began = time.monotonic()
+        try:
+            comm.all_reduce(x)
+            comm.synchronize()
+        except errors.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        finally:
+            comm.close()
+    return "nothing", "", 0.0

@@ -1,0 +1,68 @@
+"""The one way to NVIDIA's Python bindings (`cuda.bindings`), which refuses versions that would stop the watch.
+
+Before 12.9.1, and before 13.0.0 in the line of CUDA 13, the bindings keep Python's GIL during a driver call. A call
+that blocks (synchronise, free, unmap, load, a launch on a full queue) then stops every thread of the process, among
+them the monitor that ends kernels whose peer is gone: both wait for each other without a limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+from tricomm.errors import ResourceError
+
+FIRST = (12, 9, 1)
+NEEDED = "cuda-bindings>=12.9.1"
+REMEDY = f"pip install '{NEEDED}'"
+_FIRST_OF_LINES = {FIRST, (13, 0, 0)}  # a pre-release of one of these counts as what came before
+INSTALL = "CUDA needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<rest>.*)", re.DOTALL)
+_PRE_RELEASE = re.compile(r"[._-]?(a|b|c|rc|alpha|beta|pre|preview|dev)[._-]?\d*", re.IGNORECASE)
+
+
+def load_bindings(name: str) -> Any:
+    """The module `cuda.bindings.<name>`, such as `driver`.
+
+    Raises `ResourceError` if it cannot be imported, or if its version is refused (see `refusal`).
+    """
+    try:
+        importlib.import_module("cuda.bindings")
+        module = importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise ResourceError(f"cuda.bindings cannot be imported ({error}); {INSTALL}") from None
+    reason = refusal(bindings_version())
+    if reason is not None:
+        raise ResourceError(f"{reason}; {REMEDY}")
+    return module
+
+
+def bindings_version() -> str | None:
+    """The version of the bindings that this process imports; None if there are none, "" if they do not say it."""
+    try:
+        found = importlib.import_module("cuda.bindings")
+    except ImportError:
+        return None
+    return str(getattr(found, "__version__", ""))
+
+
+def refusal(version: str | None) -> str | None:
+    """Why the bindings of this version must not be used, in words that name what is needed; None if they may.
+
+    A version that cannot be read is refused: nothing says then that the GIL is released. None (no bindings) is not
+    refused here. A post-release or a local version counts as the version itself.
+    """
+    if version is None:
+        return None
+    found = _VERSION.match(version)
+    if found is None:
+        return f"the version of cuda-bindings cannot be read ({version!r}), and {NEEDED} is needed"
+    number = (int(found[1]), int(found[2]), int(found[3] or 0))
+    early = number in _FIRST_OF_LINES and _PRE_RELEASE.match(found["rest"]) is not None
+    if number >= FIRST and not early:
+        return None
+    return (
+        f"cuda-bindings {version} keeps Python's GIL during driver calls, which stops the watch over peers; "
+        f"{NEEDED} is needed"
+    )
