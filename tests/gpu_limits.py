@@ -33,7 +33,7 @@ def within(seconds: float, meetings: int = 50) -> float:
 
 
 def _meet(rank: int, world_size: int, tell: object, url: str) -> float:
-    options = tricomm.Options(timeout=60.0, arena_bytes=4 << 20)
+    options = tricomm.Options(timeout=60.0, arena_bytes=4 << 20, share_device=True)
     with tricomm.init(url, rank, world_size, "cuda:0", options=options) as comm:
         comm.barrier()
         took = []

@@ -20,7 +20,7 @@ from tricomm.kernels import layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-OPTIONS = tricomm.Options(timeout=60.0, arena_bytes=4 << 20)
+OPTIONS = tricomm.Options(timeout=60.0, arena_bytes=4 << 20, share_device=True)
 
 
 @pytest.fixture
