@@ -15,6 +15,7 @@ from tricomm.perf.evidence.stage import FIRST, SLICE, Settings, Stage
 from tricomm.perf.evidence.workers import Workers
 
 _WRITING = 3.0  # seconds of the budget for what is written at the end
+_LOOK = 0.5  # seconds before the end at which a case counts as ended by it
 _OFTEN = 30.0  # seconds between two writings: who is ended from outside has left a summary
 _BAD = ("failed", "crashed", "timeout")
 _BUDGET = "the budget was over"
@@ -81,10 +82,10 @@ class _Run:
         self.notes.begin(*entry.key)
         began = self.clock()
         left = self.end - began
-        outcome = self.processes.run(stage, case, min(case.limit, left))
+        outcome = self.processes.run(stage, case, left)
         seconds = round(self.clock() - began, 3)
         self.plan.took(entry, seconds)
-        if outcome.late and case.limit > left:
+        if outcome.status == "timeout" and seconds > left - _LOOK:
             self.notes.cut_off(*entry.key, seconds)
             self.plan.left[entry.key] = f"{_BUDGET} while it ran"
             self.say(f"  {stage.name}/{case.key}: cut off after {seconds:.0f} s, {_BUDGET}")

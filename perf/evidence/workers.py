@@ -22,17 +22,16 @@ from tricomm.perf.evidence.stage import Case, Settings, Stage
 
 LOG = "log.txt"  # what all of them print
 _SAID = 600  # characters of a lost process's last words
-_ENDING = 5.0  # seconds
+_STARTING, _ENDING = 90.0, 5.0  # seconds
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. `late`: its limit was over. `started` is False if its process could not even begin."""
+    """What became of a case. `started` is False if its process could not even begin."""
 
     status: str
     reason: str = ""
     data: dict[str, Any] = field(default_factory=dict)
-    late: bool = False
     started: bool = True
 
 
@@ -43,12 +42,13 @@ class Workers:
         self._settings = settings
         self._processes: dict[str, _Process] = {}
 
-    def run(self, stage: Stage, case: Case, limit: float) -> Outcome:
-        """Run a case in its stage's process, `limit` seconds at most, the process's start included."""
+    def run(self, stage: Stage, case: Case, left: float) -> Outcome:
+        """Run a case in its stage's process within the case's limit, and within `left` seconds, the start of the
+        process included."""
         process = self._processes.get(stage.name)
         if process is None:
             process = self._processes[stage.name] = _Process(stage, self._settings)
-        outcome = process.run(case, limit)
+        outcome = process.run(case, left)
         if outcome.status in ("crashed", "timeout"):
             self.end(stage)
         return outcome
@@ -90,22 +90,25 @@ class _Process:
             self._lines.put(line)
         self._lines.put("")  # the end
 
-    def run(self, case: Case, limit: float) -> Outcome:
-        end = time.monotonic() + limit
+    def run(self, case: Case, left: float) -> Outcome:
+        end = time.monotonic() + left
         try:
             self._input.write(json.dumps(case.key) + "\n")
             self._input.flush()
         except BrokenPipeError:
             pass  # its end is about to be read
+        limit = _STARTING
         try:
-            self._ready = self._ready or bool(self._lines.get(timeout=limit))
-            line = self._ready and self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            self._ready = self._ready or bool(self._lines.get(timeout=min(left, limit)))
+            limit = case.limit
+            line = self._ready and self._lines.get(timeout=max(0.0, min(limit, end - time.monotonic())))
         except queue.Empty:
-            return Outcome("timeout", f"no end within {limit:.0f} s; {self._words()}", late=True)
+            what = "end" if self._ready else "start"
+            return Outcome("timeout", f"no {what} within {limit:g} s; {self._words()}", {}, self._ready)
         if line:
             self._from = self._path.stat().st_size
             return Outcome(**json.loads(line))
-        return Outcome("crashed", f"exit code {self._process.wait()}: {self._words()}", started=self._ready)
+        return Outcome("crashed", f"exit code {self._process.wait()}: {self._words()}", {}, self._ready)
 
     def _words(self) -> str:
         with self._path.open("rb") as said:

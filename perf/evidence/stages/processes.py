@@ -17,6 +17,7 @@ from tricomm.perf.ranks import talk
 
 _RANKS = "tricomm.perf.evidence.process_checks"
 _EVERY = "every kernel"
+_RARE, _SWEEP = ("graphs", "epochs"), ("sweep",)  # tasks of a kernel's ranks
 
 
 def _cases(settings: Settings) -> Iterable[Case]:
@@ -25,13 +26,12 @@ def _cases(settings: Settings) -> Iterable[Case]:
         later, kernels = 0 if world_size == 2 else 3, checks.of_processes(world_size, dry)
         for name, task in ((_EVERY, "one size"), ("messages", "messages"), ("two groups", "two groups")):
             yield _case(name, (task,), world_size, settings, later, kernels if task == "one size" else ())
-        for kernel in kernels:
-            if not dry or kernel.kind.root:  # in a dry run one that the two groups have not
-                yield _case(f"{kernel.name}", ("graphs", "epochs"), world_size, settings, 1 + later, (kernel,))
-                yield _case(f"{kernel.name}", ("sweep",), world_size, settings, 4 + later, (kernel,))
+        for kernel in kernels if not dry else [k for k in kernels if k.kind.root]:  # in a dry run one, once
+            for tasks, tier in (((*_RARE, *_SWEEP), 1),) if dry else ((_RARE, 1), (_SWEEP, 4)):
+                yield _case(kernel.name, tasks, world_size, settings, tier + later, (kernel,))
     cube = [] if dry else [k for k in checks.kernels(registry.CUBE_RANKS, dry) if k.needs_cube]
     for kernel in cube:
-        for tasks, tier in ((("graphs", "epochs"), 2), (("sweep",), 5)):
+        for tasks, tier in ((_RARE, 2), (_SWEEP, 5)):
             yield _case(kernel.name, tasks, registry.CUBE_RANKS, settings, tier, (kernel,))
 
 
