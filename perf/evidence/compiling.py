@@ -22,6 +22,7 @@ from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf import bench_data
 from tricomm.perf.evidence import checks, machine
 from tricomm.perf.evidence.stage import Settings, Wrong
+from tricomm.perf.ranks import end_with_parent
 from tricomm.selection import Site, choose
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
@@ -45,10 +46,17 @@ def all_of(jobs: Sequence[Job], in_this_process: bool) -> None:
 
 @cache
 def _workers() -> ProcessPoolExecutor:
-    """One pool for all cases of a process; torch and Triton are imported once for all its workers."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context)
+    """One pool for all cases of a process, because a worker takes seconds to start; it ends with this process."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context, initializer=_begin)
+
+
+def _begin() -> None:
+    """Of a worker: its queue never ends, so it has to be ended, also if its parent has gone before it began."""
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os._exit(1)
 
 
 def sweep(kernel: registry.Kernel, world_size: int, settings: Settings, parts: Sequence[str]) -> list[Job]:

@@ -14,7 +14,7 @@ from tricomm.perf.evidence.schedule import Entry, Schedule
 from tricomm.perf.evidence.stage import FIRST, SLICE, Settings, Stage
 from tricomm.perf.evidence.workers import Workers
 
-_WRITING = 3.0  # seconds of the budget for what is written at the end
+_WRITING = 5.0  # seconds of the budget for what is written at the end
 _LOOK = 0.5  # seconds before the end at which a case counts as ended by it
 _OFTEN = 30.0  # seconds between two writings: who is ended from outside has left a summary
 _BAD = ("failed", "crashed", "timeout")

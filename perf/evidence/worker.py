@@ -5,10 +5,8 @@ A case's key comes as a line on standard input, what became of it goes back as a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -18,13 +16,12 @@ from typing import Any
 from tricomm.perf.evidence import compiling
 from tricomm.perf.evidence.stage import Case, Settings, Skip
 from tricomm.perf.evidence.stages import find
-
-_PR_SET_PDEATHSIG = 1
+from tricomm.perf.ranks import end_with_parent
 
 
 def main(name: str, asked: str) -> int:
     """Run the cases that are asked for, until nothing more can come."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a case that hangs must not outlive the command
+    end_with_parent()  # a case that hangs must not outlive the command
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever else prints, on any level, must not get between the lines
 

@@ -207,6 +207,36 @@ def test_a_call_that_stops_other_threads_is_found():
         sys.setswitchinterval(before)
 
 
+# Says which processes have compiled, and hangs.
+COMPILING = """
+import json, time
+from tricomm.kernels import registry
+from tricomm.perf.evidence import checks, compiling
+kernel = registry.find("barrier", "one_shot", "simple")
+jobs = compiling.jobs(kernel, 2, 90, {"float32": checks.calls(kernel, 2, "float32", True)}, checks.options(True))
+assert len(jobs) == 1
+compiling.all_of(jobs, in_this_process=False)
+bad = (*jobs[0][:1], {**jobs[0][1], "num_warps": 3}, *jobs[0][2:])
+try:
+    compiling.all_of([bad, *jobs], in_this_process=False)
+except Exception as error:
+    assert "1 of 2 variants do not compile: barrier" in str(error), error
+    print(json.dumps(list(compiling._workers()._processes)), flush=True)
+    time.sleep(600)
+"""
+
+
+def alive(pid):
+    return process_state(pid) not in ("", "Z")
+
+
+def process_state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 ONE = {"key": "a", "status": "ok", "reason": "", "seconds": 1, "data": {}}
 BAD = {
     "no object": ([], "an object is needed"),
@@ -298,6 +328,17 @@ def test_what_is_checked_is_what_was_compiled(kernel, monkeypatch):
     reductions = {(dict(values).get("ELEMENT"), dict(values).get("OP")) for values, _, _ in variants}
     wanted = {reduction(dtype, op) for dtype in DTYPES.values() for op in dtype.ops}
     assert reductions == (wanted if kernel.reduces else {(None, None)})
+
+
+def test_compiling_on_all_cores_leaves_no_process_behind():
+    process = subprocess.Popen([sys.executable, "-c", COMPILING], stdout=subprocess.PIPE, text=True)
+    pids = json.loads(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    end = time.monotonic() + 30
+    while any(alive(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert pids and not any(alive(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

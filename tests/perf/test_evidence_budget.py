@@ -12,6 +12,8 @@ from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, Case, Settings,
 from tricomm.perf.evidence.stages import STAGES
 from tricomm.perf.evidence.workers import Outcome
 
+WRITING = runner._WRITING
+
 
 class Fake:
     """A machine where each case takes `seconds[stage]` (10 if none is given) and ends as `ends` says ("ok")."""
@@ -102,14 +104,14 @@ def test_the_budget_is_kept(out, seconds):
 def test_a_stage_stops_when_its_share_is_over_and_what_is_left_goes_to_all(out):
     machine = Fake(large=10.0, small=10.0)
     stages = [stage("large", *[0] * 40, share=3.0), stage("small", *[0] * 2, *[1] * 2, share=1.0)]
-    run(machine, out, stages, 203.0)
+    run(machine, out, stages, 200.0 + WRITING)
     assert machine.ran[:15] == [f"large/0-{n}" for n in range(15)]  # 150 of 200 s
     assert [name.partition("/")[0] for name in machine.ran[15:]] == ["small"] * 4 + ["large"]  # the rest of the time
     machine = Fake(large=10.0, small=10.0)
     without = Schedule._share
     try:
         Schedule._share = lambda self, stage, remaining: float("inf")
-        run(machine, Settings(out.out.parent / "other", None, True), stages, 203.0)
+        run(machine, Settings(out.out.parent / "other", None, True), stages, 200.0 + WRITING)
     finally:
         Schedule._share = without
     assert "small" not in {name.partition("/")[0] for name in machine.ran}  # what shares protect from
@@ -117,7 +119,7 @@ def test_a_stage_stops_when_its_share_is_over_and_what_is_left_goes_to_all(out):
 
 def test_a_case_that_cannot_end_in_time_is_not_started(out):
     machine = Fake(slow=30.0)
-    results = run(machine, out, [stage("slow", 0, 0, 0, 0, 0)], 103.0)
+    results = run(machine, out, [stage("slow", 0, 0, 0, 0, 0)], 100.0 + WRITING)
     assert len(machine.ran) == 3 and machine.now == 90.0  # of the fourth it is known that 10 s are too few
     assert left(results["slow"]) == dict.fromkeys(("0-3", "0-4"), "the budget was over")
     assert results["slow"]["status"] == "incomplete" and runner.good(list(results.values()), False)
@@ -128,12 +130,12 @@ def test_a_case_that_cannot_end_in_time_is_not_started(out):
 
 def test_what_the_budget_has_cut_off_is_run_again_if_there_is_more_time(out):
     machine = Fake(slow=60.0)
-    results = run(machine, out, [stage("slow", 0)], 43.0)
+    results = run(machine, out, [stage("slow", 0)], 40.0 + WRITING)
     assert machine.ran == ["slow/0-0"] and machine.now == 40.0 and results["slow"]["status"] == "not run"
     assert left(results["slow"]) == {"0-0": "the budget was over while it ran"}
-    run(machine, out, [stage("slow", 0)], 33.0)
+    run(machine, out, [stage("slow", 0)], 30.0 + WRITING)
     assert len(machine.ran) == 1  # 30 s are known to be too few
-    assert run(machine, out, [stage("slow", 0)], 83.0)["slow"]["status"] == "ok"
+    assert run(machine, out, [stage("slow", 0)], 80.0 + WRITING)["slow"]["status"] == "ok"
 
 
 def test_three_commands_do_what_one_would(out, tmp_path):
@@ -141,7 +143,7 @@ def test_three_commands_do_what_one_would(out, tmp_path):
     whole = run(Fake(), Settings(tmp_path / "whole", None, True), stages, 10_000.0)
     machine, said = Fake(), []
     for _ in range(3):
-        found = run(machine, out, stages, 103.0, said.append)
+        found = run(machine, out, stages, 100.0 + WRITING, said.append)
     assert sorted(machine.ran) == sorted(set(machine.ran)) and len(machine.ran) == 27
     assert {n: r["status"] for n, r in found.items()} == {n: r["status"] for n, r in whole.items()}
     assert [text for text in said if text.startswith("goes on")] == [
@@ -187,7 +189,7 @@ def test_eight_ranks_as_streams_are_left_out_alone(out, monkeypatch):
 
 def test_what_a_run_leaves_is_one_archive_and_a_page_that_names_what_is_in_it(out):
     stages = [stage("right", *[0] * 4, *[1] * 9), stage("fast", 0, missing=lambda settings: "no such machine")]
-    results = run(Fake(), out, stages, 63.0)
+    results = run(Fake(), out, stages, 60.0 + WRITING)
     assert len(list(out.out.iterdir())) <= 8
     text = (out.out / "summary.md").read_text()
     assert "| [right](#right) | incomplete | 6 of 6 | 7 | 60 | right.json | the budget was over |" in text
