@@ -149,6 +149,7 @@ STAGE = Stage(
     "first", "The first minute: what this machine does", _processes, machine.no_gpu,
     columns=("driver", "cuda", "torch", "triton", "cuda-bindings", "blocked_s", "ticks", "slice_us", "error",
              "after_s"),
+    environment={"TRICOMM_SHARE_DEVICE": "1"},  # its two ranks are on one GPU, and that is meant
 )  # fmt: skip
 ON_STREAMS = Stage(
     "first_streams", "The first minute: ranks as streams", _streams, machine.no_gpu,
