@@ -12,6 +12,9 @@ ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
 # Of soak-faults.
 MINUTES ?= 10
 
+# Of gpu-evidence.
+BUDGET ?= 25m
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test browser lint soak soak-faults gpu-evidence clean
 
@@ -57,8 +60,8 @@ soak: venv  ## the slow tests, an hour of faults, and what depends on Triton und
 soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK='--seed 7 --json FILE' and more
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-gpu-evidence: venv  ## prove and measure tricomm on this machine's GPU, into evidence/
-	@$(BIN)/python -m tricomm.perf.evidence --out evidence $(EVIDENCE)
+gpu-evidence:  ## prove and measure tricomm on this machine's GPU with its own torch, BUDGET=25m, into evidence/
+	@PYTHONPATH=. $(PYTHON) -m tricomm.perf.evidence --budget $(BUDGET) --out evidence $(EVIDENCE)
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

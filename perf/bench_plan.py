@@ -19,6 +19,7 @@ MODES = ("eager", "graph", "kernel")
 COLLECTIVES = tuple(name for name in facts.COLLECTIVES if name != "barrier")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
+_TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -92,6 +93,15 @@ def _bytes(text: str) -> int:
     if not 1 <= size <= 16 * _UNITS["G"]:
         raise InvalidArgument(f"size {text!r}: bytes from 1 to 16G are needed, with K, M or G for powers of 1024")
     return size
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `90`, `90s`, `5m`, `1h`. Raises `InvalidArgument`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
+    seconds = float(found[1]) * _TIMES[found[2]] if found else 0.0
+    if not 0 < seconds <= 86400.0:
+        raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
+    return seconds
 
 
 def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ...]:

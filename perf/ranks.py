@@ -37,10 +37,14 @@ class RankFailed(TricommError):
         self.unsupported = unsupported
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the thread that started it ends, whatever ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def speak(main: Callable[[Callable[..., None], int, int, str, Any], None]) -> int:
     """Be a rank: run `main(say, rank, world_size, url, settings)`; returns the exit code."""
-    # A rank must not outlive the command, even one that was killed outright.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # a rank must not outlive the command, even one that was killed outright
     # Whatever else prints, on any level, must not get between the JSON lines.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -173,17 +173,17 @@ def evidence() -> None:
     """Results of `python -m tricomm.perf.evidence`, which proves and measures tricomm on a GPU box.
 
     \b
-    tricomm evidence verify evidence/*.json
+    tricomm evidence verify evidence/evidence.zip
     """
 
 
 @evidence.command()
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def verify(files: tuple[Path, ...]) -> None:
-    """Check result files of the GPU evidence kit: their form, and that no number in them is impossible.
+    """Check archives or result files of the GPU evidence kit: their form, and that no number in them is impossible.
 
     \b
-    tricomm evidence verify evidence/*.json
+    tricomm evidence verify evidence/evidence.zip
     """
     from tricomm.errors import InvalidArgument
     from tricomm.perf.evidence import schema
@@ -191,15 +191,16 @@ def verify(files: tuple[Path, ...]) -> None:
     good = True
     for path in files:
         try:
-            found = schema.read(path)
+            results = schema.read_all(path)
         except InvalidArgument as error:
             click.echo(str(error), err=True)
             good = False
             continue
-        where = found["environment"]["device"]
-        device = where if isinstance(where, str) else ", ".join(str(d.get("name")) for d in where)
-        label = " (simulated)" if found["simulated"] else ""
-        click.echo(f"{path}: {found['stage']}: {found['status']}, {len(found['cases'])} cases on {device}{label}")
+        for found in results:
+            where = found["environment"]["device"]
+            device = where if isinstance(where, str) else ", ".join(str(d.get("name")) for d in where)
+            label = " (simulated)" if found["simulated"] else ""
+            click.echo(f"{path}: {found['stage']}: {found['status']}, {len(found['cases'])} cases on {device}{label}")
     if not good:
         sys.exit(FAILED)
 

@@ -1,54 +1,80 @@
-"""python -m tricomm.perf.evidence: run stages, and sum up what there is."""
+"""python -m tricomm.perf.evidence: run stages within a budget, and sum up what there is."""
 
 from __future__ import annotations
 
+import argparse
+import math
+import os
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import click
-
 from tricomm.errors import InvalidArgument
-from tricomm.perf.evidence import runner, summary
+from tricomm.perf import bench_plan
+from tricomm.perf.evidence import archive, runner, summary
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.evidence.stages import STAGES, find
+from tricomm.store import process
 
-_GOOD_DRY = ("ok", "incomplete", "skipped")
+_ABOUT = """Prove and measure tricomm on this machine: what says most first, until all is done or the budget is over.
+
+The same command goes on where a run has ended. Exit code 1 if anything was wrong or cannot run here; what the budget
+has left over is no fault. In a dry run what needs a GPU may be missing."""
 
 
-@click.command()
-@click.option("--stage", "names", multiple=True, help="Only this stage; may be given several times.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("evidence"), show_default=True,
-              help="Folder for results; a run that was cut off goes on there.")  # fmt: skip
-@click.option("--peers", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Folder with checkouts to compare with: kraken.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Run every stage's code without a GPU; no number means anything.")
-@click.option("--list", "listed", is_flag=True, help="Name the stages.")
-def main(names: tuple[str, ...], out: Path, peers: Path | None, dry_run: bool, listed: bool) -> None:
-    """Prove and measure tricomm on this machine.
-
-    Exit code 1 where any stage is not ok, for a reason that its result names: something was wrong, crashed, hung, or
-    is missing here. In a dry run what needs a GPU may be missing.
-    """
-    if listed:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    asked = _parsed(arguments)
+    if asked.list:
         for stage in STAGES:
-            click.echo(f"{stage.name:<16} {stage.title}")
-        return
+            print(f"{stage.name:<16} {stage.title}")
+        return 0
     try:
-        stages = [find(name) for name in names] or list(STAGES)
+        budget = bench_plan.parse_budget(asked.budget) if asked.budget is not None else math.inf
+        stages = [find(name) for name in asked.stage or ()] or list(STAGES)
+        if asked.peers is not None and not asked.peers.is_dir():
+            raise InvalidArgument(f"--peers {asked.peers}: there is no such folder")
     except InvalidArgument as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
-    settings = Settings(out, peers, dry_run)
-    good = True
-    for stage in stages:
-        click.echo(f"{stage.name}: {stage.title}" + (" (simulated)" if dry_run else ""))
-        result = runner.run(stage, settings, click.echo)
-        click.echo(f"{stage.name}: {result['status']}" + (f": {result['reason']}" if result["reason"] else ""))
-        good = good and result["status"] in (_GOOD_DRY if dry_run else ("ok",))
-        summary.write(out)
-    click.echo(f"see {out / 'summary.md'}")
-    sys.exit(0 if good else 1)
+        print(error, file=sys.stderr)
+        return 2
+    settings = Settings(asked.out, asked.peers, asked.dry_run)
+    results = runner.run(stages, settings, _say, budget - _running())
+    for result in results:
+        label = " (simulated)" if result["simulated"] else ""
+        _say(f"{result['stage']}: {result['status']}{label}" + (f": {result['reason']}" if result["reason"] else ""))
+    left = sum(len(result["left"]) for result in results)
+    if left:
+        _say(f"{left} cases were not run; the same command goes on with those that the budget has left over")
+    _say(f"see {asked.out / summary.NAME}; {asked.out / archive.NAME} has everything")
+    return 0 if runner.good(results, asked.dry_run) else 1
+
+
+def _running() -> float:
+    """Seconds since this process began: importing torch may take many, and they are of the budget, too."""
+    ticks = process.start_time(os.getpid())
+    if ticks is None:
+        return 0.0
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse, because a machine that is not ours has no other package for it."""
+    parser = argparse.ArgumentParser("python -m tricomm.perf.evidence", description=_ABOUT)
+    parser.add_argument("--budget", metavar="TIME", help="time for this command, such as 90s, 9m, 25m; default: no end")
+    parser.add_argument("--stage", action="append", metavar="NAME", help="only this stage; may be given several times")
+    parser.add_argument("--out", type=Path, default=Path("evidence"), metavar="DIR",
+                        help="folder for results, where a run goes on; default: evidence")  # fmt: skip
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with checkouts to compare with: kraken")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="run every stage's code without a GPU; no number means anything")  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="name the stages")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,10 +17,14 @@ from tricomm.kernels.registry import Kernel
 from tricomm.perf import bench_data
 from tricomm.perf.evidence import calling, uneven
 
+# Of all that a kernel is checked with, by value: a kernel's first call says more than its hundredth type.
+PARTS = ("one size", "every size", "every type", "every operation")
+FIRST_TYPE = "bfloat16"
 # Elements a row. One, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
 COUNTS = (1, 3, 517, 4095, 4096, 4097, 100_003, 1_000_001)
 OTHERS = (517, 4097)  # of all operations but a type's first one: each is a variant to compile
 FEW, FEW_OTHERS = (1, 37), (37,)
+_ONE = {False: COUNTS[4], True: FEW[1]}  # elements of the one size; in a dry run
 OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20, nccl=False)
 FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64, nccl=False)
 # Of a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
@@ -68,9 +72,44 @@ def options(dry_run: bool) -> Options:
     return FEW_OPTIONS if dry_run else OPTIONS
 
 
+def tier(part: str, smallest: bool) -> int:
+    """The value of a part of the checks (see `stage.Case`): other worlds come later, their first call not by much."""
+    if part == PARTS[0]:
+        return 0 if smallest else 2
+    return 2 * PARTS.index(part) - 1 + (0 if smallest else 3)
+
+
+def parts(kernel: Kernel) -> tuple[str, ...]:
+    """Those of `PARTS` in which there is something to call `kernel` with."""
+    if kernel.collective == "barrier":
+        return PARTS[:1]
+    return PARTS if kernel.reduces else PARTS[:-1]
+
+
+def of_part(kernel: Kernel, world_size: int, part: str, dry_run: bool) -> dict[str, list[Call]]:
+    """What to call `kernel` with in one of `PARTS`, by type: one size of one type, its other sizes, every size of the
+    other types, and a few sizes of all other operations. Nothing if so many ranks cannot run the kernel."""
+    found: dict[str, list[Call]] = {}
+    for name in dtypes(kernel, dry_run):
+        every = calls(kernel, world_size, name, dry_run)
+        sizes = [call for call in every if call.op == every[0].op]
+        if part == PARTS[3]:
+            wanted = [call for call in every if call.op != every[0].op]
+        elif part == PARTS[2]:
+            wanted = sizes if name != FIRST_TYPE else []
+        elif kernel.collective == "barrier":
+            wanted = sizes if part == PARTS[0] else []
+        else:
+            first = [call for call in sizes if call.count == _ONE[dry_run]] if name == FIRST_TYPE else []
+            wanted = first if part == PARTS[0] else [call for call in sizes if call not in first]
+            wanted = wanted if name == FIRST_TYPE else []
+        found |= {name: wanted} if wanted else {}
+    return found
+
+
 def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Call]:
-    """What to call `kernel` with: every size for the type's first operation, every second one misaligned, and a few
-    for its others. Nothing where so many ranks cannot run it."""
+    """All parts' calls of a type: every size for its first operation, every second one misaligned, and a few for its
+    others."""
     if kernel.needs_cube and world_size != registry.CUBE_RANKS:
         return []
     if kernel.collective == "barrier":
@@ -83,14 +122,13 @@ def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Ca
     return found + [Call(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
 
 
-def sweep(comm: Communicator, kernel: Kernel, dry_run: bool) -> tuple[int, list[str]]:
-    """Every type and operation: how many calls were made, and what came out wrong."""
+def sweep(comm: Communicator, kernel: Kernel, part: str, dry_run: bool) -> tuple[int, list[str]]:
+    """A part of the checks: how many calls were made, and what came out wrong."""
     made, found = 0, []
-    for name in dtypes(kernel, dry_run):
-        wanted = calls(kernel, comm.world_size, name, dry_run)
+    for name, wanted in of_part(kernel, comm.world_size, part, dry_run).items():
         found += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
         made += len(wanted)
-        if kernel.collective == "all_to_all_v":
+        if kernel.collective == "all_to_all_v" and part != PARTS[0]:
             found += [f"{name}: {text}" for text in uneven.wrong(comm, kernel, getattr(torch, name), dry_run)]
     return made, found
 

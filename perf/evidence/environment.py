@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import os
 import subprocess
 from functools import partial
 from importlib import metadata
@@ -15,14 +17,16 @@ import tricomm
 from tricomm.perf import facts as known
 from tricomm.perf.evidence.stage import Settings
 
+_SOURCES = (".py", ".json")
 _PACKAGES = ("cuda-bindings", "cuda-core", "nccl4py", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "numpy")
 
 
 def facts(settings: Settings) -> dict[str, Any]:
-    """JSON. A run goes on with another one's cases only where all of this but the date is the same."""
+    """JSON. A run goes on with another one's cases only if all of this but date and commit is the same."""
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
+        "sources": sources(),
         "device": "cpu, simulated" if settings.dry_run else device(),
         "processor": known.guarded(known.processor),
         "versions": {**known.versions(), **{name: _version(name) for name in _PACKAGES}},
@@ -43,6 +47,16 @@ def device() -> list[dict[str, Any]] | str:
              "memory_bytes": it.total_memory, "l2_bytes": it.L2_cache_size, "driver": driver}
         )  # fmt: skip
     return found
+
+
+def sources() -> str:
+    """The SHA-256 of what runs, as it lies on the disk: code and tables of tricomm with kernels, store and perf."""
+    folder, found = Path(tricomm.__file__).resolve().parent, hashlib.sha256()
+    names = [Path(at) / name for at, _, names in os.walk(folder, followlinks=True) for name in names]
+    for path in sorted(path for path in names if path.suffix in _SOURCES):
+        found.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def commit() -> str:

@@ -1,33 +1,39 @@
-"""A stage's cases as they end, one JSON line each, so that nothing measured is lost; and the result made of them."""
+"""All cases as they end, one JSON line each, so that nothing measured is lost; and the stages' results made of them."""
 
 from __future__ import annotations
 
 import json
 import os
+import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tricomm.perf.evidence.schedule import Key
 from tricomm.perf.evidence.schema import SCHEMA
-from tricomm.perf.evidence.stage import Settings, Stage
+from tricomm.perf.evidence.stage import Stage
 
+NAME, ASIDE = "journal.jsonl", "aside.zip"
 _KEPT = ("ok", "skipped")  # what a later run need not do again
+_NOT_COMPARED = ("date", "commit")  # the sources' own hash says what runs, with or without a commit
+_FIELDS = ("key", "status", "reason", "seconds", "data")
 
 
 @dataclass
 class Journal:
-    """The lines of one stage's file. The first names the environment; a case has a line when it begins and one when it
-    has ended, so a case without the second one is where its process was lost. Another run says what it tries again."""
+    """The lines of a folder's file. The first names the environment; a case has a line when it begins and one when it
+    has ended, or when it was cut off because the budget was over. Another run says what it tries again."""
 
-    path: Path
+    folder: Path
     environment: dict[str, Any] = field(default_factory=dict)
-    ended: dict[str, dict[str, Any]] = field(default_factory=dict)
-    begun: str | None = None
+    ended: dict[Key, dict[str, Any]] = field(default_factory=dict)
+    cut: dict[Key, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stage: Stage, settings: Settings) -> Journal:
+    def of(cls, folder: Path) -> Journal:
         """What an earlier run has left; a half line at its end is passed by."""
-        found = cls(settings.out / f"{stage.name}.jsonl")
+        found = cls(folder)
         for line in found.path.read_text(encoding="utf-8").splitlines() if found.path.exists() else ():
             try:
                 found._take(json.loads(line))
@@ -35,41 +41,59 @@ class Journal:
                 continue
         return found
 
+    @property
+    def path(self) -> Path:
+        return self.folder / NAME
+
     def _take(self, line: dict[str, Any]) -> None:
         if "environment" in line:
             self.environment = dict(line["environment"])
         elif "again" in line:
-            self.ended = {key: case for key, case in self.ended.items() if key not in line["again"]}
-            self.begun = None
-        elif "begin" in line:
-            self.begun = str(line["begin"])
-        else:
-            self.ended[str(line["key"])] = {name: line[name] for name in ("key", "status", "reason", "seconds", "data")}
-            self.begun = None
+            for stage, key in line["again"]:
+                del self.ended[stage, key]
+        elif "cut" in line:
+            self.cut[line["stage"], line["cut"]] = float(line["seconds"])
+        elif "begin" not in line:
+            self.ended[line["stage"], line["key"]] = {name: line[name] for name in _FIELDS}
 
-    def start(self, environment: dict[str, Any]) -> None:
-        """Go on with what was measured in the same environment; put what was not aside, under another name."""
-        if self.environment and _same(self.environment, environment):
+    def start(self, environment: dict[str, Any]) -> str:
+        """Go on with what was measured in the same environment; put what was not aside. In words, which of them."""
+        before = self.environment
+        other = [name for name in {**before, **environment} if name not in _NOT_COMPARED]
+        other = [name for name in other if before.get(name) != environment.get(name)]
+        if before and not other:
             again = [key for key, case in self.ended.items() if case["status"] not in _KEPT]
-            if again or self.begun is not None:
+            if again:
                 self._write({"again": again})
-            return
+            return f"goes on with {len(self.ended)} cases of an earlier run" + (
+                f"; {len(again)} that went wrong are tried again" if again else ""
+            )
+        said = ""
         if self.path.exists():
-            number = next(n for n in range(1, 10_000) if not self.path.with_suffix(f".{n}.jsonl").exists())
-            self.path.rename(self.path.with_suffix(f".{number}.jsonl"))
-        self.environment, self.ended, self.begun = environment, {}, None
+            said = f"starts anew: {', '.join(other) or 'the journal'} changed; the journal before is in {ASIDE}"
+            with zipfile.ZipFile(self.folder / ASIDE, "a", zipfile.ZIP_DEFLATED) as aside:
+                aside.write(self.path, f"{len(aside.namelist()) + 1}.jsonl")
+            self.path.unlink()
+        self.environment, self.ended, self.cut = environment, {}, {}
         self._write({"environment": environment})
+        return said
 
-    def begin(self, key: str) -> None:
-        self._write({"begin": key})
+    def begin(self, stage: str, key: str) -> None:
+        self._write({"stage": stage, "begin": key})
 
-    def end(self, key: str, status: str, reason: str, seconds: float, data: dict[str, Any]) -> None:
-        self._write({"key": key, "status": status, "reason": reason, "seconds": seconds, "data": data})
+    def end(self, stage: str, key: str, status: str, reason: str, seconds: float, data: dict[str, Any]) -> None:
+        self._write(
+            {"stage": stage, "key": key, "status": status, "reason": reason, "seconds": seconds, "data": data}
+        )  # fmt: skip
+
+    def cut_off(self, stage: str, key: str, seconds: float) -> None:
+        """The budget was over before the case was; it is run again if there is more time than that."""
+        self._write({"stage": stage, "cut": key, "seconds": seconds})
 
     def _write(self, line: dict[str, Any]) -> None:
         text = json.dumps(line)
         self._take(json.loads(text))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             if file.tell() and not _ends_whole(self.path):
                 file.write("\n")
@@ -77,33 +101,29 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
 
-    def result(self, stage: Stage, status: str, reason: str, simulated: bool) -> dict[str, Any]:
-        """The stage's result; `status` is the stage's own trouble, "ok" where it had none: then its cases decide."""
-        cases = list(self.ended.values())
+    def result(self, stage: Stage, trouble: tuple[str, str] | None, left: Mapping[str, str], simulated: bool) -> Any:
+        """The stage's result. `trouble` is the stage's own status and reason, without it its cases decide; `left` are
+        the cases that were not run, and why."""
+        cases = [case for (name, _), case in self.ended.items() if name == stage.name]
         bad = [case for case in cases if case["status"] != "ok"]
-        if status == "ok" and bad:
+        status, reason = trouble or ("ok", "")
+        if trouble is None and any(case["status"] != "skipped" for case in bad):
             status = "failed"
-            if all(case["status"] == "skipped" for case in bad):
-                status = "skipped" if bad == cases else "incomplete"
-            reason = f"{len(bad)} of {len(cases)} cases: {bad[0]['key']}: {bad[0]['reason']}"
+        elif trouble is None and (bad or left):
+            status = "incomplete"
+            if len(bad) == len(cases):
+                status = "not run" if left else "skipped"
+        if trouble is None and bad:
+            first = next((case for case in bad if case["status"] != "skipped"), bad[0])
+            reason = f"{len(bad)} of {len(cases)} cases: {first['key']}: {first['reason']}"
+        elif trouble is None and left:
+            reason = "; ".join(dict.fromkeys(left.values()))
         return {
             "schema": SCHEMA, "stage": stage.name, "title": stage.title, "status": status, "reason": reason,
             "simulated": simulated, "environment": self.environment,
             "seconds": round(sum(case["seconds"] for case in cases), 3), "cases": cases,
+            "left": [{"key": key, "reason": why} for key, why in left.items()],
         }  # fmt: skip
-
-
-def save(result: dict[str, Any], folder: Path) -> Path:
-    """Write a result in one piece; returns where."""
-    path = folder / f"{result['stage']}.json"
-    partial = path.with_suffix(".json.part")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return path
-
-
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return {k: v for k, v in one.items() if k != "date"} == {k: v for k, v in other.items() if k != "date"}
 
 
 def _ends_whole(path: Path) -> bool:

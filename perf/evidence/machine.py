@@ -151,6 +151,12 @@ def no_gpu(settings: Settings) -> str | None:
     return "no CUDA device is visible to this process; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or use --dry-run"
 
 
+def capability(settings: Settings) -> int:
+    """90 for sm_90: what kernels are compiled for; asking makes no context on the device."""
+    major, minor = (9, 0) if settings.dry_run else torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def rank_device(settings: Settings, rank: int, one_gpu: bool = True) -> str:
     """Where rank `rank` of several processes belongs: all on the first GPU, or each on its own."""
     return "cpu" if settings.dry_run else "cuda:0" if one_gpu else f"cuda:{rank % torch.cuda.device_count()}"

@@ -30,7 +30,7 @@ WAYS = ("ll", "flag")
 def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Say, of every pair whose lower rank this is, the microseconds one way."""
     torch.set_num_threads(1)
-    device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, one_gpu=False)
+    device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, data.get("one_gpu", False))
     if device != "cpu":
         torch.cuda.set_device(device)
     options = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from tricomm.perf.ranks import speak
 # The next epoch or the one after it: a signed counter of 32 bits ends, an unsigned one does, a mailbox is cleared.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 3, layout.CLEAR_EVERY - 1, 2 * layout.CLEAR_EVERY - 2)
 _NAME, _DTYPE = "float32", torch.float32
+_REPLAYS_S = 20.0
+_WATCHED = 150.0
 _ROOT = 1  # of a graph's calls, for those who have one
 Found = tuple[str, int, list[str]]  # kind of arena, calls, what was wrong
 
@@ -39,14 +41,44 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
 
     kernel = next((k for k in registry.ALL if k.name == data["kernel"]), registry.KERNELS[0])
     for task in data["tasks"]:
-        kind, calls, wrong = _TASKS[task](join, kernel, data["dry_run"])
+        if task == "graphs":
+            kind, calls, wrong = graphs(join, kernel, data["dry_run"], data.get("slice_us"))
+        elif task == "small":
+            kind, calls, wrong = small(join, data["kernels"])
+        else:
+            kind, calls, wrong = _TASKS[task](join, kernel, data["dry_run"])
         say("checked", task=task, wrong=wrong, kind=kind, calls=calls)
+
+
+def one_size(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
+    """One size of every kernel."""
+    with join("one-size") as comm:
+        wrong: list[str] = []
+        calls = 0
+        for each in checks.of_processes(comm.world_size, dry_run):
+            made, found = checks.sweep(comm, each, checks.PARTS[0], dry_run)
+            calls, wrong = calls + made, wrong + [f"{each.name}: {text}" for text in found]
+        return comm.kind, calls, wrong
+
+
+def small(join: Callable[..., Communicator], names: Collection[str]) -> Found:
+    """A few small calls of the kernels of these names, in as much time as a tool that watches them may need."""
+    with join("small", timeout=_WATCHED, stall_timeout=_WATCHED) as comm:
+        wrong: list[str] = []
+        calls = 0
+        for kernel in registry.KERNELS:
+            if kernel.name in names:
+                wanted = checks.calls(kernel, comm.world_size, checks.FIRST_TYPE, True)
+                wrong += [f"{kernel.name}: {text}" for text in checks.wrong(comm, kernel, torch.bfloat16, wanted)]
+                calls += len(wanted)
+        return comm.kind, calls, wrong
 
 
 def sweep(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
     """Every type and operation."""
     with join("sweep") as comm:
-        return comm.kind, *checks.sweep(comm, kernel, dry_run)
+        parts = [checks.sweep(comm, kernel, part, dry_run) for part in checks.parts(kernel)]
+        return comm.kind, sum(made for made, _ in parts), [text for _, found in parts for text in found]
 
 
 def epochs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
@@ -73,15 +105,17 @@ def two_groups(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool)
         return one.kind, calls, wrong
 
 
-def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
+def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, slice_us: float | None) -> Found:
     """Replays of a CUDA graph of two calls, mixed with eager calls; without a GPU the calls themselves.
 
     A thousand of two ranks, fewer of more: processes take turns on a device, so a call of four takes four times as
-    long at the least.
+    long at the least. Fewer, too, if the time slice is so long that they would take more than `_REPLAYS_S`.
     """
     with join("graphs") as comm:
         name, world_size, wrong = kernel.collective, comm.world_size, 0
         replays, count = (2, 37) if dry_run else (4000 // world_size**2, 1000)
+        if slice_us:  # each of two calls has every rank wait for the others' turns
+            replays = min(replays, max(10, int(_REPLAYS_S * 1e6 / (2 * world_size * slice_us))))
         given, y = calling.tensors(comm, name, count, _DTYPE, kernel)
         x = calling.local(given)
         data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
@@ -137,8 +171,7 @@ def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
 
 
 _TASKS: dict[str, Callable[[Callable[..., Communicator], Kernel, bool], Found]] = {
-    "sweep": sweep, "graphs": graphs, "epochs": epochs, "two groups": two_groups,
-    "messages": sent,
+    "one size": one_size, "sweep": sweep, "epochs": epochs, "two groups": two_groups, "messages": sent,
 }  # fmt: skip
 
 if __name__ == "__main__":

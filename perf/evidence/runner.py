@@ -1,122 +1,129 @@
-"""Runs stages, each in a process of its own: one that crashes or hangs costs its case, not the others.
-
-The process (`worker`) writes a line for each case that begins and ends. When it is lost, the case that had begun is
-marked, and another process goes on with the rest.
-"""
+"""Runs cases in the order of their value until all have had their turn or the budget is over."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
+import math
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import tricomm
-from tricomm.perf.evidence import environment, journal
+from tricomm.perf.evidence import archive, environment
 from tricomm.perf.evidence.journal import Journal
-from tricomm.perf.evidence.stage import Settings, Stage
+from tricomm.perf.evidence.schedule import Entry, Schedule
+from tricomm.perf.evidence.stage import FIRST, SLICE, Settings, Stage
+from tricomm.perf.evidence.workers import Workers
 
-_LOOK = 0.2
-_SAID = 600  # characters of a lost process's last words
+_WRITING = 5.0  # seconds of the budget for what is written at the end
+_LOOK = 0.5  # seconds before the end at which a case counts as ended by it
+_OFTEN = 30.0  # seconds between two writings: who is ended from outside has left a summary
+_BAD = ("failed", "crashed", "timeout")
+_BUDGET = "the budget was over"
+Say = Callable[[str], None]
 
 
-def run(stage: Stage, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run what of `stage` has not been run yet; its result, which also lies in `settings.out` then."""
-    notes = Journal.of(stage, settings)
+def run(
+    stages: Sequence[Stage], settings: Settings, say: Say, budget: float = math.inf,
+    workers: Callable[[Settings], Any] = Workers, clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run what has not been run yet, for `budget` seconds at most; the stages' results, which `settings.out` has then.
+
+    A case that has begun is ended when the budget is over; it counts as not run.
+    """
+    end = clock() + budget
     settings.out.mkdir(parents=True, exist_ok=True)
-    notes.start(environment.facts(settings))
-    missing = stage.missing(settings)
-    if missing is not None:
-        result = notes.result(stage, "skipped", missing, settings.dry_run)
-    else:
-        status, reason = _cases(stage, settings, say)
-        result = Journal.of(stage, settings).result(stage, status, reason, settings.dry_run)
-    journal.save(result, settings.out)
-    return result
+    notes = Journal.of(settings.out)
+    said = notes.start(environment.facts(settings))
+    if said:
+        say(said)
+    return _Run(stages, settings, say, notes, workers(settings), clock, end - _WRITING).all()
 
 
-def _cases(stage: Stage, settings: Settings, say: Callable[[str], None]) -> tuple[str, str]:
-    """("ok", "") when every case has had its turn, else what came in the way of that."""
-    end = time.monotonic() + stage.limit
-    lost: set[str] = set()
-    while True:
-        code, said = _worker(stage, settings, end, lost, say)
-        if code == 0:
-            return "ok", ""
-        notes = Journal.of(stage, settings)
-        late = time.monotonic() >= end
-        if notes.begun is None:
-            if late:
-                return "timeout", f"the stage's {stage.limit:g} s were over; run it again to go on"
-            return "crashed", f"exit code {code} outside of any case: {said}"
-        status = "timeout" if code is None else "crashed"
-        reason = f"no end within its limit; {said}" if code is None else f"exit code {code}: {said}"
-        key = notes.begun
-        notes.end(key, status, reason, 0.0, {})
-        say(f"  {key}: {status}")
-        lost.add(key)
-        if late:
-            return "timeout", f"the stage's {stage.limit:g} s were over at {key}; run it again to go on"
+@dataclass
+class _Run:
+    stages: Sequence[Stage]
+    settings: Settings
+    say: Say
+    notes: Journal
+    processes: Any
+    clock: Callable[[], float]
+    end: float
+    trouble: dict[str, tuple[str, str]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        possible = []
+        for stage in self.stages:
+            reason = stage.missing(self.settings)
+            if reason is None:
+                possible.append((stage, list(stage.cases(self.settings))))
+            else:
+                self.trouble[stage.name] = ("skipped", reason)
+        self.plan = Schedule.of(possible, list(self.notes.ended))
+        self.plan.known = {key: case["seconds"] for key, case in self.notes.ended.items()}
+        self.plan.cut = self.notes.cut
 
-def _worker(
-    stage: Stage, settings: Settings, end: float, lost: set[str], say: Callable[[str], None]
-) -> tuple[int | None, str]:
-    """The exit code of a process that runs cases (None: it was ended, a limit was over), and its last words."""
-    asked = {"out": str(settings.out), "peers": str(settings.peers) if settings.peers else None,
-             "dry_run": settings.dry_run, "lost": sorted(lost)}  # fmt: skip
-    log = settings.out / f"{stage.name}.log"
-    with log.open("ab") as file:
-        start = file.tell()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tricomm.perf.evidence.worker", stage.reference or stage.name, json.dumps(asked)],
-            stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True, env=_environment(),
-        )  # fmt: skip
+    def all(self) -> list[dict[str, Any]]:
+        written = self.clock()
         try:
-            code = _watch(process, stage, settings, end, say)
+            while (entry := self.plan.next(self.end - self.clock())) is not None:
+                self._one(entry)
+                if self.clock() - written > _OFTEN:
+                    self._write()
+                    written = self.clock()
         finally:
-            _end(process)
-    with log.open("rb") as said:
-        said.seek(start)
-        return code, " | ".join(said.read().decode(errors="replace").strip().splitlines()[-6:])[-_SAID:]
+            self.processes.close()
+            found = self._write()
+        return found
+
+    def _one(self, entry: Entry) -> None:
+        stage, case = entry.stage, entry.case
+        if case.tier != FIRST and self.settings.slice_us is None:
+            self._measured()
+        self.notes.begin(*entry.key)
+        began = self.clock()
+        left = self.end - began
+        outcome = self.processes.run(stage, case, left)
+        seconds = round(self.clock() - began, 3)
+        self.plan.took(entry, seconds)
+        if outcome.status == "timeout" and seconds > left - _LOOK:
+            self.notes.cut_off(*entry.key, seconds)
+            self.plan.left[entry.key] = f"{_BUDGET} while it ran"
+            self.say(f"  {stage.name}/{case.key}: cut off after {seconds:.0f} s, {_BUDGET}")
+            return
+        if not outcome.started:
+            self.trouble[stage.name] = (outcome.status, outcome.reason)
+            self.plan.left[entry.key] = outcome.reason
+            self.plan.leave_stage(stage.name, f"its process does not start: {outcome.reason}")
+            self.say(f"{stage.name}: {outcome.status}: {outcome.reason}")
+            return
+        self.notes.end(*entry.key, outcome.status, outcome.reason, seconds, outcome.data)
+        self.say(f"  {stage.name}/{case.key}: {outcome.status}" + (f" ({outcome.reason})" if outcome.reason else ""))
+        if outcome.status != "ok" and case.tier == FIRST:
+            name = "/".join(entry.key)
+            self.plan.leave_dependents(name, f"{name} is needed, which was {outcome.status}: {outcome.reason}"[:300])
+        if not any(waiting.stage is stage for waiting in self.plan.waiting):
+            self.processes.end(stage)
+
+    def _measured(self) -> None:
+        """Tell the processes that start from here on what the first minute has found."""
+        stage, _, key = SLICE.partition("/")
+        case = self.notes.ended.get((stage, key), {"data": {}})
+        self.settings = replace(self.settings, slice_us=case["data"].get("slice_us"))
+        self.processes.knows(self.settings)
+
+    def _write(self) -> list[dict[str, Any]]:
+        """Results, summary and archive of what there is."""
+        waiting = {entry.key: _BUDGET for entry in self.plan.waiting}
+        left = {**self.plan.left, **waiting}
+        found = []
+        for stage in self.stages:
+            mine = {key: left[name, key] for name, key in left if name == stage.name}
+            found.append(self.notes.result(stage, self.trouble.get(stage.name), mine, self.settings.dry_run))
+        archive.write(self.settings.out, self.stages, found)
+        return found
 
 
-def _watch(
-    process: subprocess.Popen[bytes], stage: Stage, settings: Settings, end: float, say: Callable[[str], None]
-) -> int | None:
-    limits = {case.key: case.limit for case in stage.cases(settings)}
-    told = len(Journal.of(stage, settings).ended)
-    running, since = None, time.monotonic()
-    while process.poll() is None:
-        time.sleep(_LOOK)
-        notes = Journal.of(stage, settings)
-        for key, case in list(notes.ended.items())[told:]:
-            say(f"  {key}: {case['status']}" + (f" ({case['reason']})" if case["reason"] else ""))
-        told = len(notes.ended)
-        now = time.monotonic()
-        if notes.begun != running:
-            running, since = notes.begun, now
-        if now >= end or (running is not None and now - since > limits.get(running, stage.limit)):
-            return None
-    return process.returncode
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and whatever it has started, which is in its session."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(tricomm.__file__).resolve().parent.parent)
-    path = os.environ.get("PYTHONPATH")
-    queues = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
-    return {**queues, **os.environ, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
+def good(results: Sequence[dict[str, Any]], dry_run: bool) -> bool:
+    """True if nothing was wrong; a stage that cannot run on this machine is wrong, too, but for a dry run."""
+    states = {result["status"] for result in results}
+    return not states & {*_BAD, *(() if dry_run else ("skipped",))}

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
 from pathlib import Path
 from typing import Any
 
 from tricomm.errors import InvalidArgument
 
-SCHEMA = "tricomm-evidence/1"
-# Of a case, and of a stage; a stage is incomplete where all cases that could run are ok, and some could not.
-STATES = ("ok", "failed", "skipped", "crashed", "timeout", "incomplete")
+SCHEMA = "tricomm-evidence/2"
+# Of a case, and of a stage; a stage is incomplete if all cases that did run are ok, and some could not or were left.
+STATES = ("ok", "failed", "skipped", "crashed", "timeout", "incomplete", "not run")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "schema": str, "stage": str, "title": str, "status": str, "reason": str, "simulated": bool, "environment": dict,
-    "seconds": (int, float), "cases": list,
+    "seconds": (int, float), "cases": list, "left": list,
 }  # fmt: skip
 _CASE_FIELDS: dict[str, type | tuple[type, ...]] = {
     "key": str, "status": str, "reason": str, "seconds": (int, float), "data": dict,
 }  # fmt: skip
+_LEFT_FIELDS: dict[str, type | tuple[type, ...]] = {"key": str, "reason": str}
 _ENVIRONMENT = ("date", "device", "versions")
 # Of a number by how its name ends: what no machine of today passes.
 _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
@@ -34,6 +36,22 @@ def read(path: Path) -> dict[str, Any]:
     if wrong:
         raise InvalidArgument(f"{path}: " + "; ".join(wrong))
     return found  # type: ignore[no-any-return]
+
+
+def read_all(path: Path) -> list[dict[str, Any]]:
+    """The results of all stages in an archive, or the one in a file. Raises `InvalidArgument` as `read` does."""
+    if path.suffix != ".zip":
+        return [read(path)]
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".json")]
+            found = [json.loads(archive.read(name)) for name in names]
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise InvalidArgument(f"{path}: {error}") from None
+    wrong = [f"{name}: {text}" for name, result in zip(names, found, strict=True) for text in problems(result)]
+    if wrong or not found:
+        raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or "no result is in it"))
+    return found
 
 
 def problems(result: Any) -> list[str]:
@@ -61,9 +79,14 @@ def problems(result: Any) -> list[str]:
             wrong.append(f"{where}: {case['key']!r} is there twice")
         keys.add(case["key"])
         wrong += [f"case {case['key']!r}: {text}" for text in _implausible(case["data"])]
+    for number, left in enumerate(result["left"]):
+        where = f"left {number}"
+        wrong += _typed(where, left, _LEFT_FIELDS) if isinstance(left, dict) else [f"{where}: an object is needed"]
     states = {case["status"] for case in result["cases"] if isinstance(case, dict) and "status" in case}
     if result["status"] == "ok" and states - {"ok"}:
         wrong.append(f"status is ok, and there are cases that are {', '.join(sorted(states - {'ok'}))}")
+    if result["status"] == "ok" and result["left"]:
+        wrong.append(f"status is ok, and {len(result['left'])} cases were left")
     return wrong
 
 

@@ -1,33 +1,27 @@
-"""A few small calls of every kernel, streams of one process, for a tool that watches them."""
+"""A few small calls of kernels, ranks as processes, for a tool that watches them: ... small_calls WORLD [COLLECTIVE]
+
+Such a tool may have the kernels of a process run one after another, so none may wait for another one of its process.
+"""
 
 from __future__ import annotations
 
 import sys
-from functools import partial
-from pathlib import Path
 
-import torch
-
-from tricomm import Options
 from tricomm.kernels import registry
 from tricomm.kernels.registry import Kernel
-from tricomm.perf.evidence import checks, machine
-from tricomm.perf.evidence.stage import Settings
+from tricomm.perf.ranks import talk
 
-_DTYPE = "bfloat16"
-_OPTIONS = Options(timeout=300.0, stall_timeout=300.0, arena_bytes=1 << 20)
+_SILENCE = 180.0  # seconds; a tool slows everything by orders of magnitude
 
 
-def main() -> int:
-    """Exit code 1 where a result is wrong."""
-    on = machine.of(Settings(Path()))
-    bad: list[str] = []
-    for kernel, world_size in pairs():
-        wanted = checks.calls(kernel, world_size, _DTYPE, True)
-        make = partial(checks.wrong, kernel=kernel, dtype=getattr(torch, _DTYPE), wanted=wanted)
-        bad += [f"{kernel.name}: {text}" for rank in on.together(world_size, make, _OPTIONS) for text in rank]
+def main(world_size: int, collective: str = "") -> int:
+    """Exit code 1 if a result is wrong."""
+    names = [k.name for k, ranks in pairs() if ranks == world_size and collective in ("", k.collective)]
+    asked = {"tasks": ["small"], "kernel": "", "kernels": names, "dry_run": False}
+    said = [record for _, record in talk("tricomm.perf.evidence.process_checks", world_size, asked, _SILENCE)]
+    bad = [text for record in said for text in record["wrong"]]
     print("\n".join(bad))
-    return 1 if bad else 0
+    return 1 if bad or len(said) != world_size else 0
 
 
 def pairs() -> list[tuple[Kernel, int]]:
@@ -36,4 +30,4 @@ def pairs() -> list[tuple[Kernel, int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tricomm.perf.evidence.schema import read
-from tricomm.perf.evidence.stages import STAGES
+from tricomm.perf.evidence.stage import Stage
+
+NAME = "summary.md"
 
 _FRAME = (
     "One GPU stands for several here: ranks share its memory, so what is measured is the kernels' use of memory and "
@@ -15,44 +17,54 @@ _FRAME = (
 )
 
 
-def write(folder: Path) -> Path:
-    """summary.md of the results in `folder`; a stage without one is listed as not run."""
-    results = {s.name: read(folder / f"{s.name}.json") for s in STAGES if (folder / f"{s.name}.json").exists()}
-    path = folder / "summary.md"
-    path.write_text("\n".join(_lines(results)) + "\n", encoding="utf-8")
+def write(folder: Path, stages: Sequence[Stage], results: Sequence[dict[str, Any]]) -> Path:
+    """summary.md of a result per stage."""
+    path = folder / NAME
+    path.write_text("\n".join(_lines(stages, results)) + "\n", encoding="utf-8")
     return path
 
 
-def _lines(results: dict[str, dict[str, Any]]) -> list[str]:
-    simulated = any(r["simulated"] for r in results.values())
+def _lines(stages: Sequence[Stage], results: Sequence[dict[str, Any]]) -> list[str]:
+    simulated = any(r["simulated"] for r in results)
     lines = [
         "# GPU evidence" + (" (dry run: simulated, no GPU was used, no number means anything)" if simulated else "")
     ]
-    lines += ["", *_where(results), "", _FRAME, "", "| stage | result | cases | seconds | |", "|---|---|---|---|---|"]
-    for stage in STAGES:
-        found = results.get(stage.name)
-        if found is None:
-            lines.append(f"| [{stage.title}](#{stage.name}) | not run | | | |")
-            continue
+    lines += ["", *_where(results), "", _FRAME, "", "| stage | result | cases | not run | seconds | file | |",
+              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for found in results:
         good = sum(case["status"] == "ok" for case in found["cases"])
-        row = (f"[{stage.title}](#{stage.name})", found["status"], f"{good} of {len(found['cases'])}",
-               f"{found['seconds']:.0f}", _cell(found["reason"]))  # fmt: skip
-        lines.append("| " + " | ".join(row) + " |")
-    for stage in STAGES:
-        if stage.name in results:
-            lines += ["", f"## {stage.name}", "", *_cases(results[stage.name], stage.columns)]
+        name, cases = found["stage"], f"{good} of {len(found['cases'])}"
+        row = (f"[{found['title']}](#{name})", found["status"], cases, len(found["left"]), f"{found['seconds']:.0f}",
+               f"{name}.json", _cell(found["reason"]))  # fmt: skip
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    lines += ["", "## Not run", "", *_left(results)]
+    for stage, found in zip(stages, results, strict=True):
+        lines += ["", f"## {stage.name}", "", *_cases(found, stage.columns)]
     return lines
 
 
-def _where(results: dict[str, dict[str, Any]]) -> list[str]:
-    found = []
-    for result in results.values():
+def _left(results: Sequence[dict[str, Any]]) -> list[str]:
+    """Every case that was not run, by stage and reason."""
+    lines = []
+    for result in results:
+        reasons: dict[str, list[str]] = {}
+        for left in result["left"]:
+            reasons.setdefault(left["reason"], []).append(left["key"])
+        for reason, keys in reasons.items():
+            lines.append(f"* {result['stage']}, {len(keys)} ({' '.join(reason.split())}): {'; '.join(keys)}")
+    return lines or ["Nothing: every case had its turn."]
+
+
+def _where(results: Sequence[dict[str, Any]]) -> list[str]:
+    found: list[str] = []
+    for result in results:
         it = result["environment"]
         devices = it["device"]
         names = devices if isinstance(devices, str) else f"{len(devices)} x {devices[0]['name']}"
         versions = it["versions"]
         line = (
-            f"{it['date']}, {names}, commit {it.get('commit', '?')}, torch {versions.get('torch')}, "
+            f"{it['date']}, {names}, commit {it.get('commit', '?')}, sources {str(it.get('sources'))[:12]}, "
+            f"torch {versions.get('torch')}, "
             f"Triton {versions.get('triton')}, Python {versions.get('python')}, NCCL {it.get('nccl', '?')}"
         )
         if line not in found:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import msgspec
 
-from tricomm.errors import InvalidArgument
 from tricomm.perf import bench_plan
 from tricomm.perf.tuner.points import DTYPES, TUNABLE, Point, points
 
 MODES = ("eager", "graph")
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _WIDTHS = tuple(str(bits) for bits in DTYPES)
 
 
@@ -49,15 +46,6 @@ def settings(
         tuple(int(width) for width in bench_plan.parse_names(bits, _WIDTHS, "bits")),
         bench_plan.parse_sizes(sizes),
         bench_plan.parse_names(mode, MODES, "mode") if mode else (),
-        parse_budget(budget),
+        bench_plan.parse_budget(budget),
         **rest,
     )
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m`, `1h`. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
-    if not 0 < seconds <= 86400.0:
-        raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
-    return seconds

@@ -9,15 +9,17 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
 from tricomm.kernels import interpreter, registry
-from tricomm.perf.evidence import contenders, peer_ranks
+from tricomm.perf.evidence import contenders, peer_ranks, worker
 from tricomm.perf.evidence.ground import Call
 from tricomm.perf.evidence.race import Race
-from tricomm.perf.evidence.stage import Case, Skip, Stage, Wrong
+from tricomm.perf.evidence.stage import Case, Settings, Skip, Stage, Wrong
 from tricomm.perf.evidence.stages import device_time
+from tricomm.perf.evidence.workers import Outcome
 from tricomm.perf.ranks import speak
 
 HERE = "tests.perf.evidence_stages"
@@ -25,7 +27,7 @@ HERE = "tests.perf.evidence_stages"
 
 def case(key, settings, act=lambda: None, **more):
     def run():
-        with (settings.out / "runs.txt").open("a") as file:
+        with (settings.out.parent / "runs.txt").open("a") as file:
             file.write(f"{key}\n")
         act()
         return {"value_us": 1.5, "key": key}
@@ -60,16 +62,11 @@ def partly(settings):
     yield case("missing", settings, raising(Skip("no such library")))
 
 
-def crashing(settings):
+def dying(settings):
     yield case("before", settings)
     yield case("crash", settings, killed)
-    yield case("after", settings)
-
-
-def hanging(settings):
-    yield case("before", settings)
     yield case("hang", settings, lambda: time.sleep(600), limit=1.5)
-    yield case("after", settings)
+    yield case("after", settings, lambda: print(os.environ["KIT"], os.environ["PYTHONPATH"]))
 
 
 def slow(settings):
@@ -77,13 +74,41 @@ def slow(settings):
         yield case(f"step {number}", settings, lambda: time.sleep(0.2))
 
 
+def broken(settings):
+    if "worker" in sys.argv[0]:
+        raise Wrong("no such machine")
+    yield case("never", settings)
+    yield case("neither", settings)
+
+
 GOOD = Stage("good", "All is well", good, columns=("value_us",))
 MIXED = Stage("mixed", "Some of everything", mixed)
 PARTLY = Stage("partly", "Something is missing", partly)
-CRASHING = Stage("crashing", "One dies", crashing)
-HANGING = Stage("hanging", "One never ends", hanging)
-SLOW = Stage("slow", "Longer than its limit", slow, limit=10.0)
+DYING = Stage("dying", "One dies and one never ends", dying, environment={"KIT": "set"})
+SLOW = Stage("slow", "Longer than its budget", slow)
+BROKEN = Stage("broken", "Its process does not start", broken)
 MISSING = Stage("nothing", "Cannot run here", good, missing=lambda settings: "no GPU of the kind")
+
+
+class Here:
+    """Stands for `workers.Workers`: cases run in this process."""
+
+    def __init__(self, settings):
+        self.ended = []
+
+    def run(self, stage, case, left):
+        said = []
+        worker._run(case, Settings(Path(), dry_run=True), lambda **record: said.append(record))
+        return Outcome(**said[0])
+
+    def knows(self, settings):
+        pass
+
+    def end(self, stage):
+        self.ended.append(stage.name)
+
+    def close(self):
+        pass
 
 
 def main(say, rank, world_size, url, nbytes):

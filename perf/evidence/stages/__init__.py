@@ -1,4 +1,4 @@
-"""The stages, in the order in which they run: what is right first, then how fast it is."""
+"""The stages, in the order in which cases of the same value run: what is right first, then how fast it is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 from tricomm.errors import InvalidArgument
 from tricomm.perf.evidence.stage import Stage
 from tricomm.perf.evidence.stages import (
-    compile,
     device_time,
     faults,
+    first,
     host_path,
     many_gpus,
     peers,
@@ -20,8 +20,8 @@ from tricomm.perf.evidence.stages import (
 )
 
 STAGES: tuple[Stage, ...] = (
-    compile.STAGE, streams.STAGE, processes.STAGE, faults.STAGE, sanitizer.STAGE, device_time.STAGE, peers.STAGE,
-    host_path.STAGE, many_gpus.STAGE,
+    first.STAGE, first.ON_STREAMS, streams.STAGE, processes.STAGE, faults.STAGE, sanitizer.STAGE, device_time.STAGE,
+    peers.STAGE, host_path.STAGE, many_gpus.STAGE,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ import triton
 
 from tricomm import Communicator, Options
 from tricomm.kernels import launch
-from tricomm.kernels.registry import Kernel
-from tricomm.perf.evidence import calling, checks, machine
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage
+from tricomm.kernels.registry import CUBE_RANKS, Kernel
+from tricomm.perf.evidence import calling, checks, compiling, machine
+from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Case, Data, Settings, Stage
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
+FIRST_SIZE = SIZES[2]
 _CALLS, _ROUNDS = 20, 15
 
 
@@ -36,11 +38,30 @@ def _cases(settings: Settings) -> Iterable[Case]:
     yield Case("limit/memory copy", lambda: _copy(settings, 1 << (12 if dry else 30)))
     for world_size in (2,) if dry else (2, 4, 8):
         for kernel in checks.kernels(world_size, dry):
+            smallest = world_size == 2 or kernel.needs_cube
             for nbytes in (0,) if kernel.collective == "barrier" else (256,) if dry else SIZES:
+                first_size = dry or nbytes in (0, FIRST_SIZE)
                 yield Case(
                     f"{kernel.name}/{world_size} ranks/{nbytes} bytes",
-                    lambda k=kernel, w=world_size, n=nbytes: _kernel(settings, k, w, n),  # type: ignore[misc]
+                    partial(_kernel, settings, kernel, world_size, nbytes),
+                    tier=(0 if smallest else 2) if first_size else (3 if smallest else 5),
+                    jobs=partial(_jobs, settings, kernel, world_size, nbytes),
+                    needs=(EIGHT,) if world_size == CUBE_RANKS else (),
                 )
+
+
+def _jobs(settings: Settings, kernel: Kernel, world_size: int, nbytes: int) -> list[compiling.Job]:
+    call = checks.Call(_count(kernel, world_size, nbytes), "sum" if kernel.reduces else "none", 0)
+    wanted = {"bfloat16": [call]}
+    return compiling.jobs(kernel, world_size, machine.capability(settings), wanted, _options(settings))
+
+
+def _options(settings: Settings) -> Options:
+    return Options(arena_bytes=(1 << 20) if settings.dry_run else (64 << 20))
+
+
+def _count(kernel: Kernel, world_size: int, nbytes: int) -> int:
+    return nbytes // kernel.kind.rows_in(world_size) // 2
 
 
 def _launch(settings: Settings) -> Data:
@@ -60,9 +81,8 @@ def _copy(settings: Settings, nbytes: int) -> Data:
 
 def _kernel(settings: Settings, kernel: Kernel, world_size: int, nbytes: int) -> Data:
     on = machine.of(settings)
-    options = Options(arena_bytes=(1 << 20) if settings.dry_run else (64 << 20))
     rounds, calls = (2, 1) if settings.dry_run else (_ROUNDS, _CALLS)
-    samples = on.resident(world_size, lambda comm: repeating(comm, kernel, nbytes), calls, rounds, options)
+    samples = on.resident(world_size, lambda comm: repeating(comm, kernel, nbytes), calls, rounds, _options(settings))
     data = machine.spread(samples)
     if nbytes:
         data["memory_gbps"] = round(moved(kernel, world_size, nbytes) / data["median_us"] / 1e3, 3)
@@ -71,8 +91,7 @@ def _kernel(settings: Settings, kernel: Kernel, world_size: int, nbytes: int) ->
 
 def repeating(comm: Communicator, kernel: Kernel, nbytes: int) -> Callable[[], None]:
     """What a rank calls, on a bf16 input of its own of `nbytes` bytes, all rows together."""
-    count = nbytes // kernel.kind.rows_in(comm.world_size) // 2
-    x, y = calling.tensors(comm, kernel.collective, count, torch.bfloat16)
+    x, y = calling.tensors(comm, kernel.collective, _count(kernel, comm.world_size, nbytes), torch.bfloat16)
     return lambda: _ignored(calling.call(comm, kernel.collective, 0, x, y, kernel))
 
 
@@ -104,5 +123,6 @@ def moved(kernel: Kernel, world_size: int, nbytes: int) -> int:
 
 STAGE = Stage(
     "device_time", "Time on the device, against the limits of its memory", _cases, machine.no_gpu,
-    columns=("median_us", "p10_us", "p90_us", "memory_gbps"),
+    columns=("median_us", "p10_us", "p90_us", "memory_gbps"), environment=STREAMS, needs=(TWO, GRAPH),
+    share=2.0,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import permutations
 from statistics import median
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import COLLECTIVES
 from tricomm.perf import bench_plan
-from tricomm.perf.evidence import checks, machine
+from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.contenders import OURS
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.perf.evidence.stage import KILL, Case, Data, Settings, Stage, Wrong
 from tricomm.perf.evidence.stages import peers, processes
 from tricomm.perf.ranks import talk
 
@@ -55,19 +56,21 @@ def _cases(settings: Settings) -> Iterable[Case]:
     lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
     for world_size in worlds(gpus):
         for collective in _DRY_COLLECTIVES if settings.dry_run else COLLECTIVES:
+            foremost = settings.dry_run or collective == "all_reduce"
             yield Case(
                 f"table/{collective}/{world_size} ranks",
-                lambda c=collective, n=world_size: _table(settings, c, n, lost[n]),  # type: ignore[misc]
+                partial(_table, settings, collective, world_size, lost[world_size]),
+                tier=0 if foremost else 2 if world_size == worlds(gpus)[-1] else 3,
             )
     if settings.dry_run:
         return  # stage `processes` sweeps
-    for kernel in checks.of_processes(worlds(gpus)[-1], False):
+    world_size = worlds(gpus)[-1]
+    for kernel in checks.of_processes(world_size, False):
         question = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
         yield Case(
-            f"sweep/{kernel.name}/{worlds(gpus)[-1]} ranks",
-            lambda question=question: processes.run(question, worlds(gpus)[-1]),  # type: ignore[misc]
-            limit=240.0,
-        )
+            f"sweep/{kernel.name}/{world_size} ranks", partial(processes.run, question, world_size), limit=240.0,
+            tier=1, jobs=partial(compiling.sweep, kernel, world_size, settings, checks.PARTS),
+        )  # fmt: skip
 
 
 def _reaches(settings: Settings) -> Callable[[int, int], bool]:
@@ -166,4 +169,7 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
     return {**flat, "rows": found}
 
 
-STAGE = Stage("many_gpus", "Several GPUs: links, latency, all collectives", _cases, missing, columns=_SHOWN)
+STAGE = Stage(
+    "many_gpus", "Several GPUs: links, latency, all collectives", _cases, missing, columns=_SHOWN,
+    needs=(KILL,), share=8.0,
+)  # fmt: skip

@@ -9,15 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
 from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.contenders import OURS, offered
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Stage, Wrong
 from tricomm.perf.ranks import RankFailed, talk
 
 SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
+FIRST_SIZE = SIZES[1]
 _RANKS = "tricomm.perf.evidence.peer_ranks"
 _PATIENCE = 45.0  # seconds of silence after which a rank is given up; starting one takes many of them
 _LIMIT = 112.0  # of a comparison: what the case that it is in still gets to see
@@ -36,7 +38,8 @@ def _cases(settings: Settings) -> Iterable[Case]:
         for nbytes in (64,) if dry else SIZES:
             yield Case(
                 f"all_reduce/{world_size} ranks/{nbytes} bytes",
-                lambda w=world_size, n=nbytes, lost=lost: _run(settings, w, n, lost),  # type: ignore[misc]
+                partial(_run, settings, world_size, nbytes, lost),
+                tier=(0 if world_size == 2 else 2) if nbytes in (64, FIRST_SIZE) else 3 if world_size == 2 else 5,
             )
 
 
@@ -140,4 +143,5 @@ def described(times: dict[str, list[float]]) -> Data:
 STAGE = Stage(
     "peers", "All-reduce beside other libraries, ranks as processes on one GPU", _cases, machine.no_gpu,
     columns=("choice", *(f"{name}_graph_us" for name in _SHOWN), *(f"{name}_graph_ratio" for name in _SHOWN[1:])),
+    needs=(SLICE,), share=1.5,
 )  # fmt: skip

@@ -1,39 +1,51 @@
 """Right results, ranks as processes over CUDA IPC on one GPU: all kernels, graphs, ends of the epoch, two groups.
 
-Starting ranks takes seconds, so a kernel's ranks do one task after another.
+Starting ranks takes seconds, so the first case has one size of every kernel, and later a kernel's ranks do one task
+after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from tricomm.kernels import registry
-from tricomm.perf.evidence import checks, machine
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.perf.evidence import checks, compiling, machine
+from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Stage, Wrong
 from tricomm.perf.ranks import talk
 
 _RANKS = "tricomm.perf.evidence.process_checks"
-_TASKS = ("sweep", "graphs", "epochs")
+_EVERY = "every kernel"
+_RARE, _SWEEP = ("graphs", "epochs"), ("sweep",)  # tasks of a kernel's ranks
 
 
 def _cases(settings: Settings) -> Iterable[Case]:
     dry = settings.dry_run
     for world_size in (2,) if dry else (2, 4):
-        for kernel in checks.of_processes(world_size, dry):
-            if dry and not kernel.kind.root:
-                continue  # two groups have them all
-            yield _case(kernel.name, _TASKS, world_size, settings)
-        for name in ("two groups", "messages"):
-            yield _case(name, (name,), world_size, settings)
-    for kernel in [] if dry else checks.kernels(registry.CUBE_RANKS, dry):
-        if kernel.needs_cube:
-            yield _case(kernel.name, _TASKS, registry.CUBE_RANKS, settings)
+        later, kernels = 0 if world_size == 2 else 3, checks.of_processes(world_size, dry)
+        for name, task in ((_EVERY, "one size"), ("messages", "messages"), ("two groups", "two groups")):
+            yield _case(name, (task,), world_size, settings, later, kernels if task == "one size" else ())
+        for kernel in kernels if not dry else [k for k in kernels if k.kind.root]:  # in a dry run one, once
+            for tasks, tier in (((*_RARE, *_SWEEP), 1),) if dry else ((_RARE, 1), (_SWEEP, 4)):
+                yield _case(kernel.name, tasks, world_size, settings, tier + later, (kernel,))
+    cube = [] if dry else [k for k in checks.kernels(registry.CUBE_RANKS, dry) if k.needs_cube]
+    for kernel in cube:
+        for tasks, tier in ((_RARE, 2), (_SWEEP, 5)):
+            yield _case(kernel.name, tasks, registry.CUBE_RANKS, settings, tier, (kernel,))
 
 
-def _case(name: str, tasks: Iterable[str], world_size: int, settings: Settings) -> Case:
-    asked = {"tasks": list(tasks), "kernel": name, "dry_run": settings.dry_run}
-    return Case(f"{name}/{world_size} ranks", lambda: run(asked, world_size), limit=240.0)
+def _case(
+    name: str, tasks: tuple[str, ...], world_size: int, settings: Settings, tier: int,
+    kernels: Iterable[registry.Kernel],
+) -> Case:  # fmt: skip
+    asked = {"tasks": tasks, "kernel": name, "dry_run": settings.dry_run, "slice_us": settings.slice_us}
+    parts = checks.PARTS if "sweep" in tasks else checks.PARTS[:1]
+    key = f"{name}/{world_size} ranks" if name in tasks else f"{name}/{world_size} ranks/{' and '.join(tasks)}"
+    return Case(
+        key, partial(run, asked, world_size), limit=240.0, tier=tier,
+        jobs=lambda: [job for k in kernels for job in compiling.sweep(k, world_size, settings, parts)],
+    )  # fmt: skip
 
 
 def run(asked: dict[str, Any], world_size: int) -> Data:
@@ -49,4 +61,7 @@ def run(asked: dict[str, Any], world_size: int) -> Data:
     return {"kind": found[0]["kind"], "calls": sum(record["calls"] for record in found) // world_size}
 
 
-STAGE = Stage("processes", "Right results, ranks as processes", _cases, machine.no_gpu, columns=("kind", "calls"))
+STAGE = Stage(
+    "processes", "Right results, ranks as processes", _cases, machine.no_gpu,
+    columns=("kind", "calls", "variants", "compile_s"), needs=(SLICE,), share=3.0,
+)  # fmt: skip

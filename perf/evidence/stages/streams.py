@@ -5,31 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from tricomm.kernels.registry import Kernel
-from tricomm.perf.evidence import checks, machine
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.kernels.registry import CUBE_RANKS, Kernel
+from tricomm.perf.evidence import checks, compiling, machine
+from tricomm.perf.evidence.stage import EIGHT, STREAMS, TWO, Case, Data, Settings, Stage, Wrong
 
 
 def _cases(settings: Settings) -> Iterable[Case]:
     for world_size in (3,) if settings.dry_run else (2, 4, 8):
         for kernel in checks.kernels(world_size, settings.dry_run):
-            yield Case(
-                f"{kernel.name}/{world_size} ranks",
-                lambda kernel=kernel, world_size=world_size: _run(kernel, world_size, settings),  # type: ignore[misc]
-            )
+            smallest = world_size <= 3 or kernel.needs_cube
+            for part in checks.parts(kernel):
+                yield Case(
+                    f"{kernel.name}/{world_size} ranks/{part}",
+                    partial(_run, kernel, world_size, part, settings),
+                    tier=checks.tier(part, smallest),
+                    jobs=partial(compiling.sweep, kernel, world_size, settings, (part,)),
+                    needs=(EIGHT,) if world_size == CUBE_RANKS else (),
+                )
 
 
-def _run(kernel: Kernel, world_size: int, settings: Settings) -> Data:
+def _run(kernel: Kernel, world_size: int, part: str, settings: Settings) -> Data:
     dry = settings.dry_run
     found = machine.of(settings).together(
-        world_size, partial(checks.sweep, kernel=kernel, dry_run=dry), checks.options(dry)
+        world_size, partial(checks.sweep, kernel=kernel, part=part, dry_run=dry), checks.options(dry)
     )
     bad = [text for _, texts in found for text in texts]
     if bad:
         raise Wrong(f"{len(bad)} checks; the first: {bad[0]}")
-    return {"types": len(checks.dtypes(kernel, dry)), "calls": found[0][0]}
+    return {"types": len(checks.of_part(kernel, world_size, part, dry)), "calls": found[0][0]}
 
 
 STAGE = Stage(
-    "streams", "Right results, ranks as streams of one process", _cases, machine.no_gpu, columns=("types", "calls")
-)
+    "streams", "Right results, ranks as streams of one process", _cases, machine.no_gpu,
+    columns=("types", "calls", "variants", "compile_s"), environment=STREAMS, needs=(TWO,), share=3.0,
+)  # fmt: skip

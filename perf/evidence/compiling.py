@@ -1,10 +1,13 @@
-"""Compiles what the other stages launch, on all cores, into Triton's cache: they have minutes, and this takes most."""
+"""What a case launches, compiled on all cores into Triton's cache before it runs: compiling takes most of the time.
+
+A case says what it needs, so nothing is compiled for cases that are not run, and its time counts as the case's own.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -12,63 +15,76 @@ from typing import Any
 
 import torch
 
-from tricomm import plan
+from tricomm import Options, plan
 from tricomm.kernels import layout, registry
 from tricomm.kernels.compiled import compile_kernel
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf import bench_data
 from tricomm.perf.evidence import checks, machine
-from tricomm.perf.evidence.stage import Case, Data, Settings, Stage, Wrong
+from tricomm.perf.evidence.stage import Settings, Wrong
+from tricomm.perf.ranks import end_with_parent
 from tricomm.selection import Site, choose
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
+_DRY = 1  # variants of a case that a dry run compiles
 
 
-def _cases(settings: Settings) -> Iterable[Case]:
-    for world_size in (2,) if settings.dry_run else (2, 4, 8):
-        for kernel in checks.of_processes(world_size, settings.dry_run):
-            yield Case(
-                f"{kernel.name}/{world_size} ranks",
-                lambda kernel=kernel, world_size=world_size: _compile(kernel, world_size, settings),  # type: ignore[misc]
-                limit=400.0,
-            )
-
-
-def _compile(kernel: registry.Kernel, world_size: int, settings: Settings) -> Data:
-    found = jobs(kernel, world_size, 90 if settings.dry_run else _capability())
-    if settings.dry_run:
-        failures = [compile_one(job) for job in found[:1]]
+def all_of(jobs: Sequence[Job], in_this_process: bool) -> None:
+    """Compile; raises `Wrong` with the first one that does not. `in_this_process`: only a few, without other cores."""
+    if in_this_process:
+        failures = [compile_one(job) for job in jobs[:_DRY]]
     else:
         try:
-            failures = list(_workers().map(compile_one, found))
+            failures = list(_workers().map(compile_one, jobs)) if jobs else []
         except BrokenProcessPool:
             _workers.cache_clear()  # the next case gets a new one
             raise
     bad = [text for text in failures if text]
     if bad:
-        raise Wrong(f"{len(bad)} of {len(found)} variants do not compile: {bad[0]}")
-    return {"variants": len(found)}
+        raise Wrong(f"{len(bad)} of {len(jobs)} variants do not compile: {bad[0]}")
 
 
 @cache
 def _workers() -> ProcessPoolExecutor:
-    """One pool for all cases: a worker takes seconds to start."""
-    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=multiprocessing.get_context("spawn"))
+    """One pool for all cases of a process, because a worker takes seconds to start; it ends with this process."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context, initializer=_begin)
 
 
-def jobs(kernel: registry.Kernel, world_size: int, capability: int) -> list[Job]:
-    """What the checks' calls need compiled, worked out by the very code that makes launch plans; nothing twice."""
-    memory = layout.plan(world_size, checks.options(False).arena_bytes)
+def _begin() -> None:
+    """Of a worker: its queue never ends, so it has to be ended, also if its parent has gone before it began."""
+    end_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os._exit(1)
+
+
+def sweep(kernel: registry.Kernel, world_size: int, settings: Settings, parts: Sequence[str]) -> list[Job]:
+    """Of those parts of the checks (`checks.PARTS`)."""
+    found: list[Job] = []
+    for part in parts:
+        wanted = checks.of_part(kernel, world_size, part, settings.dry_run)
+        found += jobs(kernel, world_size, machine.capability(settings), wanted, checks.options(settings.dry_run))
+    return [job for n, job in enumerate(found) if job not in found[:n]]
+
+
+def jobs(
+    kernel: registry.Kernel, world_size: int, capability: int, wanted: Mapping[str, Sequence[checks.Call]],
+    options: Options,
+) -> list[Job]:  # fmt: skip
+    """What calls of each type (by name) need compiled, worked out by the very code that makes launch plans; nothing
+    twice."""
+    memory = layout.plan(world_size, options.arena_bytes)
     site = Site(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
     found: dict[str, Job] = {}
 
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:
         found.setdefault(repr((constexprs, bits, aligned)), (kernel.name, constexprs, bits, aligned, capability))
 
-    for name in checks.dtypes(kernel, False):
+    for name, calls in wanted.items():
         dtype = DTYPES[name] if kernel.collective != "barrier" else None
         itemsize = getattr(torch, name).itemsize
-        for call in checks.calls(kernel, world_size, name, False):
+        for call in calls:
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
             fitting = kernel.algorithm if kernel.zero_copy else None
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
@@ -88,11 +104,3 @@ def compile_one(job: Job) -> str:
     except Exception as error:  # whatever a compiler may raise
         return f"{name} {constexprs} {bits} bits: {type(error).__name__}: {error}"
     return ""
-
-
-def _capability() -> int:
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
-
-
-STAGE = Stage("compile", "Every variant compiles", _cases, machine.no_gpu, columns=("variants",))

@@ -1,0 +1,157 @@
+"""The first minute: what decides about the rest. What fails here leaves out the stages that depend on it.
+
+Two stages, because ranks as streams need an environment that ranks as processes must not have.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+
+from tricomm import Communicator, Options
+from tricomm.kernels import registry
+from tricomm.perf.evidence import calling, checks, compiling, environment, machine
+from tricomm.perf.evidence.stage import (
+    EIGHT,
+    FIRST,
+    GIL,
+    GRAPH,
+    KILL,
+    SLICE,
+    STREAMS,
+    TWO,
+    Case,
+    Data,
+    Settings,
+    Stage,
+    Wrong,
+)
+from tricomm.perf.evidence.stages import faults
+from tricomm.perf.ranks import talk
+
+_TICK, _BLOCKED = 0.002, 0.05  # seconds
+_CYCLES = 200_000_000  # of the GPU's clock: about a tenth of a second
+_OPTIONS = Options(timeout=15.0, arena_bytes=1 << 20, nccl=False)
+_KERNEL = registry.find("all_reduce", "one_shot", "ll")
+_COUNT = 1000
+
+
+def _processes(settings: Settings) -> Iterable[Case]:
+    def case(name: str, run: Callable[[], Data], **more: Any) -> Case:
+        return Case(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
+
+    yield case("first/versions", partial(_versions, settings))
+    yield case(GIL, partial(_gil, settings))
+    yield case(SLICE, partial(_slice, settings))
+    yield case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
+
+
+def _streams(settings: Settings) -> Iterable[Case]:
+    for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
+        yield Case(
+            name.partition("/")[2], partial(_all_reduce, settings, world_size), limit=60.0, tier=FIRST, needs=needs,
+            jobs=partial(_jobs, settings, world_size),
+        )  # fmt: skip
+    yield Case(
+        GRAPH.partition("/")[2], partial(_graph, settings), limit=60.0, tier=FIRST, needs=(TWO,),
+        jobs=partial(_jobs, settings, 2),
+    )  # fmt: skip
+
+
+def _versions(settings: Settings) -> Data:
+    """Raises `Wrong` if CUDA's driver cannot be called."""
+    found = environment.facts(settings)
+    shown = {name: found["versions"].get(name, "?") for name in ("torch", "triton", "cuda", "cuda-bindings")}
+    devices = found["device"]
+    return {**shown, "driver": devices if isinstance(devices, str) else devices[0]["driver"]}
+
+
+def _gil(settings: Settings) -> Data:
+    """Raises `Wrong` if a driver call that blocks stops this process's other threads, such as the watch over peers."""
+    if settings.dry_run:
+        return ticked(lambda: time.sleep(_BLOCKED))
+    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
+
+    torch.cuda._sleep(1000)  # loaded and the context current before
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_CYCLES)
+    return ticked(driver.cuCtxSynchronize)
+
+
+def ticked(blocks: Callable[[], Any]) -> Data:
+    """Call `blocks` while another thread ticks."""
+    ticks, stop = [0], threading.Event()
+
+    def tick() -> None:
+        while not stop.wait(_TICK):
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        before, began = ticks[0], time.perf_counter()
+        blocks()
+        seconds, made = time.perf_counter() - began, ticks[0] - before
+    finally:
+        stop.set()
+        thread.join()
+    if made < 2 and seconds > 5 * _TICK:
+        raise Wrong(
+            f"the GIL is held during driver calls: {made} ticks of another thread in {seconds:.3f} s; a process cannot "
+            "see that its peer has gone then; cuda-bindings 12.9.1 or newer release it"
+        )
+    return {"blocked_s": round(seconds, 4), "ticks": made}
+
+
+def _slice(settings: Settings) -> Data:
+    """A word to and fro between two processes: each way takes as long as the other process keeps the device."""
+    asked = {"dry_run": settings.dry_run, "one_gpu": True, "trips": 2 if settings.dry_run else 10, "samples": 2}
+    heard = [record for _, record in talk("tricomm.perf.evidence.many_ranks", 2, asked, 40.0)]
+    if len(heard) != 2:
+        raise Wrong(f"two processes have sent a word to and fro in {len(heard)} of 2 ways")
+    return {"slice_us": round(median(time for record in heard for time in record["samples"]), 3)}
+
+
+def _jobs(settings: Settings, world_size: int) -> list[compiling.Job]:
+    wanted = {"float32": [checks.Call(_COUNT, "sum", 0)]}
+    return compiling.jobs(_KERNEL, world_size, machine.capability(settings), wanted, _OPTIONS)
+
+
+def _all_reduce(settings: Settings, world_size: int) -> Data:
+    call = [checks.Call(_COUNT, "sum", 0)]
+    check = partial(checks.wrong, kernel=_KERNEL, dtype=torch.float32, wanted=call)
+    began = time.monotonic()
+    bad = [text for texts in machine.of(settings).together(world_size, check, _OPTIONS) for text in texts]
+    if bad:
+        raise Wrong(bad[0])
+    return {"ranks": world_size, "took_s": round(time.monotonic() - began, 3)}
+
+
+def _graph(settings: Settings) -> Data:
+    def make(comm: Communicator) -> Callable[[], None]:
+        x, y = calling.tensors(comm, "all_reduce", _COUNT, torch.float32)
+
+        def run() -> None:
+            calling.call(comm, "all_reduce", 0, x, y, _KERNEL)
+
+        return run
+
+    return machine.spread(machine.of(settings).resident(2, make, 2, 3, _OPTIONS))
+
+
+STAGE = Stage(
+    "first", "The first minute: what this machine does", _processes, machine.no_gpu,
+    columns=("driver", "cuda", "torch", "triton", "cuda-bindings", "blocked_s", "ticks", "slice_us", "error",
+             "after_s"),
+    environment={"TRICOMM_SHARE_DEVICE": "1"},  # its two ranks are on one GPU, and that is meant
+)  # fmt: skip
+ON_STREAMS = Stage(
+    "first_streams", "The first minute: ranks as streams", _streams, machine.no_gpu,
+    columns=("ranks", "took_s", "median_us"), environment=STREAMS,
+)  # fmt: skip
