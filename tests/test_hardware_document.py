@@ -1,4 +1,4 @@
-"""docs/hardware.md lists every call that may block in CUDA's driver, and what ends it."""
+"""docs/hardware.md lists every call of CUDA's driver that may block; the tests that it names exist."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "hardware.md"
 FOLDERS = ("kernels", "store", "tricomm")  # perf measures, and the explorer runs on a CPU
 HEAD = "## Calls of the driver that may block"
 ROW = re.compile(r"^\| `([\w.]+)` \| ((?:`[\w.]+`(?:, )?)+|anywhere) \| (.+?) \| (.+) \|$")
@@ -80,7 +81,7 @@ def all_calls() -> frozenset[str]:
 
 
 def document() -> str:
-    text = (ROOT / "docs" / "hardware.md").read_text()
+    text = DOCUMENT.read_text()
     return text[text.index(HEAD) :].split("\n## ")[0]
 
 
@@ -137,3 +138,38 @@ def test_a_call_that_is_added_to_the_sources_is_found(added: str, call: str) -> 
 def test_a_list_that_has_rotted_is_found(old: str, new: str, words: str) -> None:
     assert old in document()
     assert any(text.startswith(words) for text in wrong(document().replace(old, new, 1), all_calls()))
+
+
+FINDINGS = [f"C{n}" for n in range(1, 11)] + [f"S{n}" for n in range(1, 10)]
+TEST = re.compile(r"`(tests/(?:\w+/)*test_\w+\.py)(?:::(\w+))?`")
+
+
+def missing(text: str) -> list[str]:
+    """Findings without a row, and tests in their rows that do not exist."""
+    rows = dict(re.findall(r"^\| ([CS]\d+) \| (.+) \|$", text, re.MULTILINE))
+    wrong = [f"{number} has no row" for number in FINDINGS if number not in rows]
+    for number, row in rows.items():
+        for file, name in TEST.findall(row):
+            path = ROOT / file
+            names = re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE) if path.is_file() else []
+            if not names or (name and name not in names):
+                wrong.append(f"{number}: there is no {file}{'::' if name else ''}{name}")
+    return wrong
+
+
+def test_every_finding_has_a_row_and_every_test_that_it_names_exists():
+    assert missing(DOCUMENT.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("| C5 |", "| X5 |", "C5 has no row"),
+        ("test_uneven.py::test_on_a_gpu", "test_uneven.py::test_on_gpus", "C8: there is no tests/tricomm/test_uneven"),
+        ("store/test_host_words.py", "store/test_words.py", "C2: there is no tests/store/test_words.py"),
+    ],
+)  # fmt: skip
+def test_a_row_that_has_rotted_is_found(old, new, words):
+    text = DOCUMENT.read_text()
+    assert old in text
+    assert any(found.startswith(words) for found in missing(text.replace(old, new, 1)))
