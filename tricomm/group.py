@@ -212,10 +212,11 @@ class Group(Faults):
         if os.getpid() != self._pid:
             return
         if not self._quiet():
-            # A kernel still works on raw addresses: what it works on stays mapped, for as long as the process lives.
+            # A kernel still works on raw addresses: what it works on stays mapped until the process ends.
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
-            if not self.simulated:  # interpreted, its own thread holds on to the group
-                _kept.append(self)
+            _kept.extend(() if self.simulated else (self,))  # interpreted, its own thread holds on to the group
+            if self._monitor.fault is None:  # else the peers have been told already
+                self._control.set_state(State.CLOSED)
             self._monitor.stop()
             return
         if self._captured:

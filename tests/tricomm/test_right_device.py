@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tests import ranks
+from tests import fake_cuda, ranks
 from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tests.tricomm import right_device_bodies as bodies
-from tricomm import Communicator, Options, communicator, errors
+from tricomm import Communicator, Options, communicator, errors, group
 from tricomm.c10d import on_cuda
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.arena import open_arena
+from tricomm.store.control import State
 from tricomm.store.rendezvous import meet
 
 MINE, OTHER = 1, 0
@@ -279,6 +280,19 @@ def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
     with ranks.start(2, bodies.replays_after_close, f"file://{tmp_path}/store", "unprotected") as started:
         outcome = started.results()[0]
     assert outcome.value is None and outcome.code in (-11, -7, None), outcome
+
+
+def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the_end(comm, world, monkeypatch):
+    monkeypatch.setattr(fake_cuda.FakeStream, "query", lambda stream: False)
+    monkeypatch.setattr(fake_cuda.FakeEvent, "query", lambda event: False)
+    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(comm, "_timeout", 0.2)
+    comm.close()
+    assert comm._control.state(0) == State.CLOSED and comm in group._kept
+    comm.group_table.add_(0)  # still mapped
+    group._kept.remove(comm)
+    comm._control.close()
+    comm._arena.close()
 
 
 @pytest.mark.parametrize(("current", "local", "chosen"), [(0, None, 0), (0, "1", 1), (1, "0", 1), (0, "3", 1)])
