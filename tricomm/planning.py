@@ -72,13 +72,14 @@ class Planning(Group):
         symmetric: tuple[str, torch.Tensor, int] | None = None,
     ) -> plan.Plan:  # fmt: skip
         capturing = self._gpu is not None and self._gpu.capturing()
-        self._captured |= capturing
         table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
         key = (collective, op, dtype, count, aligned, algorithm, protocol, root, table, capturing)
         try:
-            return self._plans[key]
+            found = self._plans[key]
         except (KeyError, TypeError):
-            return self._new_plan(key, symmetric)
+            found = self._new_plan(key, symmetric)
+        self._captured |= capturing
+        return found
 
     def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor, int] | None) -> plan.Plan:
         *key, capturing = full

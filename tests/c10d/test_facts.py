@@ -201,7 +201,7 @@ def test_who_does_not_come_is_named_when_the_time_is_up():
 def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):
     """Ranks of the Gloo route write into the store why they give a group up."""
     store = HashStore()
-    transports = [SimpleNamespace(store=store, rank=rank, world_size=2) for rank in range(2)]
+    transports = [SimpleNamespace(store=store, rank=rank, world_size=2, others=[1 - rank]) for rank in range(2)]
     reasons = gloo_faults._Reasons(transports[0])
     gloo_faults.tell(transports[1], PeerDied("rank 7 has ended"))
     found = reasons.read()

@@ -115,6 +115,7 @@ def test_a_groups_first_call_is_not_captured_and_the_group_goes_on(group, monkey
 def test_a_barrier_without_a_device_takes_the_gpu_that_the_group_uses(group, monkeypatch, used, current, chosen):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     comms = {torch.device("cuda", index): SimpleNamespace(close=lambda: None) for index in used}
     monkeypatch.setattr(group._engine, "_comms", comms)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.groups import default_group, of, poisoned, refused, same
 from tricomm.c10d import arguments
+from tricomm.c10d.works import FinishedWork
 from tricomm.monitor import Monitor
 
 
@@ -192,6 +193,14 @@ def killed(rank, world_size, tell, url):
         return text
 
 
+class Inline:
+    """Stands for the group's stream on a GPU."""
+
+    def run(self, action, what, result, keep, async_op, timeout):
+        action()
+        return FinishedWork(result)
+
+
 def another_way(rank, world_size, tell, url, first, compared=True):
     """Rank 0's call goes to a kernel, rank 1's to NCCL (which a wait stands for): what each of them gets.
 
@@ -204,6 +213,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
     with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
         world._backends["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
         engine = world._engine
+        engine._streams[torch.device("cpu")] = Inline()
         if not first:
             dist.all_reduce(torch.ones(4))
         began = time.monotonic()
@@ -232,6 +242,7 @@ def refused_by_nccl(rank, world_size, tell, url):
 
     with default_group(rank, world_size, url, "kernels") as world:
         engine = world._engine
+        engine._streams[torch.device("cpu")] = Inline()
 
         def call(dtype, run):
             made = arguments.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")

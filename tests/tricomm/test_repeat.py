@@ -1,5 +1,7 @@
 """A call that was made before takes a short way: it must refuse and give what the first one does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -86,10 +88,10 @@ def test_after_close(comm):
 
 def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, monkeypatch):
     """On a GPU; here the communicator only says that it has one."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(comm, "simulated", False)
+    monkeypatch.setattr(comm, "_gpu", SimpleNamespace(elsewhere=lambda: False, capturing=lambda: True))
     for call in (lambda: comm.all_reduce(torch.ones(7)), lambda: comm.all_gather(torch.ones(7)), comm.barrier):
         with pytest.raises(InvalidArgument, match="run this call once before capture"):
             call()
     monkeypatch.undo()
+    assert not comm._captured, "a call that was refused is in no graph"
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))

@@ -50,7 +50,7 @@ class Waiting:
         self.began = time.monotonic()
         self.missing: list[int] = []  # in the order in which their connections failed
         self.cause: BaseException | None = None
-        self.closed: list[int] = []  # ranks whose connections were closed when the first one failed
+        self.closed: list[int] = []  # whose connections were closed when the first one failed
         self.timed_out = False
         self.stopped: dict[int, float] = {}  # rank: seconds
         self.gone: dict[int, float] = {}  # rank: seconds since its process was seen to have ended
@@ -62,14 +62,16 @@ class Waiting:
     def peers(self) -> set[int]:
         """The ranks that it may still need."""
         if self.any:
-            return {r for r in range(self.transport.world_size) if r != self.transport.rank}
+            return set(self.transport.others)
         return ({rank for rank, _ in self.todo + self.sends} | {self.current}) - {-1}
 
     def failed(self, rank: int, cause: BaseException) -> None:
         if rank >= 0 and not self.any:
             self.missing.append(rank)
         if self.cause is None:
-            self.closed = sorted({r for r in self.peers() if not self.transport.connected(r)} | set(self.missing))
+            # Ranks that this wait does not need, too: one of them may be why another one closed its connections.
+            closed = filter(lambda rank: not self.transport.connected(rank), self.transport.others)
+            self.closed = sorted({*closed, *self.missing})
             self.cause = cause
 
     def run(self) -> None:
@@ -267,7 +269,7 @@ class _Reasons:
 
     def __init__(self, transport: Transport) -> None:
         self._transport, self._token = transport, env.token()
-        self._others = [r for r in range(transport.world_size) if r != transport.rank]
+        self._others = transport.others
         self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
 
     def read(self) -> dict[int, TricommError]:
@@ -348,8 +350,7 @@ def watch(waiting: Waiting) -> None:
                 _watcher.start()
 
 
-def unwatch(waiting: Waiting) -> None:
-    _waits.discard(waiting)
+unwatch = _waits.discard
 
 
 def wake(transport: Transport) -> None:

@@ -60,6 +60,7 @@ class Transport:
         timeout: timedelta,
     ) -> None:  # fmt: skip
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
+        self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
         self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
@@ -190,8 +191,8 @@ class Transport:
     def check(self, what: Callable[[], str]) -> None:
         """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""
         waiting = Waiting(self, time.monotonic(), what)
-        for rank in range(self.world_size):
-            if rank != self.rank and not self.connected(rank):
+        for rank in self.others:
+            if not self.connected(rank):
                 waiting.failed(rank, RuntimeError("the connection is closed"))
         if self.error is not None or waiting.lost:
             raise waiting.verdict()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tricomm import Communicator, Options
+from tricomm.cuda_bindings import load_bindings
 from tricomm.kernels import registry
 from tricomm.perf.evidence import calling, checks, compiling, environment, machine
 from tricomm.perf.evidence.stage import (
@@ -76,8 +77,7 @@ def _gil(settings: Settings) -> Data:
     """Raises `Wrong` if a driver call that blocks stops this process's other threads, such as the watch over peers."""
     if settings.dry_run:
         return ticked(lambda: time.sleep(_BLOCKED))
-    from cuda.bindings import driver  # type: ignore[import-not-found, unused-ignore]
-
+    driver = load_bindings("driver")
     torch.cuda._sleep(1000)  # loaded and the context current before
     torch.cuda.synchronize()
     torch.cuda._sleep(_CYCLES)
