@@ -299,7 +299,10 @@ def test_compiling_on_all_cores_leaves_no_process_behind():
     assert pids and not any(alive(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("name", ["first_streams", "streams", "processes", "faults", "device_time", "host_path"])
+FAULTS = pytest.param("faults", marks=pytest.mark.soak)  # the same ranks as of the killed peer, which waits for less
+
+
+@pytest.mark.parametrize("name", ["first_streams", "streams", "processes", FAULTS, "device_time", "host_path"])
 def test_a_dry_run_goes_through_every_stage(tmp_path, name):
     """Those of several GPUs and of peers have a test of their own; the first one has the test of a bare checkout."""
     (result,) = runner.run([find(name)], Settings(tmp_path, None, True), print, workers=evidence_stages.Here)
