@@ -37,6 +37,16 @@ def of(rank, device="cuda:0"):
     return torch.full((1000,), float(rank + 1), device=device)
 
 
+def captured(comm, x):
+    """A graph of one call, and the stream that it was captured on."""
+    comm.all_reduce(x)
+    comm.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        comm.all_reduce(x)
+    return stream, graph
+
+
 def group_after_group(rank, world_size, tell, url):
     """A new group's control page may lie where an old one's was."""
     values = []
@@ -118,12 +128,7 @@ def test_a_call_from_any_thread_and_any_device(url, other):
 def replays_after_close(rank, world_size, tell, url):
     """The replay computes nothing, ends soon, and harms nobody."""
     comm = join(rank, world_size, url)
-    x = of(rank)
-    comm.all_reduce(x)
-    comm.synchronize()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        comm.all_reduce(x)
+    stream, graph = captured(comm, of(rank))
     comm.close()
     began = time.monotonic()
     with torch.cuda.stream(stream):
@@ -140,12 +145,7 @@ def test_a_graph_that_outlives_its_group_is_harmless(url):
 def overlaps(rank, world_size, tell, url):
     """Rank 0's replay waits for rank 1, and a call on another stream overtakes it."""
     with join(rank, world_size, url) as comm:
-        x = of(rank)
-        comm.all_reduce(x)
-        comm.synchronize()
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            comm.all_reduce(x)
+        stream, graph = captured(comm, of(rank))
         comm.barrier()
         began = time.monotonic()
         try:
