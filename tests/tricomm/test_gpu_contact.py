@@ -128,7 +128,8 @@ def test_a_call_from_any_thread_and_any_device(url, other):
 def replays_after_close(rank, world_size, tell, url):
     """The replay computes nothing, ends soon, and harms nobody."""
     comm = join(rank, world_size, url)
-    stream, graph = captured(comm, of(rank))
+    x = of(rank)
+    stream, graph = captured(comm, x)
     comm.close()
     began = time.monotonic()
     with torch.cuda.stream(stream):
@@ -145,7 +146,8 @@ def test_a_graph_that_outlives_its_group_is_harmless(url):
 def overlaps(rank, world_size, tell, url):
     """Rank 0's replay waits for rank 1, and a call on another stream overtakes it."""
     with join(rank, world_size, url) as comm:
-        stream, graph = captured(comm, of(rank))
+        x = of(rank)
+        stream, graph = captured(comm, x)
         comm.barrier()
         began = time.monotonic()
         try:
