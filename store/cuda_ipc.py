@@ -15,13 +15,13 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Protocol, TypeVar
 
 import torch
 
 from tricomm import env
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
 from tricomm.store.cuda_record import GRANULE_BYTES, Record, parse_record
 from tricomm.store.joint import Stages, left
@@ -237,7 +237,9 @@ class CudaIpcArena:
         if self._driver is None or self._context is None:
             return []
         if not unmap:
-            self._may_free(unmapped=False)
+            if self._exported:
+                with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
+                    self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
             return []
         undo = Cleanup(self._driver, self._context)
         undo.attempt(self._driver.synchronize)

@@ -298,6 +298,17 @@ def test_memory_that_a_peer_cannot_unmap_is_kept(caplog: pytest.LogCaptureFixtur
     assert job.drivers[0].calls.count("cuMemFree") == job.drivers[0].calls.count("cuDevicePrimaryCtxRelease") == 0
 
 
+def test_what_one_rank_keeps_is_kept_by_all(caplog: pytest.LogCaptureFixture) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    arenas[1].close = arenas[1].keep  # type: ignore[method-assign]
+    before = Counter(job.drivers[1].calls)
+    assert job.close_all(arenas) == [None, None]
+    assert "rank 0 keeps 4096 bytes" in caplog.text and job.world.complaints == []
+    assert job.drivers[0].calls.count("cuMemFree") == 0
+    assert Counter(job.drivers[1].calls) == before, "who keeps memory asks the driver for nothing"
+
+
 def calls_of_close() -> list[tuple[str, int]]:
     job = two_gpus()
     arenas = job.open_all()
