@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
-ON_TRITON := tests/kernels tests/explorer tests/perf/test_kernel_report.py
+ON_TRITON := tests/kernels tests/explorer tests/perf/machine_code/test_kernel_report.py
 
 # Of soak-faults.
 MINUTES ?= 10

@@ -22,10 +22,10 @@ import torch
 
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.store.collective_stages import Stages, left
 from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
-from tricomm.store.cuda_record import GRANULE_BYTES, Record, parse_record
-from tricomm.store.joint import Stages, left
-from tricomm.store.local import check_view, raw_view
+from tricomm.store.cuda_ipc_record import GRANULE_BYTES, Record, parse_record
+from tricomm.store.local_arena import check_view, raw_view
 
 CLOSE_SECONDS = 5.0
 WORD_BYTES = 8

@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 
 from tricomm.errors import GroupAborted, RendezvousError, ResourceError
+from tricomm.store.collective_stages import Stages, left
 from tricomm.store.control import ControlPage
-from tricomm.store.joint import Stages, left
-from tricomm.store.local import check_view
+from tricomm.store.local_arena import check_view
 from tricomm.store.segments import Segment
 
 _MAGIC = b"TCSHM\x00\x00\x01"

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.store.deadline import Worker, first_line
-from tricomm.store.meeting import meet
+from tricomm.store.handshake import meet
 
 __all__ = ["meet", "open_store"]
 

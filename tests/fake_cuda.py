@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
+from tricomm.core.runtime import Processes
 from tricomm.gpu import Gpu
-from tricomm.kernels import bound, compiled, launch
-from tricomm.runtime import Processes
+from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 
 _names = itertools.count()
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -28,7 +28,7 @@ def _compile_once(kernel: Any, constexprs: dict[str, Any], *more: Any) -> Any:
     """Every fake device is a new one; its kernels are the same."""
     key = (kernel, tuple(sorted(constexprs.items())), *more)
     if key not in _compiled:
-        _compiled[key] = compiled.compile_kernel(kernel, constexprs, *more)
+        _compiled[key] = compiler.compile_kernel(kernel, constexprs, *more)
     return _compiled[key]
 
 
@@ -100,7 +100,7 @@ class World:
             "is_available": lambda: True,
         }.items():  # fmt: skip
             patch.setattr(torch.cuda, name, value)
-        patch.setattr(bound, "compile_kernel", _compile_once)
+        patch.setattr(cuda_launcher, "compile_kernel", _compile_once)
         patch.setattr(torch._C, "_cuda_getDevice", self.get_device, raising=False)
         patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in self.used, raising=False)
         patch.setattr(
@@ -211,7 +211,7 @@ class World:
 
 
 class FakeDevice(FakeGpu):
-    """One device of a world, for `tricomm.kernels.bound`. Modules and functions belong to its primary context."""
+    """One device, for `tricomm.kernels.launch.cuda_launcher`. Modules and functions are of its primary context."""
 
     def __init__(self, world: World, index: int) -> None:
         super().__init__(f"fake cuda:{index} number {next(_names)}")
@@ -251,12 +251,12 @@ class OnFakeGpu(Processes):
         return Gpu(torch.device("cuda", self.index))
 
     def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):  # type: ignore[no-untyped-def]
-        options = compiled.COMPILE_OPTIONS
+        options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
-        to_driver = bound.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
-        interpreted = launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+        to_driver = cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
+        interpreted = kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
-        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: launch.Rows = ()) -> None:
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             to_driver(x, y, count, call, rows)
             stream = self.world.streams[self.index, self.fake.launches[-1].stream]
             if stream.capture is None:

@@ -52,7 +52,7 @@ def test_the_wheel_is_complete_and_has_no_generic_names(wheel: Path) -> None:
 @pytest.mark.parametrize(
     "lost",
     [
-        "tricomm/kernels/registry.py",
+        "tricomm/kernels/collectives/registry.py",
         "tricomm/py.typed",
         "tricomm/tables/default.json",
         "tricomm/perf/dashboard/page/page.js",

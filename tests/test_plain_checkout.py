@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.wheel_gate import ROOT
-from tricomm import selection, tuned
 from tricomm.kernels import layout
-from tricomm.table import Fingerprint, Row, Tuned
+from tricomm.policy import selection, user_tables
+from tricomm.policy.tables import Fingerprint, Row, Tuned
 
 REFUSED = ("click", "greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
 HOOK = f"""
@@ -88,7 +88,7 @@ def test_a_group_finds_no_table_of_the_users_and_says_nothing(plain):
 
 def test_a_users_table_that_cannot_be_read_is_named_and_ignored(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
-    file = tuned.save(Tuned(Fingerprint("cpu", "", 1), (Row("all_reduce", 1, None, "two_shot", "simple"),)))
+    file = user_tables.save(Tuned(Fingerprint("cpu", "", 1), (Row("all_reduce", 1, None, "two_shot", "simple"),)))
     done = plain("-c", _GROUP, TRICOMM_TUNING_DIR=str(tmp_path / "tables"))
     assert _good(done).split()[0] == "cpu"
     assert f"tuning table {file}: No module named 'msgspec'; pip install msgspec; it is ignored" in done.stderr
@@ -100,7 +100,7 @@ def test_selection_and_digests_are_those_of_an_install(plain):
     site = selection.Site("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
     choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
     ask = "from tricomm import selection\nfrom tricomm.kernels import layout\n"
-    ask += "from tricomm.table import Fingerprint, Row, Tuned\n"
+    ask += "from tricomm.policy.tables import Fingerprint, Row, Tuned\n"
     ask += f"print({table!r}.digest.hex())\n"
     ask += "site = selection.Site('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"
     ask += "print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])"

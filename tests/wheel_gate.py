@@ -14,7 +14,7 @@ ROOMS = ("kernels", "store", "perf")
 
 def expected() -> set[str]:
     """Names in the wheel of everything that the checkout says belongs to the package."""
-    files = {p for p in (ROOT / "tricomm").glob("*.py")} | {p for p in (ROOT / "tricomm" / "tables").glob("*.json")}
+    files = {p for p in (ROOT / "tricomm").rglob("*.py")} | {p for p in (ROOT / "tricomm" / "tables").glob("*.json")}
     names = {str(p.relative_to(ROOT)) for p in files} | {"tricomm/py.typed"}
     names |= {f"tricomm/{p.relative_to(ROOT)}" for p in (ROOT / "perf" / "dashboard" / "page").iterdir()}
     for room in ROOMS:

@@ -7,9 +7,10 @@ The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) ->
 from typing import TYPE_CHECKING
 
 from tricomm import c10d as _c10d
-from tricomm.activity import Statistics
 from tricomm.c10d import ddp_hook, wrap
 from tricomm.communicator import Communicator, init
+from tricomm.core.symmetric import Symmetric
+from tricomm.core.work import Work
 from tricomm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -22,11 +23,10 @@ from tricomm.errors import (
     TricommError,
 )
 from tricomm.local import local
+from tricomm.metrics.counters import Statistics
+from tricomm.metrics.routes import stats
 from tricomm.options import Options
-from tricomm.routing import stats
-from tricomm.selection import Choice
-from tricomm.symmetric import Symmetric
-from tricomm.work import Work
+from tricomm.policy.selection import Choice
 
 if TYPE_CHECKING:
     from tricomm.explorer import Finding, Report, check, simulate

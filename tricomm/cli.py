@@ -57,8 +57,8 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
         return _topology(topology, as_json)
     from rich.console import Console
 
-    from tricomm.perf import info as facts
-    from tricomm.perf import info_table
+    from tricomm.perf.system import info as facts
+    from tricomm.perf.system import info_table
 
     found = facts.collect()
     if as_json:
@@ -69,13 +69,13 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
 
 def _topology(file: str, as_json: bool) -> None:
     """Draw the topology in `file`, or of this machine where that is empty."""
-    from tricomm import discovery, topology_text
-    from tricomm.perf import topology_picture
-    from tricomm.topology import Topology
+    from tricomm.perf.system import topology_picture
+    from tricomm.topology import discovery, json_format
+    from tricomm.topology.model import Topology
 
     found = _usage(lambda: discovery.Discovery(Topology.load(file))) if file else discovery.read()
     if found.topology is None:
-        click.echo(topology_text.render({"unknown": found.reason}) if as_json else f"no topology: {found.reason}")
+        click.echo(json_format.render({"unknown": found.reason}) if as_json else f"no topology: {found.reason}")
     elif as_json:
         click.echo(found.topology.dumps(), nl=False)
         for note in found.notes:
@@ -97,7 +97,7 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     tricomm kernels --kernel all_reduce_one_shot_ll --json
     """
     from tricomm.errors import ResourceError
-    from tricomm.perf import kernel_report, kernel_table
+    from tricomm.perf.machine_code import kernel_report, kernel_table
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = _usage(lambda: kernel_report.variants(archs, kernel, all_variants))
@@ -186,12 +186,12 @@ def verify(files: tuple[Path, ...]) -> None:
     tricomm evidence verify evidence/evidence.zip
     """
     from tricomm.errors import InvalidArgument
-    from tricomm.perf.evidence import schema
+    from tricomm.perf.evidence import result_schema
 
     good = True
     for path in files:
         try:
-            results = schema.read_all(path)
+            results = result_schema.read_all(path)
         except InvalidArgument as error:
             click.echo(str(error), err=True)
             good = False

@@ -14,20 +14,23 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import calls, env, joining, linking, nccl, routing, selection, tuned
-from tricomm.activity import Statistics
+from tricomm import arguments, env
+from tricomm.core import bootstrap, nccl, topology_agreement
+from tricomm.core.entry_guard import guarded, set_up
+from tricomm.core.point_to_point import Messages
+from tricomm.core.runtime import Runtime
+from tricomm.core.symmetric import Symmetric, check_shape
 from tricomm.errors import InvalidArgument
-from tricomm.guarding import guarded, set_up
-from tricomm.kernels import adapter, collectives, compiled, interpreter, layout
-from tricomm.messages import Messages
+from tricomm.kernels import collective_specs, layout
+from tricomm.kernels.launch import compiler, interpreter, triton_adapter
+from tricomm.metrics.counters import Statistics
 from tricomm.options import Options, seconds
-from tricomm.runtime import Runtime
-from tricomm.selection import Choice
+from tricomm.policy import backend_choice, selection, user_tables
+from tricomm.policy.selection import Choice
+from tricomm.policy.tables import Fingerprint, Row
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import open_store
-from tricomm.symmetric import Symmetric, check_shape
-from tricomm.table import Fingerprint, Row
 
 
 class Communicator(Messages):
@@ -79,17 +82,17 @@ class Communicator(Messages):
         reason = interpreter.supported()
         if reason is not None and where.type == "cpu":
             raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
-        reason = compiled.refused()
+        reason = compiler.refused()
         if reason is not None and where.type == "cuda":
             raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
-        if world_size > layout.MAX_WORLD_SIZE and joining.behind(where, options)[0] is None:
+        if world_size > layout.MAX_WORLD_SIZE and bootstrap.behind(where, options)[0] is None:
             raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
-        linking.check(options, world_size)
+        topology_agreement.check(options, world_size)
         plan_of_memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
         selection.check_device(where.type, plan_of_memory, options.tile)
-        found = joining.join(
+        found = bootstrap.join(
             undo, store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory, look
         )
         super().__init__(
@@ -187,7 +190,7 @@ class Communicator(Messages):
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
         self._usable()
-        if not adapter.is_kernel(kernel):
+        if not triton_adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
         run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
         self._captured |= self._gpu is not None and self._gpu.capturing()
@@ -215,15 +218,17 @@ class Communicator(Messages):
             raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
-        name = calls.operation(op)
-        bits = calls.DTYPES[dtype].bits if dtype in calls.DTYPES else 32
-        kind = collectives.find(collective)
-        if collective in routing.POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+        name = arguments.operation(op)
+        bits = arguments.DTYPES[dtype].bits if dtype in arguments.DTYPES else 32
+        kind = collective_specs.find(collective)
+        if (
+            collective in backend_choice.POINT_TO_POINT
+        ):  # kernels alone: NCCL's communicator is made by all ranks together
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         forced = algorithm is not None or protocol is not None
         size = None if kind.uneven else nbytes
-        route = routing.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
-        if route.path != routing.NCCL:
+        route = backend_choice.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
+        if route.path != backend_choice.NCCL:
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         if kind.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
@@ -274,7 +279,7 @@ class Communicator(Messages):
     @property
     def fingerprint(self) -> Fingerprint:
         """What kind of box this group runs on: what tuning tables are keyed by."""
-        return tuned.fingerprint(self._site.device, self.device, self.world_size, self.topology)
+        return user_tables.fingerprint(self._site.device, self.device, self.world_size, self.topology)
 
 
 def init(

@@ -9,14 +9,15 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from tricomm import env, selection
+from tricomm import env
 from tricomm.communicator import Communicator, pick_device
+from tricomm.core.runtime import Processes
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
-from tricomm.runtime import Processes
+from tricomm.policy import selection
 from tricomm.store.control import ControlPage
-from tricomm.store.local import LocalArena, open_local
+from tricomm.store.local_arena import LocalArena, open_local
 from tricomm.store.rendezvous import meet
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

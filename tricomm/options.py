@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
-from tricomm.topology import Topology
+from tricomm.topology.model import Topology
 
 _YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from tricomm.kernels import registry
-from tricomm.perf import bounds
-from tricomm.perf.bench_plan import OURS, bus_factor
+from tricomm.kernels.collectives import registry
+from tricomm.perf import units
+from tricomm.perf.bench.request import OURS, bus_factor
 from tricomm.perf.dashboard import change_points, selected
 from tricomm.perf.dashboard.jobs import Job
-from tricomm.perf.history import Entry, now
+from tricomm.perf.history.database import Entry, now
 
 SCENE = ("device", "simulated", "topology", "world_size", "collective", "dtype", "op", "mode", "place")
 _PAST = 256  # runs of a point that are shown, the latest
@@ -91,8 +91,8 @@ def _moved(scene: Record, algorithm: str, protocol: str) -> float | None:
     kernels = (registry.KERNELS + registry.ZERO_COPY) if 2 <= world_size <= 16 else ()
     for kernel in kernels:
         if (kernel.collective, kernel.algorithm, kernel.protocol) == (collective, algorithm, protocol):
-            least = bounds.least(collective, world_size)
-            return round(float(bounds.moved(kernel, world_size) / least), 3) if least else None
+            least = units.least(collective, world_size)
+            return round(float(units.moved(kernel, world_size) / least), 3) if least else None
     return None
 
 

@@ -1,4 +1,4 @@
-"""The statistics that jobs of this user publish (`tricomm.publishing`), those of ended ones among them."""
+"""The statistics that jobs of this user publish (`tricomm.metrics.publish`), those of ended ones among them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from tricomm import publishing
-from tricomm.perf.history import Activity, History
+from tricomm.metrics import publish
+from tricomm.perf.history.database import Activity, History
 from tricomm.store import process
 
 _MOST_BYTES = 64 << 20
@@ -19,7 +19,7 @@ _SLACK = 60.0  # seconds: clocks of hosts differ, and file systems that they sha
 
 
 class Calls(msgspec.Struct, frozen=True):
-    """As `tricomm.activity.Calls`."""
+    """As `tricomm.metrics.counters.Calls`."""
 
     collective: str
     algorithm: str
@@ -34,7 +34,7 @@ class Calls(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """As `tricomm.clock.Span`."""
+    """As `tricomm.metrics.timer.Span`."""
 
     start_us: float
     time_us: float
@@ -107,15 +107,15 @@ class Found:
 
 def read(folder: Path | None = None) -> Found:
     """What is published in `folder` [default: where jobs write]. A file that is none of ours is named and left."""
-    folder = publishing.folder() if folder is None else folder
+    folder = publish.folder() if folder is None else folder
     found: list[tuple[Job, Path]] = []
     notes = []
     for file in sorted(folder.glob("*.json")):
         try:
             with file.open("rb") as stream:
                 job = msgspec.json.decode(stream.read(_MOST_BYTES), type=Job)
-            if job.schema != publishing.SCHEMA:
-                raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publishing.SCHEMA}")
+            if job.schema != publish.SCHEMA:
+                raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
             found.append((job, file))
         except FileNotFoundError:  # somebody else has put it into the history
             continue

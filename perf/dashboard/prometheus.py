@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tricomm.errors import ResourceError
-from tricomm.perf.bench_plan import bus_factor
+from tricomm.perf.bench.request import bus_factor
 from tricomm.perf.dashboard.jobs import Calls, Communicator, Job
 
 _INSTALL = "metrics need prometheus-client: pip install 'tricomm[metrics]'"
@@ -97,7 +97,7 @@ def _owner(job: Job, comm: Communicator) -> list[str]:
 
 def _bandwidth(row: Calls, world_size: int) -> float:
     """1e9 bytes per second. A size is a rank's input here, and the larger one of input and output in nccl-tests."""
-    from tricomm.kernels.collectives import COLLECTIVES
+    from tricomm.kernels.collective_specs import COLLECTIVES
 
     if row.p50_us is None or not row.p50_us or row.collective not in COLLECTIVES:
         return 0.0

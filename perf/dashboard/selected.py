@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tricomm import selection, tuned
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
-from tricomm.perf import bench_plan
-from tricomm.perf.machines import MACHINES, Machine
-from tricomm.table import Row
+from tricomm.perf.bench import request
+from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.policy import selection, user_tables
+from tricomm.policy.tables import Row
 
 
 def machine(device: str) -> Machine | None:
@@ -36,10 +36,10 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.Site | Non
 
 def _own(gpu: str, world_size: int) -> tuple[str, tuple[Row, ...]]:
     """The user's own table for such a box, the latest of them."""
-    files = sorted(tuned.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
         try:
-            found = tuned.read(file)
+            found = user_tables.read(file)
         except TricommError:  # `tricomm doctor` names it
             continue
         if (found.fingerprint.gpu, found.fingerprint.world_size) == (gpu, world_size):
@@ -54,10 +54,10 @@ def pick(scene: dict[str, Any], size: int) -> str | None:
     if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
         return None
     site = _site(scene["device"], scene["simulated"], world_size)
-    if site is None or collective not in bench_plan.COLLECTIVES:
+    if site is None or collective not in request.COLLECTIVES:
         return None
-    elements = bench_plan.count(collective, size, dtype.itemsize, world_size)
-    nbytes = bench_plan.input_bytes(collective, elements, dtype.itemsize, world_size)
+    elements = request.count(collective, size, dtype.itemsize, world_size)
+    nbytes = request.input_bytes(collective, elements, dtype.itemsize, world_size)
     mode = "eager" if scene["mode"] == "eager" else "graph"
     try:
         choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.perf import history
 from tricomm.perf.dashboard import collect, jobs, prometheus, render
+from tricomm.perf.history import database
 
 
 class Source:
     """A history file and the jobs of this user. `say` is told what cannot be read."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._path = history.default_path() if path is None else path
+        self._path = database.default_path() if path is None else path
         if path is not None and not path.is_file():
             raise InvalidArgument(f"--history {path}: there is no such file")
         self._said: set[str] = set()
@@ -35,7 +35,7 @@ class Source:
     def data(self) -> dict[str, Any]:
         """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
         found = self.jobs()
-        past = history.open_history(self._path, self._say)
+        past = database.open_history(self._path, self._say)
         if past is None:
             return collect.page_data((), found.live)
         with past:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tricomm.perf.evidence import journal, summary, workers
+from tricomm.perf.evidence import journal, stage_workers, summary
 from tricomm.perf.evidence.stage import Stage
 
 NAME = "evidence.zip"
@@ -21,7 +21,7 @@ def write(folder: Path, stages: Sequence[Stage], results: Sequence[dict[str, Any
     with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
         for result in results:
             archive.writestr(f"{result['stage']}.json", json.dumps(result, indent=1) + "\n")
-        for name in (page.name, journal.NAME, workers.LOG):
+        for name in (page.name, journal.NAME, stage_workers.LOG):
             if (folder / name).exists():
                 archive.write(folder / name, name)
     partial.replace(path)

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from tricomm import Communicator, Options, Symmetric
-from tricomm.kernels import registry
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.kernels.registry import Kernel
-from tricomm.perf import bench_data
-from tricomm.perf.evidence import calling, uneven
+from tricomm.perf.bench import calling, check_data, uneven
 
 # Of all that a kernel is checked with, by value: a kernel's first call says more than its hundredth type.
 PARTS = ("one size", "every size", "every type", "every operation")
@@ -147,8 +146,8 @@ def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterab
 def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call, number: int) -> list[str]:
     name, world_size = kernel.collective, comm.world_size
     with comm.device:  # a row for each of eight ranks would take a CPU seconds
-        data = bench_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
-        exact = bench_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
+        data = check_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
+        exact = check_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
     source = target = _Shared(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
     if not calling.in_place(name, kernel):
         target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
@@ -158,8 +157,8 @@ def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call,
     calling.call(comm, name, number, source.argument, target.inside, kernel, call.op)
     comm.synchronize()
     found = []
-    if bench_data.gets(name, world_size, comm.rank, number):
-        bad = bench_data.wrong(target.inside, exact.cpu())
+    if check_data.gets(name, world_size, comm.rank, number):
+        bad = check_data.wrong(target.inside, exact.cpu())
         found += [f"{bad} elements are wrong"] if bad else []
         target.forget()
     found += ["memory beside the output was written"] if target.changed() else []
@@ -176,7 +175,7 @@ class _Memory:
         self.argument: torch.Tensor | Symmetric = self.inside
 
     def _over(self, whole: torch.Tensor, count: int, offset: int) -> None:
-        bench_data.poison(whole)
+        check_data.poison(whole)
         self._bytes = whole.view(torch.uint8)
         self._part = slice(offset * whole.itemsize, (offset + count) * whole.itemsize)
         self.inside = whole[offset : offset + count]

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 
-from tricomm import Options, plan
-from tricomm.kernels import layout, registry
-from tricomm.kernels.compiled import compile_kernel
+from tricomm import Options
+from tricomm.core import launch_plan
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.perf import bench_data
+from tricomm.kernels.launch.compiler import compile_kernel
+from tricomm.perf.bench import check_data
 from tricomm.perf.evidence import checks, machine
 from tricomm.perf.evidence.stage import Settings, Wrong
-from tricomm.perf.ranks import end_with_parent
-from tricomm.selection import Site, choose
+from tricomm.perf.workers import end_with_parent
+from tricomm.policy.selection import Site, choose
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
 _DRY = 1  # variants of a case that a dry run compiles
@@ -88,10 +90,10 @@ def jobs(
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
             fitting = kernel.algorithm if kernel.zero_copy else None
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
-            more = bench_data.options(kernel.collective, call.op, world_size, 0, call.count)
+            more = check_data.options(kernel.collective, call.op, world_size, 0, call.count)
             root = more.get(kernel.kind.root, -1)
-            asked = plan.Asked(kernel.collective, call.op, dtype, call.count, root)
-            plan.make(site, choice, asked, call.aligned(kernel, itemsize), "eager", bind)
+            asked = launch_plan.Asked(kernel.collective, call.op, dtype, call.count, root)
+            launch_plan.make(site, choice, asked, call.aligned(kernel, itemsize), "eager", bind)
     return list(found.values())
 
 

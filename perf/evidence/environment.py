@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import tricomm
-from tricomm.perf import facts as known
+from tricomm.perf import provenance as known
 from tricomm.perf.evidence.stage import Settings
 
 _SOURCES = (".py", ".json")

@@ -16,7 +16,7 @@ import torch
 
 import tricomm
 from tricomm.errors import TricommError
-from tricomm.perf.ranks import speak
+from tricomm.perf.workers import speak
 
 
 def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tricomm.perf.evidence.result_schema import SCHEMA
 from tricomm.perf.evidence.schedule import Key
-from tricomm.perf.evidence.schema import SCHEMA
 from tricomm.perf.evidence.stage import Stage
 
 NAME, ASIDE = "journal.jsonl", "aside.zip"

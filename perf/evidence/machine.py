@@ -1,7 +1,7 @@
 """What stages run on: a GPU, or in a dry run a CPU that goes through the same code with simulated ranks.
 
 Ranks of one process are streams of one GPU (`tricomm.local`) or tasks under Triton's interpreter
-(`tricomm.simulate`). Ranks as processes are started by `tricomm.perf.ranks`, on `rank_device`.
+(`tricomm.simulate`). Ranks as processes are started by `tricomm.perf.workers`, on `rank_device`.
 """
 
 from __future__ import annotations

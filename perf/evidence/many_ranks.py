@@ -20,7 +20,7 @@ from tricomm import Communicator, Options
 from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.ping_pong import ping_pong
 from tricomm.perf.evidence.stage import Settings
-from tricomm.perf.ranks import speak
+from tricomm.perf.workers import speak
 
 _LANES = 32  # of one warp: a poll of `primitives` spans all threads
 _ROOM = 2 * _LANES  # words that a poll of LL words reads

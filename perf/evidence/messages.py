@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tricomm import Communicator
-from tricomm.kernels import registry
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.perf import bench_data
+from tricomm.perf.bench import check_data
 
 COUNTS = (1, 0, 517, 4097, 100_003, 1_000_001)
 FEW = (1, 0, 37)
@@ -51,15 +51,15 @@ def _one(comm: Communicator, dtype: torch.dtype, protocol: str, number: int, cou
 
 def _values(comm: Communicator, rank: int, number: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     with comm.device:
-        return bench_data.values("broadcast", "none", comm.world_size, rank, number, count, dtype).to(dtype)
+        return check_data.values("broadcast", "none", comm.world_size, rank, number, count, dtype).to(dtype)
 
 
 def _poisoned(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tensor:
     into = torch.empty(count, dtype=dtype, device=comm.device)
-    bench_data.poison(into)
+    check_data.poison(into)
     return into
 
 
 def _wrong(comm: Communicator, found: torch.Tensor, exact: torch.Tensor, protocol: str) -> list[str]:
-    bad = bench_data.wrong(found, exact.cpu())
+    bad = check_data.wrong(found, exact.cpu())
     return [f"rank {comm.rank}, {found.numel()} of {found.dtype}, {protocol}: {bad} are wrong"] if bad else []

@@ -1,4 +1,4 @@
-"""One rank of a comparison, a process of its own (see `tricomm.perf.ranks`): stages `peers` and `many_gpus`."""
+"""One rank of a comparison, a process of its own (see `tricomm.perf.workers`): stages `peers` and `many_gpus`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import FileStore
 
 import tricomm
 from tricomm import Options
-from tricomm.perf import bench_plan
+from tricomm.perf.bench import request
+from tricomm.perf.bench.contenders import OURS, offered
+from tricomm.perf.bench.ground import Call, Ground
 from tricomm.perf.evidence import machine
-from tricomm.perf.evidence.contenders import OURS, offered
-from tricomm.perf.evidence.ground import Call, Ground
-from tricomm.perf.evidence.race import Race
+from tricomm.perf.evidence.comparison import Race
 from tricomm.perf.evidence.stage import Settings
-from tricomm.perf.ranks import speak
+from tricomm.perf.workers import speak
 
 _MEETING = timedelta(seconds=20)  # sooner than the parent's patience, so that the rank can say what it waited for
 # torch leaves multicast out where devices may overlap, so ranks with a GPU each must not have the first of these.
@@ -37,7 +37,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     with ground(rank, world_size, url, data) as here:
         known = offered(data["collective"], world_size, data["dry_run"])
         for nbytes in data["sizes"]:
-            count = bench_plan.count(data["collective"], nbytes, dtype.itemsize, world_size) if nbytes else 0
+            count = request.count(data["collective"], nbytes, dtype.itemsize, world_size) if nbytes else 0
             call = Call(here, data["collective"], dtype, count)
             race = Race(call, data["calls"], data["graphs"], say)
             race.admit((name, known[name]) for name in data["names"])

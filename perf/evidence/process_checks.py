@@ -1,4 +1,4 @@
-"""One rank of the stage `processes`, a process of its own (see `tricomm.perf.ranks`)."""
+"""One rank of the stage `processes`, a process of its own (see `tricomm.perf.workers`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import torch
 
 import tricomm
 from tricomm import Communicator
-from tricomm.kernels import layout, registry
-from tricomm.kernels.registry import Kernel
-from tricomm.perf import bench_data
-from tricomm.perf.evidence import calling, checks, machine, messages
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf.bench import calling, check_data
+from tricomm.perf.evidence import checks, machine, messages
 from tricomm.perf.evidence.stage import Settings
-from tricomm.perf.ranks import speak
+from tricomm.perf.workers import speak
 
 # The next epoch or the one after it: a signed counter of 32 bits ends, an unsigned one does, a mailbox is cleared.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 3, layout.CLEAR_EVERY - 1, 2 * layout.CLEAR_EVERY - 2)
@@ -119,7 +120,7 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, sli
         given, y = calling.tensors(comm, name, count, _DTYPE, kernel)
         x = calling.local(given)
         data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
-        checked = name != "barrier" and bench_data.gets(name, world_size, comm.rank, _ROOT)
+        checked = name != "barrier" and check_data.gets(name, world_size, comm.rank, _ROOT)
 
         def call() -> None:
             if x is y:
@@ -133,13 +134,13 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, sli
             replay = _captured(call, stream)
             for turn in range(replays):
                 number = _ROOT + turn * world_size  # of the same root
-                data.copy_(bench_data.values(name, "sum", world_size, comm.rank, number, count))
+                data.copy_(check_data.values(name, "sum", world_size, comm.rank, number, count))
                 replay()
                 if turn % 7 == 3:
                     call()
                 if checked and (turn % 50 == 0 or turn == replays - 1):
                     comm.synchronize()
-                    wrong += bench_data.wrong(y, bench_data.expected(name, "sum", world_size, number, count, comm.rank))
+                    wrong += check_data.wrong(y, check_data.expected(name, "sum", world_size, number, count, comm.rank))
             comm.synchronize()
         return comm.kind, 2 * replays, [f"{wrong} elements are wrong"] if wrong else []
 

@@ -12,7 +12,7 @@ from tricomm.perf.evidence import archive, environment
 from tricomm.perf.evidence.journal import Journal
 from tricomm.perf.evidence.schedule import Entry, Schedule
 from tricomm.perf.evidence.stage import FIRST, SLICE, Settings, Stage
-from tricomm.perf.evidence.workers import Workers
+from tricomm.perf.evidence.stage_workers import Workers
 
 _WRITING = 5.0  # seconds of the budget for what is written at the end
 _LOOK = 0.5  # seconds before the end at which a case counts as ended by it

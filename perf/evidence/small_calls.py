@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from tricomm.kernels import registry
-from tricomm.kernels.registry import Kernel
-from tricomm.perf.ranks import talk
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf.workers import talk
 
 _SILENCE = 180.0  # seconds; a tool slows everything by orders of magnitude
 

@@ -9,19 +9,22 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import tricomm
-from tricomm import InvalidArgument, ResourceError, table_file, tuned
-from tricomm.kernels import registry
-from tricomm.perf import facts, history, model
-from tricomm.perf.bench_measure import pick_device
-from tricomm.perf.machines import MACHINES, Machine
+from tricomm import InvalidArgument, ResourceError
+from tricomm.kernels.collectives import registry
+from tricomm.perf import provenance
+from tricomm.perf.bench.measure import pick_device
+from tricomm.perf.cost_model import model
+from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.history import database
 from tricomm.perf.tuner import result
-from tricomm.perf.tuner.plan import Settings
 from tricomm.perf.tuner.points import Candidate, Point, pool
-from tricomm.perf.tuner.race import Spent
+from tricomm.perf.tuner.request import Settings
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.state import Heat, Record
+from tricomm.perf.tuner.successive_halving import Spent
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
-from tricomm.table import Tuned
+from tricomm.policy import table_json, user_tables
+from tricomm.policy.tables import Tuned
 
 Say = Callable[..., None]
 _MEETING = 60.0  # seconds for all ranks to come
@@ -69,8 +72,8 @@ class _Lead:
         self._in_force = {point: _chosen(comm, point) for point in self._points}
         self._machine = _like(self._fingerprint.device, self._fingerprint.topology)
         self._right: set[tuple[Point, Candidate]] = set()
-        key = settings.key(self._fingerprint.digest, table_file.KERNELS, facts.versions())
-        self._record = Record(tuned.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
+        key = settings.key(self._fingerprint.digest, table_json.KERNELS, provenance.versions())
+        self._record = Record(user_tables.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
         self._end, self._spent = time.monotonic() + settings.budget, False
 
     def run(self) -> None:
@@ -90,17 +93,17 @@ class _Lead:
 
     def _publish(self, decisions: list[Decision]) -> None:
         """All ranks take the same table, or none does; then it is written."""
-        mine = tuned.load(self._fingerprint)
+        mine = user_tables.load(self._fingerprint)
         rows = result.merged(mine.rows if mine is not None else (), result.rows(decisions, self._world_size))
         lines = result.lines(decisions, len(self._points), self._cpu)
         if not any(d.changed for d in decisions):
             self._say("result", lines=lines, file=None)
             return
-        found = Tuned(self._fingerprint, rows, history.now(), facts.versions())
-        for rank, answer in enumerate(self._team.ask(Task("table", table=table_file.dumps(found).decode()))):
+        found = Tuned(self._fingerprint, rows, database.now(), provenance.versions())
+        for rank, answer in enumerate(self._team.ask(Task("table", table=table_json.dumps(found).decode()))):
             if answer.digest != found.digest.hex():
                 raise RankLost(f"rank {rank} has table {answer.digest[:12]}, rank 0 {found.digest.hex()[:12]}")
-        self._say("result", lines=lines, file=str(tuned.save(found)))
+        self._say("result", lines=lines, file=str(user_tables.save(found)))
 
     def _pool(self, point: Point) -> list[Candidate]:
         kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tricomm.kernels import collectives, registry
+from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
-from tricomm.perf.bench_plan import COLLECTIVES
-from tricomm.table import Row
+from tricomm.perf.bench.request import COLLECTIVES
+from tricomm.policy.tables import Row
 
 # Not all_to_all_v: no rank knows what the others send, so no size takes part in its choice.
 TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")
@@ -71,7 +72,7 @@ def points(
     return [
         Point(name, width, mode, size)
         for name in names
-        for width in (bits if collectives.COLLECTIVES[name].reduces else (0,))
+        for width in (bits if collective_specs.COLLECTIVES[name].reduces else (0,))
         for mode in modes
         for size in sorted(set(sizes))
     ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tricomm.perf.tuner.points import Point
 from tricomm.perf.tuner.search import Decision
-from tricomm.table import Row
+from tricomm.policy.tables import Row
 
 
 def rows(decisions: Sequence[Decision], world_size: int) -> list[Row]:

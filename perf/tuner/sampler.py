@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from tricomm import Communicator
-from tricomm.kernels.collectives import COLLECTIVES
-from tricomm.perf import bench_data, bench_timing
-from tricomm.perf.evidence import calling
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.perf.bench import calling, check_data, timing
 from tricomm.perf.tuner.points import Candidate, Point
 
 _EAGER_CALLS, _REPLAYS = 20, 3  # that make a sample on a GPU
@@ -24,7 +23,7 @@ class Sampler:
         self._number = 0
         self._point: Point | None = None
         self._x = self._y = torch.empty(0)
-        self._graphs: dict[Candidate, tuple[bench_timing.Call, int]] = {}
+        self._graphs: dict[Candidate, tuple[timing.Call, int]] = {}
 
     def check(self, point: Point, candidate: Candidate) -> int:
         """Wrong elements here, of two calls: the two use different mailboxes."""
@@ -34,13 +33,13 @@ class Sampler:
         for _ in range(2):
             self._number += 1
             facts = (point.collective, "sum", comm.world_size)
-            bench_data.poison(self._y)
-            self._x.copy_(bench_data.values(*facts, comm.rank, self._number, count, dtype))
+            check_data.poison(self._y)
+            self._x.copy_(check_data.values(*facts, comm.rank, self._number, count, dtype))
             result = calling.call(comm, point.collective, self._number, self._x, self._y)
             comm.synchronize()
-            if result is not None and bench_data.gets(point.collective, comm.world_size, comm.rank, self._number):
-                exact = bench_data.expected(*facts, self._number, count, comm.rank, dtype)
-                wrong += bench_data.wrong(result, exact)
+            if result is not None and check_data.gets(point.collective, comm.world_size, comm.rank, self._number):
+                exact = check_data.expected(*facts, self._number, count, comm.rank, dtype)
+                wrong += check_data.wrong(result, exact)
         self._x.zero_()
         return wrong
 
@@ -50,11 +49,11 @@ class Sampler:
             run, calls = self._graphs[candidate]
         else:
             self._take(point, candidate)
-            run, calls = bench_timing.prepare(self._comm, self._call(point), _mode(point), 1)
+            run, calls = timing.prepare(self._comm, self._call(point), _mode(point), 1)
             if point.mode == "graph":
                 self._graphs[candidate] = run, calls
         iters = 1 if self._comm.simulated else _REPLAYS if point.mode == "graph" else _EAGER_CALLS
-        return bench_timing.quantile(bench_timing.timed(self._comm, run, calls, iters), 0.5)
+        return timing.quantile(timing.timed(self._comm, run, calls, iters), 0.5)
 
     def _take(self, point: Point, candidate: Candidate) -> None:
         comm = self._comm

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tricomm.perf.tuner.points import Candidate, Point
-from tricomm.perf.tuner.race import Field, Measure, Prior, Rules, Spent, race
 from tricomm.perf.tuner.statistics import Gain, gain
+from tricomm.perf.tuner.successive_halving import Field, Measure, Prior, Rules, Spent, race
 
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]

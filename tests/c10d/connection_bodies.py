@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group, of, same
-from tests.tricomm.divergence_bodies import attempt
+from tests.core.divergence_bodies import attempt
 from tricomm.c10d import gloo_faults, gloo_transport
 
 

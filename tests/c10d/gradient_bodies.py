@@ -11,13 +11,13 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_d
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.c10d.groups import default_group, of, poisoned, refused, same
-from tricomm.c10d import worker
+from tricomm.c10d import worker_thread
 
 
 def gradients(rank, world_size, tell, url, route, without=False):
     """The names of the calls that gave something wrong, or failed."""
     if without:
-        worker.torch = SimpleNamespace(no_grad=torch.enable_grad)
+        worker_thread.torch = SimpleNamespace(no_grad=torch.enable_grad)
     wrong = []
     n = world_size
     with default_group(rank, n, url, route) as world:

@@ -148,8 +148,8 @@ def two_devices(rank, world_size, tell, url):
     """With a backend per device, torch finds the right one for each."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
-    from tricomm.c10d.backend import TricommGroup
-    from tricomm.c10d.facts import agree
+    from tricomm.c10d.capabilities import agree
+    from tricomm.c10d.process_group import TricommGroup
 
     with default_group(rank, world_size, url) as world:
         place = world._place

@@ -10,8 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.tricomm.interrupt_bodies import KINDS, Walk
-from tricomm.c10d import backend, group_over
+from tests.core.interrupt_bodies import KINDS, Walk
+from tricomm.c10d import group_over, process_group
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import TricommError
 
@@ -50,7 +50,7 @@ def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, 
     """
     os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
     if without:
-        backend.TricommGroup.interrupted = lambda group, error: None
+        process_group.TricommGroup.interrupted = lambda group, error: None
     wrong, lines = [], []
     number = 0
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group
-from tricomm.c10d import engine
+from tricomm.c10d import dispatch
 from tricomm.errors import ResourceError
 
 
@@ -70,7 +70,7 @@ def handshake_fails(rank, world_size, tell, url):
     def no_memory(*args, **more):
         raise ResourceError("no memory here")
 
-    engine.Communicator = no_memory
+    dispatch.Communicator = no_memory
     with default_group(rank, world_size, url, "kernels") as world:
         x = torch.ones(3)
         for _ in range(2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.c10d import on_cuda, works
+from tricomm.c10d import handles, streams
 
 DEVICE = torch.device("cuda", 0)
 
@@ -69,7 +69,7 @@ class FakeFuture:
         self.devices = devices
 
     def set_result(self, value):
-        on_cuda.torch.cuda.log.append(f"future on {on_cuda.torch.cuda.now.name}")
+        streams.torch.cuda.log.append(f"future on {streams.torch.cuda.now.name}")
         self.value = value
 
 
@@ -113,27 +113,25 @@ class Kept:
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeCuda()
-    monkeypatch.setattr(on_cuda.torch, "cuda", fake)
-    monkeypatch.setattr(on_cuda, "Future", FakeFuture)
+    monkeypatch.setattr(streams.torch, "cuda", fake)
+    monkeypatch.setattr(streams, "Future", FakeFuture)
     return fake
 
 
-def run(cuda, streams, async_op, timeout=None):
+def run(cuda, own, async_op, timeout=None):
     kept = [Kept(cuda)]
-    return streams.run(
-        lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, timeout
-    )
+    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, timeout)
 
 
 def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):
-    work = run(cuda, on_cuda.Streams(FakeComm(cuda)), False)
+    work = run(cuda, streams.Streams(FakeComm(cuda)), False)
     assert work.wait() and cuda.log == ["kernel on user"]
 
 
 def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda):
-    streams = on_cuda.Streams(FakeComm(cuda))
+    own = streams.Streams(FakeComm(cuda))
     cuda.done = False
-    work = run(cuda, streams, True)
+    work = run(cuda, own, True)
     assert cuda.log == [
         "side1 waits for user", "kernel on side1", "event on side1", "future on side1", "memory kept for side1",
     ]  # fmt: skip
@@ -141,13 +139,13 @@ def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda)
     assert work.wait()  # the GPU has not come to it, and the host goes on
     assert cuda.log[-1] == "user waits for event"
     assert work.get_future().value == [1] and work.get_future().devices == [DEVICE]
-    run(cuda, streams, True)
+    run(cuda, own, True)
     assert cuda.streams == 1
 
 
 def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
     cuda.done = False
-    work = run(cuda, on_cuda.Streams(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
+    work = run(cuda, streams.Streams(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
     with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
         work.wait(timedelta(seconds=0.01))
     monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
@@ -159,7 +157,7 @@ def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
 
 def test_a_fault_of_the_group_comes_out_of_wait(cuda):
     comm = FakeComm(cuda)
-    work = run(cuda, on_cuda.Streams(comm), True)
+    work = run(cuda, streams.Streams(comm), True)
     comm.fault = errors.PeerDied("rank 1 died")
     with pytest.raises(errors.PeerDied):
         work.wait()
@@ -175,7 +173,7 @@ def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
     comm, made = FakeComm(cuda), []
 
     def bucket(grad):
-        made.append(run(cuda, on_cuda.Streams(comm), True))
+        made.append(run(cuda, streams.Streams(comm), True))
         called_by_autograd(made[0])
         assert "PeerDied: rank 1" in reads_as_the_reducer_does(made[0], comm)
         return grad
@@ -195,7 +193,7 @@ def reads_as_the_reducer_does(work, comm):
 
 
 def called_by_autograd(work):
-    works.raise_in_backward(work)
+    handles.raise_in_backward(work)
 
 
 def namespace(function):
@@ -209,12 +207,12 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
     comm, told = FakeComm(cuda), []
     comm.interrupted = told.append
     cuda.done = False
-    work = run(cuda, on_cuda.Streams(comm), True)
+    work = run(cuda, streams.Streams(comm), True)
 
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(on_cuda.time, "sleep", interrupt)
+    monkeypatch.setattr(streams.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         work.wait(timedelta(seconds=20))
     assert [type(error) for error in told] == [KeyboardInterrupt]
@@ -222,5 +220,5 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
 
 def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
     cuda.capturing = True
-    run(cuda, on_cuda.Streams(FakeComm(cuda)), True)
+    run(cuda, streams.Streams(FakeComm(cuda)), True)
     assert cuda.log == ["kernel on user"]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.explorer import oracle
-from tricomm.kernels import reference, registry
+from tricomm.explorer.world import oracle
+from tricomm.kernels import reference
+from tricomm.kernels.collectives import registry
 
 if TYPE_CHECKING:
     from tests.explorer.mutation import Mutant

@@ -1,4 +1,4 @@
-"""The table of mutants, fourth part: two hops along the links of a hybrid cube mesh of eight (`kernels/cube.py`)."""
+"""The table of mutants, fourth part: two hops in a hybrid cube mesh of eight (`kernels/device/mesh.py`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from tests.explorer import bodies
 from tests.explorer.mutation import Body, Edit, Key, Mutant
-from tricomm.kernels.registry import CUBE_RANKS
-from tricomm.topology import Topology
-from tricomm.topology_shapes import dgx1v
+from tricomm.kernels.collectives.registry import CUBE_RANKS
+from tricomm.topology.model import Topology
+from tricomm.topology.presets import dgx1v
 
 L = ("all_reduce", "hybrid_cube_mesh", "ll")
 S = ("all_reduce", "hybrid_cube_mesh", "simple")
@@ -17,12 +17,12 @@ GL = ("all_gather", "hybrid_cube_mesh", "ll")
 GS = ("all_gather", "hybrid_cube_mesh", "simple")
 READ_BY_ALL = ("all_reduce", "one_shot", "simple")
 
-FILE = "kernels/cube.py"
-LL = "kernels/all_reduce_hybrid_cube_mesh_ll.py"
-SIMPLE = "kernels/all_reduce_hybrid_cube_mesh_simple.py"
-TWO_SHOT = "kernels/all_reduce_hybrid_cube_mesh_two_shot_simple.py"
-GATHER_LL = "kernels/all_gather_hybrid_cube_mesh_ll.py"
-GATHER = "kernels/all_gather_hybrid_cube_mesh_simple.py"
+FILE = "kernels/device/mesh.py"
+LL = "kernels/collectives/all_reduce_hybrid_cube_mesh_ll.py"
+SIMPLE = "kernels/collectives/all_reduce_hybrid_cube_mesh_simple.py"
+TWO_SHOT = "kernels/collectives/all_reduce_hybrid_cube_mesh_two_shot_simple.py"
+GATHER_LL = "kernels/collectives/all_gather_hybrid_cube_mesh_ll.py"
+GATHER = "kernels/collectives/all_gather_hybrid_cube_mesh_simple.py"
 
 # One of the quads has its ranks at other positions than they have places.
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])

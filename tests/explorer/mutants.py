@@ -20,11 +20,12 @@ G = ("all_gather", "one_shot", "simple")
 B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
-ONE_SHOT = "kernels/all_reduce_one_shot_simple.py"
-TWO_SHOT = "kernels/all_reduce_two_shot_simple.py"
-GATHER = "kernels/all_gather_one_shot_simple.py"
-MAILBOX = "kernels/mailbox.py"
-GROUP = "tricomm/group.py"
+ONE_SHOT = "kernels/collectives/all_reduce_one_shot_simple.py"
+TWO_SHOT = "kernels/collectives/all_reduce_two_shot_simple.py"
+GATHER = "kernels/collectives/all_gather_one_shot_simple.py"
+BARRIER = "kernels/collectives/barrier.py"
+MAILBOX = "kernels/device/mailbox.py"
+GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
 _SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
@@ -236,7 +237,7 @@ REAL = (
     ),
     Mutant(
         "K32", "barrier that returns at once", "silent no-op barrier: pytorch#191858",
-        (Edit("kernels/barrier.py", "status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)", "status = 0"),),
+        (Edit(BARRIER, "status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)", "status = 0"),),
         (B,), RACE, "no flag tells rank", body=bodies.around_barrier,
     ),
     Mutant(

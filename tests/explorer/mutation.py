@@ -21,13 +21,16 @@ import torch
 
 import tricomm
 from tests.explorer import pad_kernels
-from tricomm import group, kernels, messages, plan
+from tricomm import kernels
 from tricomm.communicator import Communicator
-from tricomm.explorer import Finding, Report, allowed, campaign, shipped
-from tricomm.explorer.findings import Execution
-from tricomm.kernels import adapter, interpreter, registry
+from tricomm.core import group, launch_plan, point_to_point
+from tricomm.explorer import Finding, Report, campaign, shipped
+from tricomm.explorer.memory_model import allowed
+from tricomm.explorer.report.findings import Execution
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.options import Options
-from tricomm.topology import Topology
+from tricomm.topology.model import Topology
 
 Key = tuple[str, str, str]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +45,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Edit:
-    """In `file` ("kernels/*.py", "tricomm/group.py" or "tests/explorer/pad_kernels.py"), `old` becomes `new`."""
+    """In `file` ("kernels/*.py", "tricomm/core/group.py" or "tests/explorer/pad_kernels.py"), `old` becomes `new`."""
 
     file: str
     old: str
@@ -125,8 +128,8 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
         primitives = importlib.import_module(f"{name}.primitives")
         for module in ("primitives", "channels"):
             allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
-        interpreter.substitute(primitives.pause, adapter.yield_to_others)
-        for user in (plan, messages):
+        interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+        for user in (launch_plan, point_to_point):
             undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.registry")))
         for function, changed in _changed(edits).items():
             undo.enter_context(patch.object(group.Group, function, changed))
@@ -136,7 +139,7 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
 def _copy(folder: Path, name: str, edits: Sequence[Edit]) -> None:
     files = {f"kernels/{file.name}": file for file in _KERNELS.glob("*.py")}
     files["tests/explorer/pad_kernels.py"] = _PADS
-    unknown = {e.file for e in edits} - set(files) - {"tricomm/group.py"}
+    unknown = {e.file for e in edits} - set(files) - {"tricomm/core/group.py"}
     if unknown:
         raise ValueError(f"{sorted(unknown)}: no files that can be edited")
     for file, path in files.items():
@@ -147,15 +150,15 @@ def _copy(folder: Path, name: str, edits: Sequence[Edit]) -> None:
 def _forget(name: str) -> None:
     for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
         del sys.modules[module]
-    for known in (adapter.substitutes, adapter._plain):
+    for known in (triton_adapter.substitutes, triton_adapter._plain):
         for function in [f for f in known if f.__module__.startswith(f"{name}.")]:
             del known[function]
 
 
 def _changed(edits: Sequence[Edit]) -> dict[str, Any]:
-    """The methods of `tricomm.group.Group` that the edits change."""
+    """The methods of `tricomm.core.group.Group` that the edits change."""
     text = _GROUP.read_text()
-    before, after = (_methods(t) for t in (text, edited("tricomm/group.py", text, edits)))
+    before, after = (_methods(t) for t in (text, edited("tricomm/core/group.py", text, edits)))
     found: dict[str, Any] = {}
     for name, method in after.items():
         if ast.dump(method) != ast.dump(before[name]):

@@ -15,14 +15,14 @@ GL = ("all_gather", "one_shot", "ll")
 B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
-EXCHANGE = "kernels/exchange.py"
-MAILBOX = "kernels/mailbox.py"
-WORDS = "kernels/words.py"
-GATHER_LL = "kernels/all_gather_one_shot_ll.py"
-ONE_LL = "kernels/all_reduce_one_shot_ll.py"
-ONE_SHOT = "kernels/all_reduce_one_shot_simple.py"
-TWO_LL = "kernels/all_reduce_two_shot_ll.py"
-TWO_SHOT = "kernels/all_reduce_two_shot_simple.py"
+EXCHANGE = "kernels/device/staging.py"
+MAILBOX = "kernels/device/mailbox.py"
+WORDS = "kernels/device/packing.py"
+GATHER_LL = "kernels/collectives/all_gather_one_shot_ll.py"
+ONE_LL = "kernels/collectives/all_reduce_one_shot_ll.py"
+ONE_SHOT = "kernels/collectives/all_reduce_one_shot_simple.py"
+TWO_LL = "kernels/collectives/all_reduce_two_shot_ll.py"
+TWO_SHOT = "kernels/collectives/all_reduce_two_shot_simple.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2

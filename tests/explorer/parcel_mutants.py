@@ -1,4 +1,4 @@
-"""The table of mutants, third part: pushes to some ranks only, a root, and a meeting of all (`kernels/parcels.py`)."""
+"""The table of mutants, third part: pushes to some ranks only, a root, a barrier (`kernels/device/push.py`)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ AL, AS = ("all_to_all", "one_shot", "ll"), ("all_to_all", "one_shot", "simple")
 VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simple")
 DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
 
-FILE = "kernels/parcels.py"
-BROADCAST = "kernels/broadcast_one_shot.py"
-TWO_SHOT = "kernels/broadcast_two_shot_simple.py"
-GATHER = "kernels/gather_one_shot.py"
-REDUCE = "kernels/reduce_one_shot.py"
-SCATTER = "kernels/scatter_one_shot.py"
-UNEVEN = "kernels/all_to_all_v_one_shot.py"
-SPLITS = "kernels/splits.py"
+FILE = "kernels/device/push.py"
+BROADCAST = "kernels/collectives/broadcast_one_shot.py"
+TWO_SHOT = "kernels/collectives/broadcast_two_shot_simple.py"
+GATHER = "kernels/collectives/gather_one_shot.py"
+REDUCE = "kernels/collectives/reduce_one_shot.py"
+SCATTER = "kernels/collectives/scatter_one_shot.py"
+UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
+SPLITS = "kernels/device/counts.py"
 
 _MEET = "        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)\n"
 _SIGNAL_ONLY = """\

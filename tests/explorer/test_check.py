@@ -11,7 +11,7 @@ import torch
 import tricomm
 from tests.explorer import small_kernels as k
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.findings import KINDS
+from tricomm.explorer.report.findings import KINDS
 
 HERE = Path(k.__file__).name
 

@@ -13,8 +13,9 @@ import triton.language as tl
 import tricomm
 from tricomm.cli import main
 from tricomm.errors import InvalidArgument
-from tricomm.explorer import campaign, contention
-from tricomm.explorer.report import Report
+from tricomm.explorer import campaign
+from tricomm.explorer.report.report import Report
+from tricomm.explorer.schedule import contention
 
 
 @triton.jit
@@ -103,7 +104,7 @@ def endless(memory):
 
 def test_a_kernel_without_an_end_is_named(monkeypatch):
     monkeypatch.setattr(campaign, "_MOST_STEPS", 300)
-    monkeypatch.setattr("tricomm.explorer.shrinking.shrink", lambda again, finding, execution: execution)
+    monkeypatch.setattr("tricomm.explorer.schedule.shrinking.shrink", lambda again, finding, execution: execution)
 
     def body(comm):
         memory = comm.symmetric((1,), torch.int32)

@@ -12,15 +12,17 @@ import pytest
 
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
-from tricomm import plan
-from tricomm.explorer import Report, clocks, detector
+from tricomm.core import launch_plan
+from tricomm.core.group import Group
+from tricomm.explorer import Report
 from tricomm.explorer.campaign import Campaign
-from tricomm.explorer.clocks import Thread
-from tricomm.explorer.detector import Detector
-from tricomm.explorer.oracle import Oracle
-from tricomm.explorer.shadow import Shadow
-from tricomm.group import Group
-from tricomm.kernels import adapter, registry
+from tricomm.explorer.memory_model import clocks, detector
+from tricomm.explorer.memory_model.clocks import Thread
+from tricomm.explorer.memory_model.detector import Detector
+from tricomm.explorer.memory_model.shadow import Shadow
+from tricomm.explorer.world.oracle import Oracle
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import triton_adapter
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     [
         Edit("kernels/primitives.py", "this is nowhere", ""),
         Edit("kernels/primitives.py", "tl.debug_barrier()", ""),
-        Edit("tricomm/group.py", "this is nowhere", ""),
+        Edit("tricomm/core/group.py", "this is nowhere", ""),
         Edit("tests/explorer/pad_kernels.py", "this is nowhere", ""),
         Edit("kernels/nowhere.py", "", ""),
     ],
@@ -79,7 +81,7 @@ def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
 def test_an_edit_that_does_not_apply_is_refused(edit):
     with pytest.raises(ValueError, match="times, not once|no files"), loaded([edit]):
         pass
-    assert plan.registry is registry
+    assert launch_plan.registry is registry
 
 
 def test_edits_are_made_one_after_another():
@@ -90,10 +92,10 @@ def test_nothing_of_a_mutant_stays_behind():
     methods = dict(vars(Group))
     with loaded(MUTANTS["K29"].edits) as pads:
         name, folder = pads.__package__, Path(pads.__file__).parent
-        assert plan.registry.__name__ == f"{name}.registry" and dict(vars(Group)) != methods and folder.is_dir()
-    assert plan.registry is registry and dict(vars(Group)) == methods and not folder.exists()
+        assert launch_plan.registry.__name__ == f"{name}.registry" and dict(vars(Group)) != methods and folder.is_dir()
+    assert launch_plan.registry is registry and dict(vars(Group)) == methods and not folder.exists()
     assert not [m for m in sys.modules if m.startswith(name)]
-    assert not [f for f in (*adapter.substitutes, *adapter._plain) if f.__module__.startswith(name)]
+    assert not [f for f in (*triton_adapter.substitutes, *triton_adapter._plain) if f.__module__.startswith(name)]
 
 
 # Without one of its rules the explorer misses a mutant.

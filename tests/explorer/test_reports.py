@@ -17,9 +17,10 @@ from tests.explorer.test_check import two_writers, words
 from tricomm import explorer
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.explorer import selftest, shrinking
-from tricomm.explorer.report import Report, digest
-from tricomm.kernels import adapter, interpreter
+from tricomm.explorer import selftest
+from tricomm.explorer.report.report import Report, digest
+from tricomm.explorer.schedule import shrinking
+from tricomm.kernels.launch import interpreter, triton_adapter
 
 USERS_FILE = '''
 import torch
@@ -200,7 +201,7 @@ def test_a_hook_that_triton_does_not_call_any_more_is_noticed(monkeypatch):
     selftest.require()
     selftest.require.cache_clear()
     monkeypatch.setattr(
-        adapter, "_accessed", lambda kind, pointer, mask, sem, scope, original, *rest, **more: original(mask)
+        triton_adapter, "_accessed", lambda kind, pointer, mask, sem, scope, original, *rest, **more: original(mask)
     )
     with pytest.raises(ResourceError, match="self-test failed"):
         tricomm.check(two_writers, 2, schedules=1)
@@ -209,7 +210,7 @@ def test_a_hook_that_triton_does_not_call_any_more_is_noticed(monkeypatch):
 
 
 def test_a_hook_that_triton_does_not_have_any_more_is_named(monkeypatch):
-    monkeypatch.setattr(adapter, "_HOOKED", (*adapter._HOOKED, "create_something_else"))
+    monkeypatch.setattr(triton_adapter, "_HOOKED", (*triton_adapter._HOOKED, "create_something_else"))
     with pytest.raises(InvalidArgument, match="lacks what tricomm hooks into: create_something_else"):
         tricomm.simulate(lambda comm: None, 2)
 
@@ -229,4 +230,4 @@ def test_every_private_name_of_the_interpreter_is_in_one_module():
         for path in (root / folder).rglob("*.py")
         if "triton.runtime" in path.read_text()
     ]
-    assert users == ["adapter.py"]
+    assert users == ["triton_adapter.py"]

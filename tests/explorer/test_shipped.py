@@ -16,9 +16,10 @@ import torch
 
 import tricomm
 from tricomm.explorer import campaign, shipped
-from tricomm.kernels import layout, registry
-from tricomm.kernels.registry import Kernel
-from tricomm.topology_shapes import dgx1v
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
 KERNELS = pytest.mark.parametrize("kernel", CHECKED, ids=lambda k: k.name)

@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from tricomm.explorer.bounded import BoundedSearch, Touch
-from tricomm.explorer.scheduler import default
-from tricomm.explorer.strategies import Given, Priorities, RandomWalk
+from tricomm.explorer.schedule.bounded_search import BoundedSearch, Touch
+from tricomm.explorer.schedule.scheduler import default
+from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk
 
 
 @dataclass(eq=False)

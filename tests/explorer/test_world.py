@@ -13,21 +13,21 @@ import triton
 import triton.language as tl
 
 import tricomm
+from tests.core.user_kernel import rotate
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
-from tests.tricomm.user_kernel import rotate
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied
-from tricomm.kernels import adapter
+from tricomm.kernels.launch import triton_adapter
 
 
 def patched() -> list[str]:
-    return [name for owner, name, old, new in adapter.patches if vars(owner).get(name) is new]
+    return [name for owner, name, old, new in triton_adapter.patches if vars(owner).get(name) is new]
 
 
 @pytest.fixture(autouse=True)
 def triton_is_left_as_it_was():
     yield
-    assert patched() == [] and adapter.director is None
+    assert patched() == [] and triton_adapter.director is None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8, pytest.param(16, marks=pytest.mark.soak)])

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tricomm.kernels import layout, registry
-from tricomm.kernels.compiled import extras, takes_rows
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
-from tricomm.kernels.launch import as_integers, prepare
+from tricomm.kernels.launch.compiler import extras, takes_rows
+from tricomm.kernels.launch.kernel_launch import as_integers, prepare
 
 PAGE = 4096
 

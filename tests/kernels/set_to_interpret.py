@@ -15,8 +15,9 @@ import triton.language as tl
 import tricomm
 from tests import ranks
 from tests.c10d.groups import default_group
-from tests.tricomm.user_kernel import rotate
-from tricomm.kernels import adapter, compiled, registry
+from tests.core.user_kernel import rotate
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import compiler, triton_adapter
 
 _OPTIONS = tricomm.Options(arena_bytes=256 * 1024)
 
@@ -97,14 +98,14 @@ def _error_in_a_device_function() -> str:
 
 def _without_the_adapters_part() -> str:
     """Negative control: device functions of the kind that the variable makes are left to Triton."""
-    kinds, adapter._JITTED = adapter._JITTED, (triton.JITFunction,)
-    adapter.patches.clear()
-    adapter.is_kernel, is_kernel = lambda kernel: True, adapter.is_kernel
+    kinds, triton_adapter._JITTED = triton_adapter._JITTED, (triton.JITFunction,)
+    triton_adapter.patches.clear()
+    triton_adapter.is_kernel, is_kernel = lambda kernel: True, triton_adapter.is_kernel
     try:
         return _error_in_a_device_function()
     finally:
-        adapter._JITTED, adapter.is_kernel = kinds, is_kernel
-        adapter.patches.clear()
+        triton_adapter._JITTED, triton_adapter.is_kernel = kinds, is_kernel
+        triton_adapter.patches.clear()
 
 
 def main() -> None:
@@ -117,11 +118,11 @@ def main() -> None:
             "ranks": ranks.run(2, communicator, f"file://{folder}/comm"),
             "group": ranks.run(2, group, f"file://{folder}/group"),
             "own": _own(torch.arange(10.0)),
-            "interpreted": adapter.interpreted(),
+            "interpreted": triton_adapter.interpreted(),
             "errors": [_error_in_a_device_function(), _without_the_adapters_part()],
         }
     try:
-        compiled.compile_kernel(registry.ALL[0].function, {}, None, True, 90)
+        compiler.compile_kernel(registry.ALL[0].function, {}, None, True, 90)
     except tricomm.ResourceError as error:
         found["compile"] = str(error)
     json.dump(found, sys.stdout)

@@ -13,8 +13,8 @@ from triton.runtime import interpreter as _triton
 
 from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
-from tricomm.kernels import adapter, interpreter
-from tricomm.kernels.rounding import round_to_bf16
+from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch.numpy_rounding import round_to_bf16
 
 CPU = torch.device("cpu")
 
@@ -60,8 +60,8 @@ def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
 
 def patched_names() -> list[str]:
     """Everything of Triton's that is not as it was."""
-    assert len(adapter.patches) > 100
-    return [name for owner, name, old, new in adapter.patches if vars(owner).get(name, None) is new]
+    assert len(triton_adapter.patches) > 100
+    return [name for owner, name, old, new in triton_adapter.patches if vars(owner).get(name, None) is new]
 
 
 def test_leaves_triton_as_it_was():

@@ -11,8 +11,8 @@ import triton.language as tl
 
 from tests.kernels.arenas import DATA_KERNELS
 from tricomm import kernels
-from tricomm.kernels import interpreter
-from tricomm.kernels.words import load_words, store_words
+from tricomm.kernels.device.packing import load_words, store_words
+from tricomm.kernels.launch import interpreter
 
 ROOM = Path(kernels.__path__[0])
 MAP_NORESERVE = 0x4000  # which Python's mmap does not name before 3.13

@@ -15,7 +15,9 @@ import triton.language as tl
 from tests import ranks
 from tests.kernels import arenas
 from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, gets, inputs, output, poisoned
-from tricomm.kernels import adapter, interpreter, layout, mailbox, primitives
+from tricomm.kernels import layout, primitives
+from tricomm.kernels.device import mailbox
+from tricomm.kernels.launch import interpreter, triton_adapter
 
 EVERY = 1 << 30
 NAMES = {k.name: k for k in DATA_KERNELS}
@@ -142,7 +144,7 @@ def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=N
     me.arena[me.plan.ll // 8 : me.plan.simple // 8] = (stale << 32 | 1) - (1 << 64 if stale >> 31 else 0)
     wait_for_all(me)
     if rank == 0:  # so slow that the others poll a word long before it comes
-        push = adapter.python(primitives.put_ll)
+        push = triton_adapter.python(primitives.put_ll)
         interpreter.substitute(primitives.put_ll, lambda *args: (time.sleep(0.01), push(*args)))
     kernel, wrong = NAMES[name], []
     for seed in range(calls):
@@ -239,7 +241,7 @@ def test_ranks_of_different_speed_lose_no_word():
 
 def first_calls(rank, world_size, tell, where, without):
     """Rank 1 sleeps; how many barriers does rank 0 get through meanwhile?"""
-    from tricomm.kernels.barrier import barrier
+    from tricomm.kernels.collectives.barrier import barrier
 
     if without == "headers":
         interpreter.substitute(primitives.wait_headers, lambda *args: 0)
@@ -293,7 +295,7 @@ def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blo
 
 def alone(rank, world_size, tell, where, name):
     me = Rank(rank, where)
-    interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, adapter.yield_to_others))
+    interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, triton_adapter.yield_to_others))
     y = poisoned(100 * world_size, torch.float32)
     began = time.monotonic()
     me.run(NAMES[name], torch.ones(100 * world_size), y, blocks=2)
@@ -325,7 +327,7 @@ def overlapping_and_alone(rank, world_size, tell, where, status, abort):
     """Another launch has left its busy word, and no peer ever comes: what the status word says in the end."""
     me = Rank(rank, where)
     me.arena[layout.BUSY], me.control[layout.STATUS], me.control[layout.ABORT] = 12345, status, abort
-    interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, adapter.yield_to_others))
+    interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, triton_adapter.yield_to_others))
     me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
     return me.status
 

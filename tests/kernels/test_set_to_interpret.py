@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 
 import tricomm
 from tricomm import communicator
-from tricomm.c10d import facts
-from tricomm.kernels import adapter
+from tricomm.c10d import capabilities
+from tricomm.kernels.launch import triton_adapter
 
 
 def _with_the_variable(*command: str) -> str:
@@ -44,10 +44,10 @@ def test_kernels_are_compiled_under_the_variable():
 
 def test_a_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(communicator, "pick_device", lambda device: torch.device("cuda", 0))
-    monkeypatch.setattr(adapter, "interpreted", lambda: True)
+    monkeypatch.setattr(triton_adapter, "interpreted", lambda: True)
     with pytest.raises(tricomm.InvalidArgument, match="on a GPU: TRITON_INTERPRET is set"):
         tricomm.Communicator(HashStore(), 0, 1)
-    agreed = facts._conclude([facts._mine()])
+    agreed = capabilities._conclude([capabilities._mine()])
     assert "TRITON_INTERPRET" in agreed.no_kernels["cuda"]
-    monkeypatch.setattr(adapter, "interpreted", lambda: False)
-    assert facts._conclude([facts._mine()]).no_kernels["cuda"] is None
+    monkeypatch.setattr(triton_adapter, "interpreted", lambda: False)
+    assert capabilities._conclude([capabilities._mine()]).no_kernels["cuda"] is None

@@ -10,7 +10,7 @@ from typing import Any
 
 from tricomm import errors
 from tricomm.store.host_words import HostWords
-from tricomm.store.local import host_page_address
+from tricomm.store.local_arena import host_page_address
 
 PAGE = 4096
 

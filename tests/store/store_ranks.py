@@ -18,7 +18,7 @@ from torch.distributed import HashStore, TCPStore
 
 from tests import ranks
 from tricomm.errors import TricommError
-from tricomm.store import hello, process
+from tricomm.store import process, rank_record
 from tricomm.store.control import ControlPage
 from tricomm.store.deadline import Bounded
 from tricomm.store.rendezvous import meet, open_store
@@ -170,9 +170,9 @@ def die_at(point: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if point == "before hello":
-        hello.introduce = die
+        rank_record.introduce = die
     elif point == "after hello":
-        hello.check = die
+        rank_record.check = die
     elif point == "attach":
         Segment.attach = die  # type: ignore[method-assign,assignment]
     elif point == "met":

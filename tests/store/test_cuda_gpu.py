@@ -18,7 +18,7 @@ import torch
 from tricomm import errors
 from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
 from tricomm.store.host_words import HostWords
-from tricomm.store.local import host_page_address, open_local, raw_view
+from tricomm.store.local_arena import host_page_address, open_local, raw_view
 
 NBYTES = 3 << 20
 SECONDS = 120.0

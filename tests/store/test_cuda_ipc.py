@@ -19,7 +19,7 @@ from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import cuda_ipc
 from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
-from tricomm.store.cuda_record import Record, parse_record
+from tricomm.store.cuda_ipc_record import Record, parse_record
 
 NBYTES = 4096
 

@@ -15,17 +15,17 @@ from torch.distributed import HashStore
 import tricomm
 from tests.store.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_host import identity
-from tricomm import group, joining
 from tricomm.communicator import Communicator
+from tricomm.core import bootstrap, group
+from tricomm.core.runtime import PROCESSES
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
 from tricomm.options import Options
-from tricomm.runtime import PROCESSES
 from tricomm.store import host_words
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda_ipc import open_cuda_ipc
 from tricomm.store.host_words import HostWords
-from tricomm.store.local import open_local
+from tricomm.store.local_arena import open_local
 from tricomm.store.rendezvous import meet
 from tricomm.store.segments import Segment
 
@@ -158,7 +158,7 @@ class Job:
         def arena(control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any = None) -> Any:
             return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
 
-        monkeypatch.setattr(joining, "open_arena", arena)
+        monkeypatch.setattr(bootstrap, "open_arena", arena)
         monkeypatch.setattr(group.Group, "_write_table", lambda self: torch.empty(0))
 
     def together(self, body: Callable[[int], Any]) -> list[Any]:

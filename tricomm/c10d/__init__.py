@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tricomm.c10d import ops
-from tricomm.c10d.backend import TricommGroup
-from tricomm.c10d.wrapping import create, ddp_hook, make, wrap
+from tricomm.c10d import custom_ops
+from tricomm.c10d.process_group import TricommGroup
+from tricomm.c10d.wrap import create, ddp_hook, make, wrap
 from tricomm.options import Options
 
-__all__ = ["TricommGroup", "ddp_hook", "group_over", "ops", "register", "wrap"]
+__all__ = ["TricommGroup", "custom_ops", "ddp_hook", "group_over", "register", "wrap"]
 
 
 def register() -> None:

@@ -16,9 +16,9 @@ from itertools import accumulate
 
 import torch
 
-from tricomm.c10d.call import Call
-from tricomm.c10d.carriers import as_bytes, reduce_into
+from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
 from tricomm.c10d.gloo_transport import Part, Transport
+from tricomm.c10d.normalized_call import Call
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024

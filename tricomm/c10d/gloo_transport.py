@@ -29,7 +29,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm.c10d import gloo_faults
-from tricomm.c10d.facts import Member
+from tricomm.c10d.capabilities import Member
 from tricomm.c10d.gloo_faults import Job, Waiting
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError

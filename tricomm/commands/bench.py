@@ -43,10 +43,10 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
     from tricomm.errors import ResourceError, TricommError
-    from tricomm.perf import bench as runner
-    from tricomm.perf import history as past
-    from tricomm.perf.bench_files import Files
-    from tricomm.perf.bench_output import Output
+    from tricomm.perf.bench import session as runner
+    from tricomm.perf.bench.outputs import Files
+    from tricomm.perf.bench.progress import Output
+    from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
     settings = usage(lambda: _settings(options, world_size))
@@ -88,7 +88,7 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
 
 
 def _settings(options: dict[str, Any], world_size: int) -> Any:
-    from tricomm.perf import bench_plan as plan
+    from tricomm.perf.bench import request as plan
 
     collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)

@@ -22,7 +22,7 @@ def doctor(as_json: bool) -> None:
     tricomm doctor
     tricomm doctor --json
     """
-    from tricomm.perf import doctor as probes
+    from tricomm.perf.system import doctor as probes
 
     found = probes.examine()
     failed = sum(finding.verdict == probes.FAIL for finding in found)

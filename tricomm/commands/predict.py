@@ -27,7 +27,7 @@ def predict(
     tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
     tricomm predict --check
     """
-    from tricomm.perf import forecast, model
+    from tricomm.perf.cost_model import forecast, model
 
     if check:
         click.echo("\n".join(model.report(model.check())))

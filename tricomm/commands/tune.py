@@ -38,10 +38,10 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     if context.invoked_subcommand is not None:
         return
     from tricomm.errors import ResourceError, TricommError
-    from tricomm.perf.tuner import plan, run
+    from tricomm.perf.tuner import processes, request
 
     world_size, started, quiet = joined(nproc)
-    settings = usage(lambda: plan.settings(**options))
+    settings = usage(lambda: request.settings(**options))
 
     def hear(what: str, message: dict[str, Any]) -> None:
         if quiet:
@@ -56,9 +56,9 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
 
     try:
         if started:
-            run.join(settings, hear)
+            processes.join(settings, hear)
         else:
-            run.run(settings, world_size, hear)
+            processes.run(settings, world_size, hear)
     except TricommError as error:
         click.echo(f"tricomm tune: {error}", err=True)
         sys.exit(UNSUPPORTED if isinstance(error, ResourceError) or getattr(error, "unsupported", False) else FAILED)
@@ -75,16 +75,16 @@ def show(files: tuple[Path, ...]) -> None:
     \b
     tricomm tune show
     """
-    from tricomm import tuned
     from tricomm.errors import InvalidArgument
     from tricomm.perf.tuner import tables
+    from tricomm.policy import user_tables
 
-    found, broken = files or tuple(sorted(tuned.folder().glob("*.json"))), False
+    found, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
     if not found:
-        click.echo(f"no tables in {tuned.folder()}; `tricomm tune` makes one")
+        click.echo(f"no tables in {user_tables.folder()}; `tricomm tune` makes one")
     for file in found:
         try:
-            click.echo("\n".join(tables.lines(file, tuned.read(file))))
+            click.echo("\n".join(tables.lines(file, user_tables.read(file))))
         except InvalidArgument as error:
             broken = True
             click.echo(str(error), err=True)
@@ -105,15 +105,15 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     \b
     tricomm tune merge first.json second.json -o both.json
     """
-    from tricomm import table_file, tuned
     from tricomm.errors import ResourceError
     from tricomm.perf.tuner import tables
+    from tricomm.policy import table_json, user_tables
 
-    found = usage(lambda: tables.merge([tuned.read(file) for file in files]))
+    found = usage(lambda: tables.merge([user_tables.read(file) for file in files]))
     try:
-        where = tuned.save(found) if output is None else output
+        where = user_tables.save(found) if output is None else output
         if output is not None:
-            output.write_bytes(table_file.dumps(found))
+            output.write_bytes(table_json.dumps(found))
     except (ResourceError, OSError) as error:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
@@ -129,8 +129,8 @@ def export(file: Path, form: str) -> None:
     \b
     tricomm tune export table.json --format csv
     """
-    from tricomm import table_file, tuned
     from tricomm.perf.tuner import tables
+    from tricomm.policy import table_json, user_tables
 
-    found = usage(lambda: tuned.read(file))
-    click.echo(table_file.dumps(found) if form == "json" else tables.csv(found), nl=False)
+    found = usage(lambda: user_tables.read(file))
+    click.echo(table_json.dumps(found) if form == "json" else tables.csv(found), nl=False)

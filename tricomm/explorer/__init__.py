@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from tricomm.explorer.campaign import check, replay
-from tricomm.explorer.findings import Finding
-from tricomm.explorer.report import Report
+from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.report.report import Report
 from tricomm.explorer.simulation import simulate
 
 __all__ = ["Finding", "Report", "check", "replay", "simulate"]

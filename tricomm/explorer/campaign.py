@@ -12,14 +12,16 @@ import torch
 
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
-from tricomm.explorer import oracle, selftest, shrinking
-from tricomm.explorer.contention import Contention
-from tricomm.explorer.execution import Outcome, Ranks, Subject
-from tricomm.explorer.findings import Execution, Finding
-from tricomm.explorer.report import Report
-from tricomm.explorer.scheduler import Strategy
+from tricomm.explorer import selftest
+from tricomm.explorer.report.findings import Execution, Finding
+from tricomm.explorer.report.report import Report
+from tricomm.explorer.schedule import shrinking
+from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.scheduler import Strategy
+from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk
 from tricomm.explorer.simulation import prepared
-from tricomm.explorer.strategies import NAMES, Given, Priorities, RandomWalk
+from tricomm.explorer.world import oracle
+from tricomm.explorer.world.execution import Outcome, Ranks, Subject
 from tricomm.kernels import layout
 from tricomm.options import Options
 

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer import campaign, shipped, subjects, timeline
-from tricomm.explorer.findings import Finding
-from tricomm.explorer.report import Report, digest
+from tricomm.explorer import campaign, shipped, subjects
+from tricomm.explorer.report import timeline
+from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.report.report import Report, digest
 
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going")
 

@@ -10,8 +10,8 @@ import torch
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
-from tricomm.kernels import registry
-from tricomm.kernels.registry import Kernel
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
 from tricomm.options import Options
 
 # In 64-bit words, and of a shard where there are shards: so that with two blocks the second has words in every other

@@ -6,14 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tricomm import selection
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, InvalidArgument
-from tricomm.explorer.execution import Ranks, Subject
-from tricomm.explorer.findings import Execution
-from tricomm.explorer.strategies import RandomWalk
-from tricomm.kernels import interpreter, layout
+from tricomm.explorer.report.findings import Execution
+from tricomm.explorer.schedule.strategies import RandomWalk
+from tricomm.explorer.world.execution import Ranks, Subject
+from tricomm.kernels import layout
+from tricomm.kernels.launch import interpreter
 from tricomm.options import Options
+from tricomm.policy import selection
 
 _T = TypeVar("_T")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

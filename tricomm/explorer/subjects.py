@@ -10,8 +10,8 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import shipped
-from tricomm.explorer.report import Report
-from tricomm.kernels import registry
+from tricomm.explorer.report.report import Report
+from tricomm.kernels.collectives import registry
 
 
 def from_file(name: str) -> Callable[[Any], Any]:

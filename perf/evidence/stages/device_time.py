@@ -16,9 +16,10 @@ import torch
 import triton
 
 from tricomm import Communicator, Options
-from tricomm.kernels import launch
-from tricomm.kernels.registry import CUBE_RANKS, Kernel
-from tricomm.perf.evidence import calling, checks, compiling, machine
+from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
+from tricomm.kernels.launch import kernel_launch
+from tricomm.perf.bench import calling
+from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Case, Data, Settings, Stage
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
@@ -67,7 +68,7 @@ def _count(kernel: Kernel, world_size: int, nbytes: int) -> int:
 def _launch(settings: Settings) -> Data:
     on = machine.of(settings)
     x = torch.zeros(16, device=on.device)
-    run = launch.prepare(empty, 1, (x,), {}, on.device)
+    run = kernel_launch.prepare(empty, 1, (x,), {}, on.device)
     return machine.spread(on.times(run, _CALLS, _ROUNDS))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.stage import KILL, Case, Data, Settings, Stage, Wrong
-from tricomm.perf.ranks import RankFailed, talk
+from tricomm.perf.workers import RankFailed, talk
 
 # What rank 1 does, the error that rank 0 has to get, and in how many seconds.
 STALL = 3.0

@@ -16,8 +16,9 @@ import torch
 
 from tricomm import Communicator, Options
 from tricomm.cuda_bindings import load_bindings
-from tricomm.kernels import registry
-from tricomm.perf.evidence import calling, checks, compiling, environment, machine
+from tricomm.kernels.collectives import registry
+from tricomm.perf.bench import calling
+from tricomm.perf.evidence import checks, compiling, environment, machine
 from tricomm.perf.evidence.stage import (
     EIGHT,
     FIRST,
@@ -34,7 +35,7 @@ from tricomm.perf.evidence.stage import (
     Wrong,
 )
 from tricomm.perf.evidence.stages import faults
-from tricomm.perf.ranks import talk
+from tricomm.perf.workers import talk
 
 _TICK, _BLOCKED = 0.002, 0.05  # seconds
 _CYCLES = 200_000_000  # of the GPU's clock: about a tenth of a second

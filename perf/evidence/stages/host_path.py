@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import HashStore
 
 import tricomm
 from tricomm import Options
-from tricomm.kernels import registry
-from tricomm.perf.evidence import machine, null_launch
+from tricomm.kernels.collectives import registry
+from tricomm.perf import null_launch
+from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.stage import Case, Data, Settings, Skip, Stage
 
 _CALLS, _ROUNDS = 300, 15  # few enough that the GPU's queue of launches never fills

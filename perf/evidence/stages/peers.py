@@ -13,10 +13,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from tricomm.perf.bench.contenders import OURS, offered
 from tricomm.perf.evidence import machine
-from tricomm.perf.evidence.contenders import OURS, offered
 from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Stage, Wrong
-from tricomm.perf.ranks import RankFailed, talk
+from tricomm.perf.workers import RankFailed, talk
 
 SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
 FIRST_SIZE = SIZES[1]

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from tricomm.kernels import registry
+from tricomm.kernels.collectives import registry
 from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Stage, Wrong
-from tricomm.perf.ranks import talk
+from tricomm.perf.workers import talk
 
 _RANKS = "tricomm.perf.evidence.process_checks"
 _EVERY = "every kernel"

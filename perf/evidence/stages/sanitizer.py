@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-from tricomm.kernels.registry import CUBE_RANKS
+from tricomm.kernels.collectives.registry import CUBE_RANKS
 from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Skip, Stage, Wrong
 

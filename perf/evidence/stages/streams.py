@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from tricomm.kernels.registry import CUBE_RANKS, Kernel
+from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.stage import EIGHT, STREAMS, TWO, Case, Data, Settings, Stage, Wrong
 

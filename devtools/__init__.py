@@ -1,0 +1,1 @@
+"""Tools for the developers of tricomm. They are not part of the wheel."""

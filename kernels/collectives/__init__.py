@@ -1,0 +1,1 @@
+"""The shipped kernels, one algorithm a file, and their registry."""

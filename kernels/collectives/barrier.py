@@ -1,0 +1,27 @@
+"""Barrier: every rank tells every peer that it is here, and waits for all. No data.
+
+    rank r ──header──▶ every peer;  r goes on when it has the header of every peer
+
+Bytes     8 (N-1) written to peers per rank.
+Hops      1.
+Waits     header, release to acquire at `.sys`: what a peer wrote before its barrier is visible after it here.
+Reuse     headers rotate by the epoch's parity, as in every kernel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.mailbox import clear_idle
+from tricomm.kernels.primitives import barrier as meet
+from tricomm.kernels.primitives import enter, leave
+
+
+@triton.jit(do_not_specialize=["call"])
+def barrier(group, call: tl.int64, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+            PTX: tl.constexpr):  # fmt: skip
+    start, owner = enter(group, call)
+    clear_idle(group, start, 1, WORLD_SIZE, BLOCK, LANES, PTX)
+    status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)
+    leave(group, start, owner, call, 1, status)

@@ -1,0 +1,200 @@
+"""The kernels that tricomm ships, by (collective, algorithm, protocol), with what each one costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import collective_specs
+from tricomm.kernels.collective_specs import Collective
+from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh_ll import all_gather_hybrid_cube_mesh_ll
+from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh_simple import all_gather_hybrid_cube_mesh_simple
+from tricomm.kernels.collectives.all_gather_one_shot_ll import all_gather_one_shot_ll
+from tricomm.kernels.collectives.all_gather_one_shot_simple import all_gather_one_shot_simple
+from tricomm.kernels.collectives.all_gather_one_shot_zero_copy import all_gather_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_ll import all_reduce_hybrid_cube_mesh_ll
+from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_simple import all_reduce_hybrid_cube_mesh_simple
+from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot_simple import (
+    all_reduce_hybrid_cube_mesh_two_shot_simple,
+)
+from tricomm.kernels.collectives.all_reduce_one_shot_ll import all_reduce_one_shot_ll
+from tricomm.kernels.collectives.all_reduce_one_shot_simple import all_reduce_one_shot_simple
+from tricomm.kernels.collectives.all_reduce_one_shot_zero_copy import all_reduce_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_two_shot_ll import all_reduce_two_shot_ll
+from tricomm.kernels.collectives.all_reduce_two_shot_simple import all_reduce_two_shot_simple
+from tricomm.kernels.collectives.all_reduce_two_shot_zero_copy import all_reduce_two_shot_zero_copy
+from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
+from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
+from tricomm.kernels.collectives.barrier import barrier
+from tricomm.kernels.collectives.broadcast_one_shot import broadcast_one_shot
+from tricomm.kernels.collectives.broadcast_two_shot_simple import broadcast_two_shot_simple
+from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
+from tricomm.kernels.collectives.recv import recv
+from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
+from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
+from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
+from tricomm.kernels.collectives.send import send
+from tricomm.kernels.launch import triton_adapter
+
+Cost = Callable[[int], Fraction]
+CUBE_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One shipped kernel: `function` with the constexprs `fixed`.
+
+    `written` and `read` are the bytes of the busiest rank that cross to and from peers, per byte of its input (per
+    byte of the message where there is a root), headers apart, of a type of 32 bits or more, as a function of the world
+    size; `hops` counts dependent one-way messages, `barriers` the meetings among them.
+    """
+
+    collective: str
+    algorithm: str
+    protocol: str
+    function: Any
+    written: Cost
+    read: Cost
+    hops: int
+    barriers: int
+    fixed: dict[str, Any] = field(default_factory=dict, hash=False)
+    zero_copy: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.collective == "barrier":
+            return self.collective
+        if self.pairwise:
+            return f"{self.collective}_{self.protocol}"
+        return f"{self.collective}_{self.algorithm}_{'zero_copy' if self.zero_copy else self.protocol}"
+
+    @property
+    def kind(self) -> Collective:
+        """What the collective takes and gives."""
+        return collective_specs.find(self.collective)
+
+    @property
+    def reduces(self) -> bool:
+        return self.kind.reduces
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of everything that `function` takes."""
+        return frozenset(p.name for p in triton_adapter.parameters(self.function))
+
+    @property
+    def needs_cube(self) -> bool:
+        """True for what runs over a hybrid cube mesh of eight ranks only."""
+        return self.algorithm.startswith("hybrid_cube_mesh")
+
+    @property
+    def pairwise(self) -> bool:
+        """True for one half of a message between two ranks."""
+        return self.collective in collective_specs.MESSAGES
+
+    @property
+    def shards(self) -> int | None:
+        """How many shards a message is divided into, 0 for one a rank; None where it is not."""
+        return None if "two_shot" not in self.algorithm else 4 if self.needs_cube else 0
+
+
+def _none(world_size: int) -> Fraction:
+    return Fraction(0)
+
+
+def _peers(world_size: int) -> Fraction:
+    return Fraction(world_size - 1)
+
+
+def _shards(world_size: int) -> Fraction:
+    return Fraction(2 * (world_size - 1), world_size)
+
+
+def _rows(world_size: int) -> Fraction:
+    return Fraction(world_size - 1, world_size)
+
+
+def _once(world_size: int) -> Fraction:
+    return Fraction(1 if world_size > 1 else 0)
+
+
+def _fixed(value: Fraction) -> Cost:
+    return lambda world_size: value
+
+
+def _twice(cost: Cost) -> Cost:
+    return lambda world_size: 2 * cost(world_size)
+
+
+def _both(collective: str, function: Any, cost: Cost) -> tuple[Kernel, Kernel]:
+    """One function that serves both protocols by push."""
+    return (
+        Kernel(collective, "one_shot", "ll", function, _twice(cost), _none, 1, 0, {"LL": True}),
+        Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1, {"LL": False}),
+    )
+
+
+_CUBE, _CUBE_TWO_SHOT, _CUBE_ROWS = _fixed(Fraction(4)), _fixed(Fraction(7, 4)), _fixed(Fraction(7))
+
+KERNELS = (
+    Kernel("all_reduce", "one_shot", "ll", all_reduce_one_shot_ll, _twice(_peers), _none, 1, 0),
+    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_simple, _none, _peers, 3, 1),
+    Kernel("all_reduce", "two_shot", "ll", all_reduce_two_shot_ll, _twice(_shards), _none, 2, 0),
+    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_simple, _shards, _none, 2, 2),
+    Kernel("all_reduce", "hybrid_cube_mesh", "ll", all_reduce_hybrid_cube_mesh_ll, _twice(_CUBE), _none, 2, 0),
+    Kernel("all_reduce", "hybrid_cube_mesh", "simple", all_reduce_hybrid_cube_mesh_simple, _CUBE, _none, 2, 2),
+    Kernel(
+        "all_reduce", "hybrid_cube_mesh_two_shot", "simple", all_reduce_hybrid_cube_mesh_two_shot_simple,
+        _CUBE_TWO_SHOT, _none, 3, 3,
+    ),
+    Kernel("all_gather", "one_shot", "ll", all_gather_one_shot_ll, _twice(_peers), _none, 1, 0),
+    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_simple, _none, _peers, 3, 1),
+    Kernel("all_gather", "hybrid_cube_mesh", "ll", all_gather_hybrid_cube_mesh_ll, _twice(_CUBE_ROWS), _none, 2, 0),
+    Kernel("all_gather", "hybrid_cube_mesh", "simple", all_gather_hybrid_cube_mesh_simple, _CUBE_ROWS, _none, 2, 2),
+    *_both("reduce_scatter", reduce_scatter_one_shot, _rows),
+    *_both("broadcast", broadcast_one_shot, _peers),
+    Kernel("broadcast", "two_shot", "simple", broadcast_two_shot_simple, _shards, _none, 2, 2),
+    *_both("reduce", reduce_one_shot, _once),
+    *_both("gather", gather_one_shot, _once),
+    *_both("scatter", scatter_one_shot, _rows),
+    *_both("all_to_all", all_to_all_one_shot, _rows),
+    *_both("all_to_all_v", all_to_all_v_one_shot, _rows),
+    Kernel("barrier", "one_shot", "simple", barrier, _none, _none, 1, 1),
+)  # fmt: skip
+
+# Over symmetric memory, which is read where it lies: in place by two shots, else by one.
+ZERO_COPY = (
+    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
+    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
+    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
+)
+
+# Between two ranks: what the busier of them writes.
+MESSAGES = (
+    Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0, {"LL": True}),
+    Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0, {"LL": False}),
+    Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0, {"LL": True}),
+    Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0, {"LL": False}),
+)
+
+ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
+
+_BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
+
+
+def of(collective: str, world_size: int) -> list[Kernel]:
+    """The kernels of `collective` for that many ranks; those of a cube mesh need eight."""
+    cube = world_size == CUBE_RANKS
+    return [k for k in (*KERNELS, *MESSAGES) if k.collective == collective and (cube or not k.needs_cube)]
+
+
+def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:
+    """The kernel of that name; raises `InvalidArgument` with the list of those that exist."""
+    kernel = _BY_KEY.get((collective, algorithm, protocol, zero_copy))
+    if kernel is None:
+        known = ", ".join(f"{a}/{p}" for c, a, p, z in _BY_KEY if c == collective and z == zero_copy)
+        raise InvalidArgument(f"{collective}: there is no {algorithm}/{protocol} kernel; there is {known or 'none'}")
+    return kernel

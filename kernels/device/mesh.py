@@ -1,0 +1,96 @@
+"""A hybrid cube mesh: two quads of four ranks, each linked with the other three and with one relay in the other quad.
+
+    0 ─ 1        4 ─ 5       quad {0 1 2 3}, quad {4 5 6 7}, relays 0-4 1-5 2-6 3-7 on a DGX-1V;
+    │ ╳ │        │ ╳ │       any other labelling works: the group table says who is where
+    2 ─ 3        6 ─ 7
+
+Nothing is sent between ranks that have no link, headers included. The position of a rank in its quad is chosen so that
+relay partners have the same one, and so that the partners at position ^ 1, ^ 2 and ^ 3 are three colours of a quad's
+links: in step s every rank talks with position ^ s, and each link carries one pair, both ways.
+
+Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So who has
+          the relay's header knows that all eight ranks are in this epoch and have left the one before: the rule
+          that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
+          the second headers release and the block meets before them, under LL as well: they pass on that others have
+          read, and one that is relaxed would order nothing behind what it has acquired.
+Rooms     of an all-reduce by a sender's place, its number among the quad's ranks in ascending order: the four rooms of
+          a quad lie side by side in the order of summation. What comes over the relay link has the rooms behind
+          them. Of an all-gather by the rank whose data they are.
+Source    pytorch#114001 (hybrid cube mesh all-reduce, since removed); here by push, and summed in rank order, so
+          that all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels import layout
+from tricomm.kernels.device.mailbox import clear_idle, clears
+from tricomm.kernels.primitives import SOURCES, send_headers_to, wait_headers_of
+
+QUAD = tl.constexpr(layout.QUAD)
+OTHER = tl.constexpr(layout.OTHER)
+POSITION = tl.constexpr(layout.POSITION)
+PLACE = tl.constexpr(layout.PLACE)
+RANKS = tl.constexpr(8)
+RELAYED = tl.constexpr(4)  # the first room of what comes over the relay link
+
+
+@triton.jit
+def in_quad(group, step):
+    """The rank of one's own quad that step 1, 2 or 3 pairs this one with; 0 is oneself."""
+    return tl.load(group + QUAD + (tl.load(group + POSITION) ^ step))
+
+
+@triton.jit
+def relay(group):
+    """The rank of the other quad that this one is linked with."""
+    return tl.load(group + OTHER + tl.load(group + POSITION))
+
+
+@triton.jit
+def linked(group, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LANES: tl.constexpr):
+    """bool [LANES]: lanes of the ranks of one's quad, of one's relay, or of both."""
+    source = tl.arange(0, LANES) % SOURCES
+    mask = source < 0
+    if TO_QUAD:
+        for step in tl.static_range(1, 4):
+            mask |= source == in_quad(group, step)
+    if TO_RELAY:
+        mask |= source == relay(group)
+    return mask
+
+
+@triton.jit
+def send(group, epoch, call, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LL: tl.constexpr,
+         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """This block's header along links: under `simple` it publishes what the block has written."""
+    mask = linked(group, TO_QUAD, TO_RELAY, LANES) & (tl.arange(0, LANES) < SOURCES)
+    if LL:
+        if clears(epoch):  # see `exchange.open_epoch`
+            send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
+        else:
+            send_headers_to(group, mask, epoch, call, PHASE, False, RANKS, LANES, PTX)
+    else:
+        tl.debug_barrier()
+        send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
+
+
+@triton.jit
+def wait(group, epoch, call, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, LL: tl.constexpr,
+         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """Wait for the headers of linked ranks; returns the status. Under `simple` what they published is visible."""
+    mask = linked(group, OF_QUAD, OF_RELAY, LANES)
+    status = wait_headers_of(group, mask, epoch, call, PHASE, RANKS, LANES, PTX)
+    if not LL:
+        tl.debug_barrier()
+    return status
+
+
+@triton.jit
+def open_epoch(group, epoch, call, TO_RELAY: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+               LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """LL: clear the idle mailbox where its time has come, then say along links that this block is in `epoch`."""
+    clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
+    send(group, epoch, call, 0, True, TO_RELAY, True, LANES, PTX)

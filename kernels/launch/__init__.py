@@ -1,0 +1,1 @@
+"""How a kernel is launched: compiled on a GPU, interpreted on a CPU."""

@@ -1,0 +1,81 @@
+"""A kernel compiled for one GPU architecture outside of Triton's dispatch: what is reported on is what is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricomm.errors import ResourceError
+from tricomm.kernels.launch import triton_adapter
+
+# Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
+# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
+COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
+
+_TENSORS = ("x_ptr", "y_ptr")
+_TABLES = ("group", "table")
+_ROWS = ("sends", "takes")
+
+
+def refused() -> str | None:
+    """Why nothing can be compiled in this process; None if it can."""
+    if triton_adapter.interpreted():
+        return "TRITON_INTERPRET is set: Triton compiles nothing for a GPU in this process; unset it before the import"
+    return None
+
+
+def compile_kernel(
+    kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, fresh: bool = False
+) -> Any:
+    """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
+
+    `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
+    `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
+    for uneven rows a tuple of as many of them as there are ranks.
+    `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. `fresh` passes Triton's
+    cache by, which knows a kernel by its source and not by its path. Raises `ResourceError` if `refused()`.
+    """
+    if (reason := refused()) is not None:
+        raise ResourceError(reason)
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, hints = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name] = "constexpr"
+            constants[(i,)] = constexprs[name]
+        elif name in _TENSORS:
+            signature[name] = f"*i{bits}"
+        elif name in _ROWS:
+            signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
+        else:
+            signature[name] = "*i64" if name in _TABLES else "i64"
+        if name in _TABLES or (name in _TENSORS and aligned):
+            hints[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+    options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = fresh or triton.knobs.compilation.always_compile
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def takes_data(kernel: Any) -> bool:
+    """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
+
+    What `takes_rows` tells may follow, then `extras`.
+    """
+    return bool(triton_adapter.parameters(kernel)[0].name == _TENSORS[0])
+
+
+def takes_rows(kernel: Any) -> bool:
+    """True for a kernel that takes, behind `call`, how many rows go to each rank and come from it: of each call its
+    own."""
+    return any(p.name in _ROWS for p in triton_adapter.parameters(kernel))
+
+
+def extras(kernel: Any) -> list[str]:
+    """Names of the 64-bit arguments at the end, the same in every launch of a plan: the root of a broadcast."""
+    names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in _ROWS]
+    return names[names.index("call") + 1 :]

@@ -1,0 +1,194 @@
+"""A launch with nothing left to decide: fill in addresses and numbers, and call CUDA's driver.
+
+Triton's own dispatch looks at every argument of every launch to choose a compiled kernel: tens of microseconds on the
+host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
+launch packs 64-bit words into memory that the driver has been pointed at before.
+
+Every argument of our kernels is one 64-bit word: addresses and int64 numbers. Triton adds two pointers to scratch
+memory at the end, which our kernels do not use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+from typing import Any, Protocol
+
+import torch
+
+from tricomm.cuda_bindings import load_bindings
+from tricomm.errors import ResourceError
+from tricomm.kernels.launch.compiler import compile_kernel, takes_data, takes_rows
+
+_SCRATCH = 2
+_MOST_STATIC_SHARED = 48 * 1024
+# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: what a launch gives in another device's context,
+# or in a thread that has used no device yet.
+_NOT_THIS_CONTEXT = (201, 400, 709)
+_loading = threading.Lock()
+_loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+
+class Device(Protocol):
+    """A GPU, and what this process knows of it: in production torch's, in tests and measurements another."""
+
+    bindings: Any  # the module `cuda.bindings.driver`, or what behaves as it does
+    capability: int
+
+    @property
+    def name(self) -> str:
+        """What a message calls it; no two have the same."""
+
+    @property
+    def context(self) -> Any:
+        """Its primary context, which is torch's, too."""
+
+    def stream(self) -> int:
+        """The handle of the current stream."""
+
+
+class TorchDevice:
+    """`device` as torch sees it, through `cuda.bindings`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.bindings: Any = load_bindings("driver")
+        major, minor = torch.cuda.get_device_capability(device)
+        self.capability = 10 * major + minor
+        self._device = device
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.stream = _raw_stream(self._index)
+
+    @property
+    def name(self) -> str:
+        return str(self._device)
+
+    @cached_property
+    def context(self) -> Any:
+        """Held for as long as the process lives, as torch does."""
+        (device,) = _check(self, "cuDeviceGet", self.bindings.cuDeviceGet(self._index))
+        (context,) = _check(self, "cuDevicePrimaryCtxRetain", self.bindings.cuDevicePrimaryCtxRetain(device))
+        return context
+
+
+def _raw_stream(index: int) -> Callable[[], int]:
+    current: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return lambda: current(index)
+
+
+@cache
+def torch_device(device: torch.device) -> TorchDevice:
+    return TorchDevice(device)
+
+
+def bound(
+    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor], group: torch.Tensor, device: Device,
+) -> Callable[..., None]:  # fmt: skip
+    """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
+
+    `more` are the last arguments, the same in every launch. All others are those of one launch alone: the driver has
+    copied them, also into a graph, when `run` returns.
+
+    Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
+    """
+    function, compiled = _load(kernel, constexprs, bits, aligned, device)
+    uneven = takes_rows(kernel)
+    even = takes_data(kernel) and not uneven
+    arguments = 5 if even else 5 + 2 * constexprs["WORLD_SIZE"] if uneven else 2
+    words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
+    words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
+    first = ctypes.addressof(words)
+    pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
+    pack, table = struct.Struct(f"={arguments}Q").pack_into, group.data_ptr()
+    bindings, current, used = device.bindings, device.stream, None
+    threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+
+    def on(raw: int) -> Callable[[], Any]:
+        shape = (blocks, 1, 1, threads, 1, 1, shared)
+        stream, parameters = bindings.CUstream(raw), ctypes.addressof(pointers)
+        return partial(bindings.cuLaunchKernel, function, *shape, stream, parameters, 0)
+
+    launch = on(0)
+
+    def run(
+        x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()
+    ) -> None:  # fmt: skip
+        nonlocal launch, used
+        if even:
+            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
+        elif uneven:
+            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call, *rows[0], *rows[1])
+        else:
+            pack(words, 0, table, call)
+        raw = current()
+        if raw != used:
+            launch, used = on(raw), raw
+        (result,) = launch()
+        if result != 0:
+            if int(result) in _NOT_THIS_CONTEXT:
+                with _current(device):
+                    (result,) = launch()
+            _check(device, "cuLaunchKernel", (result,))
+
+    run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
+    return run
+
+
+def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
+    """The driver's function and Triton's compiled kernel, once a process: loading may wait for the whole device."""
+    key = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.name)
+    with _loading:
+        if key not in _loaded:
+            _loaded[key] = _fresh(kernel, constexprs, bits, aligned, device)
+        return _loaded[key]
+
+
+def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
+    name = kernel.fn.__name__
+    try:
+        compiled = compile_kernel(kernel, constexprs, bits, aligned, device.capability)
+    except Exception as error:  # whatever a compiler may raise
+        raise ResourceError(
+            f"Triton cannot compile {name} for sm_{device.capability}: {type(error).__name__}: {error}"
+        ) from error
+    metadata, bindings = compiled.metadata, device.bindings
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise ResourceError(f"{name}: Triton wants scratch memory (a profiler's?), which this launch does not give")
+    symbol = metadata.name.encode()
+    with _current(device):
+        (module,) = _check(device, "cuModuleLoadData", bindings.cuModuleLoadData(compiled.asm["cubin"]))
+        (function,) = _check(device, "cuModuleGetFunction", bindings.cuModuleGetFunction(module, symbol))
+        if metadata.shared > _MOST_STATIC_SHARED:
+            most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
+        if hasattr(bindings, "cuFuncLoad"):  # now, and not at the first launch, when a peer's kernel may be running
+            _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
+    return function, compiled
+
+
+@contextmanager
+def _current(device: Device) -> Iterator[None]:
+    """The device's context is this thread's current one inside; what the thread had before comes back after.
+
+    Not `torch.cuda.set_device`: in a thread that has used no device yet, device 0 counts as the current one already,
+    and no context is made current.
+    """
+    _check(device, "cuCtxPushCurrent", device.bindings.cuCtxPushCurrent(device.context))
+    try:
+        yield
+    finally:
+        device.bindings.cuCtxPopCurrent()
+
+
+def _check(device: Device, call: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    result, *values = answer
+    if result != 0:
+        name = getattr(result, "name", str(result))
+        raise ResourceError(
+            f"{call} on {device.name} failed: {name}; an earlier kernel may have failed, look above and at dmesg"
+        )
+    return tuple(values)

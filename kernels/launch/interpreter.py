@@ -1,0 +1,193 @@
+"""Run Triton kernels on a CPU: the very source that the GPU compiles, whether or not TRITON_INTERPRET is set.
+
+`interpret` runs a launch block after block. The schedule explorer runs the blocks of all ranks as tasks that take
+turns at every access instead: through `programs`, `engage` and `disengage`.
+
+Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
+one at a time in a process: the patches and the current block's index are global, and whoever holds `_lock` has them.
+All that leans on Triton's private names is in `adapter`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+
+from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
+from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.launch.interrupts import Interrupts
+from tricomm.kernels.launch.memory_access import Director, Observer
+
+SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
+
+_lock = threading.RLock()
+
+
+def supported() -> str | None:
+    """None where this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
+    if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
+        return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
+    missing = triton_adapter.missing_hooks()
+    if missing:
+        return f"Triton {triton.__version__} lacks what tricomm hooks into: {', '.join(missing)}"
+    return None
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Show every load, store and atomic of the kernels that run in this block to `observer`."""
+    triton_adapter.observers.append(observer)
+    try:
+        yield
+    finally:
+        triton_adapter.observers.remove(observer)
+
+
+def substitute(function: Any, python: Callable[..., Any]) -> None:
+    """Run `python` in place of the device function `function` under the interpreter."""
+    triton_adapter.substitutes[function.fn] = python
+
+
+def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
+    """Run the `programs` of a launch, one after another.
+
+    Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` where another thread of
+    this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
+    in nothing.
+    """
+    nested = _held()  # by this very thread: a signal handler runs a kernel in the middle of another one
+    interrupts = Interrupts()
+    try:
+        interrupts.begin()
+        triton_adapter.refresh()
+        if not nested:
+            _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
+            triton_adapter.patch()
+        interrupts.let_through()
+        for block in blocks:
+            block.select()
+            block()
+        interrupts.raising = False
+        _leave(nested)
+        interrupts.over()
+    except BaseException:
+        # An exception may have come at any line, also of the three above; all of them may run again.
+        interrupts.raising = False
+        _leave(nested)
+        interrupts.over()
+        raise
+
+
+def _held() -> bool:
+    """Whether this thread has the interpreter."""
+    return bool(_lock._is_owned())  # type: ignore[attr-defined]
+
+
+def _leave(nested: bool) -> None:
+    """Give the interpreter back, if this launch has taken it."""
+    if not nested and _held():
+        triton_adapter.restore()
+        while _held():
+            _lock.release()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One block of a launch: `select` makes it the current one, calling it runs it to its end."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    index: tuple[int, int, int]
+    values: dict[str, Any]
+
+    def select(self) -> None:
+        """From here on `tl.program_id` means this block. After every switch to it, where blocks take turns."""
+        triton_adapter.select(self.grid, self.index)
+
+    def __call__(self) -> None:
+        """Raises what the kernel raises, and `InvalidArgument` for what the interpreter cannot run."""
+        try:
+            with np.errstate(all="ignore"):
+                triton_adapter.python(self.kernel)(**self.values)
+        except TricommError:
+            raise
+        except NotImplementedError as error:
+            name = self.kernel.fn.__name__
+            raise InvalidArgument(f"kernel {name} cannot run under the interpreter: {error}") from error
+
+
+def programs(kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> list[Program]:
+    """The blocks of a launch, x slowest. Raises `InvalidArgument` where the arguments do not fit the kernel."""
+    values = check(kernel, args, constexprs)
+    nx, ny, nz = (*grid, 1, 1)[:3]
+    where = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
+    return [Program(kernel, (nx, ny, nz), index, values) for index in where]
+
+
+def engage(director: Director, timeout: float) -> None:
+    """Take the interpreter for this thread, patch Triton, and put `director` in charge. Pairs with `disengage`.
+
+    Raises `CollectiveTimeout` where another thread holds the interpreter for `timeout` seconds.
+    """
+    _take_lock("under a schedule", timeout, lambda: None)
+    triton_adapter.patch()
+    triton_adapter.director = director
+
+
+def disengage() -> None:
+    """Give all back that `engage` has taken."""
+    triton_adapter.director = None
+    triton_adapter.restore()
+    _lock.release()
+
+
+def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
+    """The kernel's arguments by name, as the interpreter wants them; raises `InvalidArgument` where they do not fit."""
+    reason = supported()
+    if reason is not None:
+        raise InvalidArgument(f"the interpreter is not available: {reason}")
+    fixed = {p.name for p in triton_adapter.parameters(kernel) if p.is_constexpr}
+    try:
+        bound = inspect.signature(kernel.fn).bind(*args, **constexprs)
+        bound.apply_defaults()
+        values = {n: v if n in fixed else triton_adapter.implicit(v) for n, v in bound.arguments.items()}
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidArgument(f"kernel {kernel.fn.__name__}: its arguments do not fit: {error}") from error
+    strange = [
+        n for n, v in values.items() if n not in fixed and v is not None and not isinstance(v, tl.tensor | tuple)
+    ]
+    if strange:
+        raise InvalidArgument(f"kernel {kernel.fn.__name__}: tensors, numbers and tuples of them fit, not {strange}")
+    return values
+
+
+def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None:
+    end = time.monotonic() + timeout
+    while not _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
+        meanwhile()
+        if time.monotonic() >= end:
+            raise CollectiveTimeout(
+                f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of "
+                "this process holds: interpreted kernels run one at a time, so two groups must be used in the same "
+                "order on all ranks"
+            )
+
+
+def _after_fork() -> None:
+    """In a child: another thread of the parent may have been interpreting; here nobody is."""
+    global _lock
+    _lock, triton_adapter.director = threading.RLock(), None
+    triton_adapter.restore()
+
+
+os.register_at_fork(after_in_child=_after_fork)

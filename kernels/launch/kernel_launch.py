@@ -1,0 +1,113 @@
+"""Launch a Triton kernel where its tensors live: compiled on a GPU, interpreted on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import primitives
+from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch.cuda_launcher import bound, torch_device
+
+Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
+
+
+class Call(Protocol):
+    """A kernel over a group, with nothing left to decide; one thread at a time."""
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None: ...
+
+
+interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+
+_INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
+
+
+def prepare(
+    kernel: Any,
+    grid: int | Sequence[int] | Callable[[dict[str, Any]], Any],
+    args: Sequence[Any],
+    constexprs: dict[str, Any],
+    device: torch.device,
+    timeout: float = 600.0,
+) -> Callable[[], None]:
+    """Check a launch and return what runs it; raises `InvalidArgument` where grid or arguments do not fit.
+
+    `constexprs` may hold launch options such as `num_warps`, which mean nothing to the interpreter. What is returned
+    enqueues on the current stream of a GPU; on a CPU it returns when all blocks have run.
+    """
+    if device.type == "cuda":
+        size = grid_size(grid, constexprs)
+        return lambda: _compiled(kernel, size, args, constexprs, device)
+    blocks = programs(kernel, grid, args, constexprs)
+    return lambda: interpreter.interpret(blocks, timeout)
+
+
+def bind(
+    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float = 600.0,
+) -> Call:  # fmt: skip
+    """One of our own kernels over `group`.
+
+    `bits` is the width of the integers that the kernel moves (None where it takes no tensors), `aligned` whether the
+    addresses of x and y are multiples of 16, `more` the kernel's `compiled.extras`. On a GPU it is compiled and loaded
+    here; raises `ResourceError` where that fails.
+    """
+    if group.device.type == "cuda":
+        return bound(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
+
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
+        args = arguments(x, y, bits, group, count, call, rows, more)
+        interpreter.interpret(programs(kernel, blocks, args, constexprs), timeout)
+
+    return run
+
+
+def arguments(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    bits: int | None,
+    group: torch.Tensor,
+    count: int,
+    call: int,
+    rows: Rows,
+    more: Sequence[int | torch.Tensor],
+) -> tuple[Any, ...]:
+    """What a kernel takes of these, in its order, for the interpreter."""
+    if bits is None:
+        return (group, call, *more)
+    return (as_integers(x, bits), as_integers(y, bits), group, count, call, *rows, *more)
+
+
+def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """`x` as the integers that a kernel moves; the interpreter knows a pointer's type by its tensor."""
+    flat = torch.view_as_real(x) if x.is_complex() else x
+    return flat.view(_INTEGERS[bits])
+
+
+def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> list[interpreter.Program]:
+    """The blocks of a launch for the interpreter; raises `InvalidArgument` where grid or arguments do not fit."""
+    size = grid_size(grid, constexprs)
+    known = {p.name for p in triton_adapter.parameters(kernel)}
+    given = {n: v for n, v in constexprs.items() if n in known or n not in _GPU_ONLY}
+    return interpreter.programs(kernel, size, args, given)
+
+
+def _compiled(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any], device: torch.device
+) -> None:
+    with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors say
+        kernel[grid](*args, **options)
+
+
+def grid_size(grid: Any, constexprs: dict[str, Any]) -> tuple[int, ...]:
+    """One to three positive numbers of blocks; raises `InvalidArgument` for anything else."""
+    found = grid(constexprs) if callable(grid) else grid
+    size = (found,) if isinstance(found, int) else tuple(found) if isinstance(found, Sequence) else ()
+    if not 1 <= len(size) <= 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
+        raise InvalidArgument(f"grid={grid!r}: one to three positive numbers of blocks are needed")
+    return size

@@ -1,0 +1,1 @@
+"""`tricomm bench`."""

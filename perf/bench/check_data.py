@@ -1,0 +1,96 @@
+"""Data for the check: integers, different for every rank and call, whose result every type holds exactly.
+
+So the comparison is exact, and a result that is right by luck (a stale output, another rank's part, a neighbour's
+element) is not found right. Where there is a root, it is call number modulo world size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tricomm.kernels import reference
+from tricomm.kernels.collective_specs import COLLECTIVES
+
+_POISON = 0x5A
+_SMALL = {torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+def root(world_size: int, call: int) -> int:
+    """The root of call number `call`."""
+    return call % world_size
+
+
+def values(
+    collective: str, op: str, world_size: int, rank: int, call: int, count: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """int64 [elements of the input]: what `rank` puts into call number `call`, for `count` elements a row.
+
+    Sums, averages and products of up to 8 ranks are exact in `dtype`, fp8 among them.
+    """
+    index = torch.arange(count * COLLECTIVES[collective].rows_in(world_size), dtype=torch.int64)
+    mixed = (index * 2654435761 + rank * 40503001 + call * 7919003) & 0x7FFFFFFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 1274126177) & 0x7FFFFFFFFFFF
+    mixed = mixed ^ (mixed >> 17)
+    if dtype == torch.bool:
+        return mixed % 2
+    found = _spread(mixed, op if COLLECTIVES[collective].reduces else "none", world_size, dtype in _SMALL)
+    return found.abs() if dtype == torch.uint8 else found
+
+
+def _spread(mixed: torch.Tensor, op: str, world_size: int, few: bool) -> torch.Tensor:
+    if op == "avg":
+        return (mixed % (3 if few else 7) - (1 if few else 3)) * world_size  # the mean is a whole number
+    if op == "prod":
+        return torch.tensor([-2, -1, 1, 2])[mixed % 4]
+    if op == "sum":
+        return mixed % (3 if few else 31) - (1 if few else 15)
+    return mixed % (15 if few else 201) - (7 if few else 100)
+
+
+def expected(
+    collective: str, op: str, world_size: int, call: int, count: int, rank: int = 0, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """The exact result of call number `call` on `rank`, int64 (bool for bool)."""
+    wide = torch.bool if dtype == torch.bool else torch.int64
+    facts = (call, count, dtype)
+    parts = [values(collective, op, world_size, r, *facts).to(wide) for r in range(world_size)]
+    return reference.expected(collective, op, parts, rank, root(world_size, call))
+
+
+def options(collective: str, op: str, world_size: int, call: int, count: int) -> dict[str, Any]:
+    """What else the method of that name is called with: the operation, the root, `count` rows for each rank."""
+    kind = COLLECTIVES[collective]
+    found: dict[str, Any] = {"op": op} if kind.reduces else {}
+    if collective == "all_to_all_v":
+        found = {"in_splits": [count] * world_size, "out_splits": [count] * world_size}
+    return found | ({kind.root: root(world_size, call)} if kind.root else {})
+
+
+def gets(collective: str, world_size: int, rank: int, call: int) -> bool:
+    """True where the rank has a result."""
+    return COLLECTIVES[collective].root != "dst" or rank == root(world_size, call)
+
+
+def in_place(collective: str) -> bool:
+    """True for what has no output of its own."""
+    return collective in ("broadcast", "reduce")
+
+
+def poison(out: torch.Tensor) -> None:
+    """Fill `out` with what no result is: NaN, or a large number where the type has none."""
+    if out.dtype.is_floating_point or out.dtype.is_complex:
+        out.fill_(float("nan"))
+    else:
+        out.view(torch.uint8).fill_(_POISON)
+
+
+def wrong(found: torch.Tensor, exact: torch.Tensor) -> int:
+    """Elements of `found` that are not exactly `exact`; a NaN is wrong."""
+    here, there = found.cpu(), exact.to(found.dtype)
+    if found.dtype in _SMALL:
+        here, there = here.float(), there.float()
+    if found.dtype == torch.bool:  # poison is true, too
+        here, there = here.view(torch.uint8), there.view(torch.uint8)
+    return int((here != there).sum())

@@ -1,0 +1,1 @@
+"""Measurements of all runs, in one SQLite file."""

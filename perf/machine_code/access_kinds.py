@@ -1,0 +1,67 @@
+"""What an access of a shipped kernel is for, by the source line that it was inlined from.
+
+    body     a tile of payload, in full: must be 128 bits an access, in PTX and in SASS, where the tensors are aligned
+    tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
+    scalar   one word, the same for the whole block (table entries, epoch), as the TTGIR says
+    control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
+             `mailbox.py` and `counts.py`, except `put_ll` and `get_ll`, whose accesses are payload
+
+Whatever is on none of these lists counts as body, so a new access is held to the bar until somebody says why not.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+from tricomm.kernels import primitives
+from tricomm.kernels.device import channels, counts, mailbox, packing
+from tricomm.perf.machine_code.accesses import Line
+
+
+def classify(line: Line, tiles: set[Line]) -> str:
+    """body, tail, scalar or control: see the head of this file."""
+    function = function_of(line)
+    if function.startswith(("mailbox.", "splits.")) or (
+        function.startswith("primitives.") and function not in ("primitives.put_ll", "primitives.get_ll")
+    ):
+        return "control"
+    if line in _tail_lines():
+        return "tail"
+    return "body" if line in tiles or not line[1] else "scalar"
+
+
+def clears(line: Line) -> bool:
+    """True for what runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
+    return function_of(line) in ("mailbox.clear_idle", "channels.clear_stale")
+
+
+@cache
+def _source(path: str) -> tuple[str, ast.Module]:
+    return Path(path).stem, ast.parse(Path(path).read_text())
+
+
+@cache
+def function_of(line: Line) -> str:
+    """`module.function` for a line of the shared device functions, else an empty string."""
+    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, counts, packing, channels)):
+        return ""
+    stem, tree = _source(line[0])
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line[1] <= (node.end_lineno or 0):
+            return f"{stem}.{node.name}"
+    return ""
+
+
+@cache
+def _tail_lines() -> frozenset[Line]:
+    path = str(Path(packing.__file__ or "").resolve())
+    names = ("load_words", "store_words", "store_everywhere", "load_tile", "store_tile")
+    functions = [n for n in _source(path)[1].body if isinstance(n, ast.FunctionDef) and n.name in names]
+    branches = [i.orelse for f in functions for i in f.body if isinstance(i, ast.If) and i.orelse]
+    return frozenset((path, n) for b in branches for n in range(b[0].lineno, (b[-1].end_lineno or 0) + 1))
+
+
+def place(line: Line) -> str:
+    return f"{Path(line[0]).name or 'unknown'}:{line[1]}"

@@ -1,0 +1,202 @@
+"""Compile the shipped kernels for NVIDIA GPUs, without one, and report what the machine code does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from tricomm import env
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import DTYPES
+from tricomm.perf.machine_code import accesses as code
+from tricomm.perf.machine_code import steady_loop
+from tricomm.perf.machine_code.access_kinds import classify, clears, function_of, place
+from tricomm.perf.machine_code.compile_variant import Variant, compile_variant, with_plain_lines
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
+WORLDS = (2, 4, 8)
+_OWN_ARRIVALS = ("primitives.leave", "channels.end")  # count a rank's own blocks
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Global memory instructions by what they are for; `wide` is 128 bits or more."""
+
+    body_wide_loads: int
+    body_wide_stores: int
+    body_narrow: int
+    tail: int
+    scalar: int
+    control: int
+    narrow_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one variant compiles to. Flags are counted in PTX; `weak_flags` names those that are not `.sys`.
+
+    `steady` is what the loops that move payload cost, in instructions for 16 bytes (`steady_loop`).
+
+    `failure` says why there is nothing to report: Triton could not compile the variant.
+    """
+
+    variant: Variant
+    resources: code.Resources
+    ptx: Counts
+    sass: Counts
+    sys_acquires: int
+    sys_releases: int
+    sys_relaxed: int
+    weak_flags: tuple[str, ...]
+    payload: bool
+    steady: int = 0
+    failure: str | None = None
+
+
+def variants(archs: tuple[str, ...], name: str | None = None, everything: bool = False) -> list[Variant]:
+    """The variants to report: one per kernel, element width and architecture, or all dtypes, ops, worlds, alignments.
+
+    Raises `InvalidArgument` for a kernel or an architecture that does not exist.
+    """
+    for arch in archs:
+        if arch not in ARCHITECTURES:
+            raise InvalidArgument(f"architecture {arch!r} is unknown; there is {', '.join(ARCHITECTURES)}")
+    kernels = [k for k in registry.ALL if name in (None, k.name)]
+    if not kernels:
+        raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in registry.ALL)}")
+    return [v for arch in archs for k in kernels for v in _of(k, arch, everything)]
+
+
+def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
+    if kernel.collective == "barrier":
+        yield from (Variant(kernel.name, arch, world_size=w) for w in (WORLDS if everything else (8,)))
+    elif not everything:
+        # Under a copy all widths are the same code, but for the tail.
+        yield from (Variant(kernel.name, arch, dtype) for dtype in (WIDTHS if kernel.reduces else WIDTHS[1:3]))
+    else:
+        worlds = (registry.CUBE_RANKS,) if kernel.needs_cube else WORLDS
+        for dtype in DTYPES.values() if kernel.reduces else [DTYPES[name] for name in WIDTHS]:
+            for op in dtype.ops if kernel.reduces else ("sum",):
+                for world_size in worlds:
+                    for aligned in (True, False):
+                        yield Variant(kernel.name, arch, dtype.name, op, world_size, aligned)
+
+
+def examine(variant: Variant, function: Any = None) -> Report:
+    """Compile `variant` (of a shipped kernel, or of the jitted `function`) and read the result.
+
+    A variant that Triton cannot compile is a report with `failure`. Raises `ResourceError` where Triton's own
+    disassembler is missing or fails.
+    """
+    fixed: dict[str, Any] = {}
+    if function is None:
+        kernel = next(k for k in registry.ALL if k.name == variant.kernel)
+        function, fixed = kernel.function, kernel.fixed
+    try:
+        compiled = compile_variant(function, variant, fixed)
+    except Exception as error:  # whatever a compiler may raise
+        return _failed(variant, _said(error))
+    ptx, cubin = code.plain_lines(compiled.asm["ptx"]), compiled.asm["cubin"]
+    sass = code.disassemble(with_plain_lines(ptx, cubin, variant))
+    tiles = code.tile_lines(compiled.asm["ttgir"])
+    in_ptx, in_sass = code.ptx_accesses(ptx), code.sass_accesses(sass)
+    flags = [a for a in in_ptx if a.order and function_of(a.line) not in _OWN_ARRIVALS]
+    # Where PTX asks for `.sys`, the machine code must have it too.
+    lines = {a.line for a in flags if a.system}
+    weak = [f"{a.mnemonic} at {place(a.line)}" for a in flags if not a.system]
+    weak += [f"{a.mnemonic} at {place(a.line)} (SASS)" for a in in_sass if a.line in lines and not a.system]
+    ordered = [a.order for a in flags if a.system]
+    return Report(
+        variant,
+        code.resources(cubin, sass, int(compiled.metadata.shared)),
+        _count(in_ptx, tiles),
+        _count(in_sass, tiles),
+        sum(o in ("acquire", "acq_rel") for o in ordered),
+        sum(o in ("release", "acq_rel") for o in ordered),
+        sum(o == "relaxed" for o in ordered),
+        tuple(dict.fromkeys(weak)),
+        any(p.name == "x_ptr" for p in function.params),
+        steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", clears),
+    )
+
+
+def _said(error: BaseException) -> str:
+    """What Triton says of its own lines, and what is behind it: it chains an error per function called."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    behind = "" if root is error else f"; {type(root).__name__}: {str(root).strip()[-500:]}"
+    return f"{type(error).__name__}: {str(error).strip()[:500]}{behind}"
+
+
+def _failed(variant: Variant, reason: str) -> Report:
+    none = Counts(0, 0, 0, 0, 0, 0, ())
+    return Report(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
+
+
+def examine_all(found: list[Variant]) -> Iterator[Report]:
+    """`examine` each of the shipped kernels' variants, in order; compiles several at a time.
+
+    In processes: Triton parses Python while it compiles, and CPython 3.11's parser fails now and then where two
+    threads use it at once (SystemError: AST constructor recursion depth mismatch).
+    """
+    workers = min(4, len(os.sched_getaffinity(0)))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            with env.without("TRITON_INTERPRET"):  # all processes start here; with it, Triton would not compile
+                reports = pool.map(examine, found)
+            yield from reports
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def check(report: Report) -> list[str]:
+    """What of `report` breaks a bar, in words; empty where nothing does."""
+    if report.failure is not None:
+        return [f"does not compile: {report.failure}"]
+    found = []
+    used = report.resources
+    if used.spill_loads or used.spill_stores or used.stack:
+        found.append(
+            f"spills: {used.spill_stores} local stores, {used.spill_loads} local loads, {used.stack} bytes of stack"
+        )
+    if report.payload and report.variant.aligned:
+        for what, counts in (("PTX", report.ptx), ("SASS", report.sass)):
+            if counts.body_narrow:
+                found.append(
+                    f"{what}: {counts.body_narrow} bulk accesses are narrower than 128 bits: "
+                    + "; ".join(counts.narrow_lines)
+                )
+            if not counts.body_wide_loads or not counts.body_wide_stores:
+                found.append(
+                    f"{what}: no 128-bit bulk access found among "
+                    f"{counts.body_wide_loads} wide loads and {counts.body_wide_stores} wide stores"
+                )
+    if report.weak_flags:
+        found.append("flags that are not `.sys`: " + "; ".join(report.weak_flags))
+    if not report.sys_acquires or not report.sys_releases + report.sys_relaxed:
+        found.append("no `.sys` flag is written, or none is read with acquire")
+    return found
+
+
+def _count(accesses: list[code.Access], tiles: set[code.Line]) -> Counts:
+    body: list[code.Access] = []
+    other = {"tail": 0, "scalar": 0, "control": 0}
+    for access in accesses:
+        kind = classify(access.line, tiles)
+        if kind == "body":
+            body.append(access)
+        else:
+            other[kind] += 1
+    wide = [a for a in body if a.bits >= 128]
+    narrow = [a for a in body if a.bits < 128]
+    return Counts(
+        sum(not a.store for a in wide), sum(a.store for a in wide), len(narrow), **other,
+        narrow_lines=tuple(dict.fromkeys(f"{a.mnemonic} at {place(a.line)}" for a in narrow)),
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""How many instructions a kernel spends on 16 bytes of payload, once its loop runs: read from the disassembly.
+
+A loop that moves payload has, besides its fast way, one for a ragged end and one for misaligned memory. What counts is
+the shortest way round through the wide accesses: that is what runs for all tiles but the last.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tricomm.perf.machine_code.accesses import Access, Line, sass_access, sass_lines
+
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
+_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_NO_WAY_ON = ("EXIT", "RET", "BRX", "KILL")
+
+
+@dataclass
+class _Block:
+    """Instructions that run one after another, and the numbers of the blocks that may come next."""
+
+    size: int = 0
+    wide: bool = False
+    lines: set[Line] = field(default_factory=set)
+    after: list[int] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+Payload = Callable[[Access], bool]
+
+
+def never(line: Line) -> bool:
+    """No loop is left out."""
+    return False
+
+
+def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never) -> int:
+    """Instructions of all `loops`: of a tile of 16 bytes a thread, that is what 16 bytes cost.
+
+    Where payload goes to several ranks in a loop of its own, that loop counts once, too. 0 where no loop moves any.
+    """
+    return sum(loops(sass, is_payload, aside))
+
+
+def loops(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never) -> list[int]:
+    """Instructions of each innermost loop through accesses of 16 bytes that are payload, each loop once.
+
+    `sass` is a disassembly with line information. A loop with a source line that is `aside` is left out.
+    """
+    blocks = _blocks(sass, is_payload)
+    wanted = {n for n, block in enumerate(blocks) if block.wide}
+    found = []
+    while wanted:
+        way = _way_round(blocks, min(wanted))
+        if way and not any(aside(line) for n in way for line in blocks[n].lines):
+            found.append(sum(blocks[n].size for n in way))
+        wanted -= set(way) or {min(wanted)}
+    return found
+
+
+def _blocks(sass: str, is_payload: Payload) -> list[_Block]:
+    blocks, names = [_Block()], {}
+    for text, line in sass_lines(sass):
+        label, instruction = _LABEL.match(text), _INSTRUCTION.match(text)
+        if label:
+            blocks[-1].after.append(len(blocks))
+            blocks.append(_Block())
+            names[label[1]] = len(blocks) - 1
+        elif instruction:
+            block = blocks[-1]
+            block.size += 1
+            access = sass_access(text, line)
+            block.wide |= access is not None and access.bits >= 128 and is_payload(access)
+            block.lines.add(line)
+            target = _TARGET.search(text)
+            jumps = instruction[2] == "BRA" and target is not None
+            if jumps and target is not None:
+                block.targets.append(target[1])
+            if jumps or instruction[2] in _NO_WAY_ON:
+                if instruction[1]:
+                    block.after.append(len(blocks))
+                blocks.append(_Block())
+    for block in blocks:
+        block.after += [names[t] for t in block.targets if t in names]
+    blocks[-1].after = [n for n in blocks[-1].after if n < len(blocks)]
+    return blocks
+
+
+def _way_round(blocks: list[_Block], start: int) -> list[int]:
+    """The blocks of the cheapest way from `start` back to itself; empty where there is none."""
+    queue: list[tuple[int, int, tuple[int, ...]]] = [(blocks[n].size, n, (start, n)) for n in blocks[start].after]
+    heapq.heapify(queue)
+    seen: set[int] = set()
+    while queue:
+        cost, here, path = heapq.heappop(queue)
+        if here == start:
+            return list(path[:-1])
+        if here not in seen:
+            seen.add(here)
+            for n in blocks[here].after:
+                heapq.heappush(queue, (cost + blocks[n].size, n, (*path, n)))
+    return []

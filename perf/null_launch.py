@@ -1,0 +1,80 @@
+"""A launch path that is whole but for its last step: kernels are compiled, arguments packed, and nothing is launched.
+
+What is left is the host's part of a call, which can be measured on any machine, and compared with another library's
+host part on the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tricomm import Communicator, Options
+from tricomm.core.runtime import Processes
+from tricomm.kernels import layout
+from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
+from tricomm.store.arena import open_arena
+from tricomm.store.rendezvous import meet
+
+
+class NullBindings:
+    """Stands for `cuda.bindings.driver`: every call succeeds and does nothing."""
+
+    CUstream = int
+
+    @staticmethod
+    def cuCtxPushCurrent(context: int) -> tuple[int]:
+        return (0,)
+
+    @staticmethod
+    def cuCtxPopCurrent() -> tuple[int, int]:
+        return 0, 0
+
+    @staticmethod
+    def cuModuleLoadData(image: bytes) -> tuple[int, int]:
+        return 0, 1
+
+    @staticmethod
+    def cuModuleGetFunction(module: int, name: bytes) -> tuple[int, int]:
+        return 0, 2
+
+    @staticmethod
+    def cuLaunchKernel(*arguments: Any) -> tuple[int]:
+        return (0,)
+
+
+class NullDevice:
+    """A GPU of the newest architecture that is supported, which is not there."""
+
+    bindings: Any = NullBindings
+    capability = 90
+    name = "no device"
+
+    context = 3
+
+    def stream(self) -> int:
+        return 0
+
+
+class NullRuntime(Processes):
+    """Ranks whose kernels are compiled for a GPU and never run."""
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+    ) -> kernel_launch.Call:  # fmt: skip
+        options = compiler.COMPILE_OPTIONS
+        gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
+        return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
+
+
+def communicator() -> Communicator:
+    """A group of one rank on the CPU over which every call does all that a call does, but for the launch."""
+    options = Options(arena_bytes=1 << 20)
+    plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
+    control = meet(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))
+    arena = open_arena(control, plan.nbytes, device, 60.0)
+    return Communicator.over(control, arena, plan, device, 60.0, options, NullRuntime())

@@ -1,0 +1,210 @@
+"""`tricomm info`: what this machine has, what is installed, and what tricomm would do here.
+
+Every probe is guarded: what cannot be known says `not available: reason`, and the command never fails.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tricomm import env
+from tricomm.errors import ResourceError
+from tricomm.kernels import layout
+from tricomm.kernels.launch import interpreter
+from tricomm.metrics import publish
+from tricomm.options import Options
+from tricomm.perf import provenance
+from tricomm.perf.bench.request import COLLECTIVES
+from tricomm.perf.history import database
+from tricomm.policy import selection, user_tables
+from tricomm.topology import discovery
+from tricomm.topology.nvml import Nvml, load_nvml
+
+SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 26)
+_WORLDS = (2, 4, 8)
+_LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda")
+_FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
+_STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
+_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR",
+        "TRICOMM_SHARE_DEVICE", *_STATS)  # fmt: skip
+
+
+def collect() -> dict[str, Any]:
+    """All facts, as plain JSON values."""
+    guarded = provenance.guarded
+    return {
+        "versions": {"loaded": guarded(provenance.versions), "installed": guarded(provenance.installed)},
+        "libraries": guarded(_loaded_libraries),
+        "processor": guarded(provenance.processor),
+        "devices": guarded(_devices),
+        "links": guarded(_links),
+        "peer_access": guarded(_peer_access),
+        "topology": guarded(_topology),
+        "interpreter": guarded(lambda: interpreter.supported() or "available: this Triton is one that was tested"),
+        "simulated": guarded(lambda: not torch.cuda.is_available()),
+        "paths": guarded(_paths),
+        "environment": guarded(_environment),
+        "limits": guarded(_limits),
+        "selection": guarded(_selection),
+        "ranges": guarded(_ranges),
+    }
+
+
+def _loaded_libraries() -> dict[str, str]:
+    """Shared libraries of this process, by name: two versions may be installed, one is used."""
+    found = {}
+    for text in Path("/proc/self/maps").read_text().splitlines():
+        path = text.split(maxsplit=5)[5] if text.count("/") else ""
+        name = Path(path).name.split(".so")[0]
+        if name in _LIBRARIES:
+            found[name] = path
+    return found
+
+
+def _devices() -> list[dict[str, Any]] | str:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "not available: this process sees no CUDA device"
+    devices = []
+    for index in range(count):
+        p = torch.cuda.get_device_properties(index)
+        architecture, gib = f"sm_{p.major}{p.minor}", round(p.total_memory / (1 << 30), 1)
+        devices.append({
+            "index": index, "name": p.name, "architecture": architecture, "memory_gib": gib,
+            "processors": p.multi_processor_count, "uuid": str(getattr(p, "uuid", "not available")),
+        })  # fmt: skip
+    return devices
+
+
+def _peer_access() -> list[list[bool | None]] | str:
+    """Row: the device that reaches; column: the one that is reached."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return "not available: this process sees no CUDA device"
+    reach = torch.cuda.can_device_access_peer
+    return [[None if a == b else bool(reach(a, b)) for b in range(count)] for a in range(count)]
+
+
+def _links() -> list[dict[str, Any]] | str:
+    """Active NVLinks per device and the PCI address at their far ends."""
+    try:
+        nvml = load_nvml()
+        with nvml.session():
+            devices = enumerate(nvml.handles())
+            return [provenance.guarded(partial(_device_links, nvml, index, device)) for index, device in devices]
+    except ResourceError as error:
+        return f"not available: {error}"
+
+
+def _device_links(nvml: Nvml, index: int, device: int) -> dict[str, Any]:
+    ends = nvml.links(device)
+    remote = sorted({end.address or end.kind for end in ends})
+    return {"index": index, "nvlinks": len(ends), "remote": remote, "source": nvml.source}
+
+
+def _topology() -> str:
+    found = discovery.read()
+    return f"not available: {found.reason}" if found.topology is None else found.topology.kind
+
+
+def _paths() -> dict[str, str]:
+    from triton import knobs
+
+    return {
+        "tuning tables": str(user_tables.folder()),
+        "history": str(database.default_path()),
+        "live statistics": str(publish.folder()),
+        "triton cache": str(provenance.guarded(lambda: knobs.cache.dir)),
+        "package": str(Path(__file__).resolve().parent.parent),
+    }
+
+
+def _environment() -> dict[str, str]:
+    """Variables that are set and that matter here. A token is a secret: only that it is set is told."""
+    found = {name: env.text(name) for name in (*_OWN, *_FOREIGN)}
+    return {n: "(set)" if n == "TRICOMM_TOKEN" else v for n, v in found.items() if v is not None}
+
+
+def _limits() -> dict[str, Any]:
+    def shared_memory() -> dict[str, int]:
+        space = os.statvfs("/dev/shm")
+        return {"bytes": space.f_blocks * space.f_frsize, "free_bytes": space.f_bavail * space.f_frsize}
+
+    def locked() -> dict[str, Any]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return {"soft": _limit(soft), "hard": _limit(hard)}
+
+    def files() -> int:
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    return {
+        "dev_shm": provenance.guarded(shared_memory),
+        "memlock_bytes": provenance.guarded(locked),
+        "open_files": provenance.guarded(files),
+        "arena_bytes_per_rank": Options().arena_bytes,
+    }
+
+
+def _limit(value: int) -> int | str:
+    return "unlimited" if value == resource.RLIM_INFINITY else value
+
+
+def _selection() -> list[dict[str, Any]]:
+    """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
+    sites = [_site(world_size) for world_size in _WORLDS]
+    found = []
+    for collective in COLLECTIVES:
+        for site in sites:
+            world_size = site.world_size
+            for nbytes in SIZES:
+                choice = selection.choose(site, collective, nbytes)
+                found.append({
+                    "device": site.device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
+                    "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
+                })  # fmt: skip
+    return found
+
+
+def _ranges() -> list[dict[str, Any]]:
+    """The same for all sizes: which kernel runs from how many to how many bytes (None: any), and which row says so."""
+    sites = [_site(world_size) for world_size in _WORLDS]
+    return [row for collective in COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
+
+
+def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    least = 1
+    for most in (*selection.limits(site, collective), None):
+        choice = selection.choose(site, collective, least)
+        kernel = {
+            "device": site.device, "collective": collective, "ranks": site.world_size, "algorithm": choice.algorithm,
+            "protocol": choice.protocol, "table": choice.table, "row": choice.row,
+        }  # fmt: skip
+        if found and all(found[-1][name] == value for name, value in kernel.items()):
+            found[-1]["to"] = most
+        else:
+            found.append({**kernel, "from": least, "to": most})
+        least = 0 if most is None else most + 1
+    return found
+
+
+def _site(world_size: int) -> selection.Site:
+    """What a communicator of the first `world_size` devices would know, the user's tuning table among it."""
+    kind, device, topology = "cpu", torch.device("cpu"), None
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        kind, device, topology = f"sm_{major}{minor}", torch.device("cuda"), discovery.read().topology
+    if topology is not None:
+        topology = topology.of(range(world_size)) if world_size <= len(topology) else None
+    mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
+    return selection.Site(
+        kind, world_size, layout.plan(world_size, Options().arena_bytes), layout.MAX_BLOCKS,
+        topology=topology.kind if topology is not None else "",
+        tuned=mine.rows if mine is not None else (), tuned_name=mine.name if mine is not None else "",
+    )  # fmt: skip

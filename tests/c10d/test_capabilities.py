@@ -1,0 +1,215 @@
+"""What the ranks of a c10d group agree on: whoever writes to the store without the token changes none of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import struct
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import HashStore
+
+from tricomm.c10d import capabilities, gloo_faults
+from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
+from tricomm.store import process, records
+from tricomm.store.records import Capabilities, Record
+
+KEY = "tricomm/facts/1/1"
+TOKEN = b"secret"
+
+
+class Attacked:
+    """A store that anybody may write to: whatever rank 1 says of itself is what `forge` makes of it."""
+
+    def __init__(self, forge: Callable[[bytes], bytes]) -> None:
+        self._store, self._forge = HashStore(), forge
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._forge(value) if key == KEY else value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+
+def outcomes(store, world_size: int = 3, timeout: float = 2.0):
+    """What `agree` gives, or raises, on every rank."""
+
+    def run(rank: int):
+        try:
+            return capabilities.agree(store, rank, world_size, timeout)
+        except TricommError as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def without_checks(data: bytes) -> bytes:
+    """Rank 1's record with TRICOMM_CHECK=0 and TRICOMM_CPU=kernels, sealed as one can without the token."""
+    size = struct.calcsize("<8sHHIQiiI16s")
+    changed = bytearray(data[: -records.SEAL_BYTES])
+    at = size + struct.calcsize("<QQQ16s")
+    (switches,) = struct.unpack_from("<Q", changed, at)
+    struct.pack_into("<Q", changed, at, switches & ~capabilities._CHECK | capabilities._CPU_KERNELS)
+    return bytes(changed) + hashlib.sha256(changed).digest()
+
+
+@pytest.fixture
+def token(monkeypatch):
+    monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
+
+
+def test_honest_ranks_agree_with_and_without_a_token(monkeypatch):
+    for secret in ("", TOKEN.decode()):
+        monkeypatch.setenv("TRICOMM_TOKEN", secret)
+        store = HashStore()
+        for _ in range(2):
+            found = outcomes(store)
+            assert found[0] == found[1] == found[2] and found[0].check and found[0].nodes == 1
+            assert [member.node for member in found[0].members] == [process.node_id()] * 3
+
+
+def test_a_record_forged_without_the_token_is_refused(token):
+    found = outcomes(Attacked(without_checks))
+    for rank in (0, 2):
+        assert isinstance(found[rank], RendezvousError) and "rank 1's record: bad MAC" in str(found[rank])
+
+
+def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monkeypatch):
+    """What it is good for: the others lose their checks. The ranks still notice that they read different records."""
+    monkeypatch.setattr(records, "_check_seal", lambda *record: None)
+    monkeypatch.setattr(capabilities, "_confirm", lambda *record: None)
+    found = outcomes(Attacked(without_checks))
+    assert [one.check for one in found] == [False, True, False]
+
+
+@pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
+def test_any_flipped_bit_is_refused(secret, monkeypatch):
+    monkeypatch.setenv("TRICOMM_TOKEN", secret)
+    size = len(Record(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
+    for bit in range(5, 8 * size, 97):
+
+        def flip(data: bytes, bit: int = bit) -> bytes:
+            return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
+
+        store = Attacked(flip)
+        with ThreadPoolExecutor(1) as pool:
+            peer = pool.submit(outcomes_of_one, store)
+            with pytest.raises(RendezvousError, match="rank 1's record: bad "):
+                capabilities.agree(store, 0, 2, 5.0)
+            peer.result()
+
+
+def outcomes_of_one(store) -> None:
+    try:
+        capabilities.agree(store, 1, 2, 0.2)
+    except RendezvousError:
+        pass
+
+
+def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
+    """Whatever ends the making on one rank is told to the others, before their time is up."""
+    mine, ranks = capabilities._mine, itertools.count()
+    lock = threading.Lock()
+
+    def broken():
+        with lock:
+            if next(ranks) == 2:
+                raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
+        return mine()
+
+    monkeypatch.setattr(capabilities, "_mine", broken)
+    began = time.monotonic()
+    found = outcomes(HashStore(), timeout=60.0)
+    assert time.monotonic() - began < 30
+    assert sum(isinstance(error, InvalidArgument) for error in found) == 1
+    told = [str(error) for error in found if isinstance(error, RendezvousError)]
+    words = "gave the making of the group up: InvalidArgument: TRICOMM_CPU='mpi'"
+    assert len(told) == 2 and all(words in text for text in told)
+
+
+def test_a_forged_failure_is_not_believed(token):
+    store = HashStore()
+    forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
+    store.set("tricomm/facts/failed/1", forged)
+    with pytest.raises(RendezvousError, match="failure record: bad MAC"):
+        capabilities.agree(store, 0, 2, 5.0)
+
+
+def old_record(switches: int) -> bytes:
+    """A record of rank 1 that the token's holders once wrote, for another group."""
+    body = dataclasses.replace(capabilities._mine(), switches=switches)
+    return Record(1, 3, 1, b"o" * 16, body).pack(TOKEN)
+
+
+def test_an_old_record_of_another_group_is_refused(token):
+    for error in outcomes(Attacked(lambda data: old_record(0))):
+        assert isinstance(error, RendezvousError) and "read other records of this group" in str(error)
+
+
+def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
+    monkeypatch.setattr(capabilities, "_confirm", lambda *record: None)
+    assert [one.check for one in outcomes(Attacked(lambda data: old_record(0)))] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    "world_size,words",
+    [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
+)
+def test_another_world_size_is_named(world_size, words):
+    forged = Record(1, world_size, 1, bytes(16), capabilities._mine()).pack(None)
+    store = HashStore()
+    store.set(KEY, forged)
+    with pytest.raises(RendezvousError, match=words):
+        capabilities.agree(store, 0, 2, 5.0)
+
+
+def test_another_rank_is_named():
+    store = HashStore()
+    store.set(KEY, Record(0, 2, 1, bytes(16), capabilities._mine()).pack(None))
+    with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
+        capabilities.agree(store, 0, 2, 5.0)
+
+
+@pytest.mark.parametrize("count", [-7, 2**63 - 2])
+def test_an_impossible_count_of_groups_is_refused(count):
+    store = HashStore()
+    store.add("tricomm/facts/0", count)
+    with pytest.raises(RendezvousError, match="does something else use this store"):
+        capabilities.agree(store, 0, 2, 5.0)
+
+
+def test_who_does_not_come_is_named_when_the_time_is_up():
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match=r"rank 0 of 3: timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
+        capabilities.agree(HashStore(), 0, 3, 0.3)
+    assert time.monotonic() - began < 5
+
+
+def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):
+    """Ranks of the Gloo route write into the store why they give a group up."""
+    store = HashStore()
+    transports = [SimpleNamespace(store=store, rank=rank, world_size=2, others=[1 - rank]) for rank in range(2)]
+    reasons = gloo_faults._Reasons(transports[0])
+    gloo_faults.tell(transports[1], PeerDied("rank 7 has ended"))
+    found = reasons.read()
+    assert [(rank, type(error), str(error)) for rank, error in found.items()] == [(1, PeerDied, "rank 7 has ended")]
+    monkeypatch.delenv("TRICOMM_TOKEN")
+    gloo_faults.tell(transports[1], GroupAborted("forged"))  # whoever writes has no token
+    assert gloo_faults._Reasons(transports[0]).read()  # nor has the reader: the same bytes are believed
+    monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
+    assert gloo_faults._Reasons(transports[0]).read() == {}
+    monkeypatch.setattr(records, "_check_seal", lambda *record: None)
+    assert gloo_faults._Reasons(transports[0]).read()

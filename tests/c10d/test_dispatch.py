@@ -1,0 +1,126 @@
+"""The decision of a route: a pure function of what all ranks share."""
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.c10d import route_bodies as bodies
+from tricomm import errors
+from tricomm.c10d import capabilities, dispatch, gloo_collectives
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.policy import backend_choice
+from tricomm.policy.backend_choice import Site, decide
+from tricomm.store import process
+from tricomm.store.records import Capabilities
+
+GPU = Site("cuda", 8, 1, None, "nccl")
+CPU = Site("cpu", 2, 1, None, "gloo")
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize(
+    ("site", "call", "path", "word"),
+    [
+        (GPU, ("all_reduce", torch.float32, "sum", 4096), "kernels", "cover"),
+        (GPU, ("all_reduce", torch.float32, "sum", 8 << 20), "kernels", "cover"),
+        (GPU, ("all_reduce", torch.float32, "sum", (8 << 20) + 4), "nccl", "hand-over"),
+        (GPU, ("all_reduce", torch.complex32, "sum", 8), "nccl", "complex32"),
+        (GPU, ("all_reduce", torch.float32, "premul_sum", 8), "nccl", "premul_sum"),
+        (GPU, ("send", torch.float32, "none", 8), "nccl", "two ranks"),
+        (GPU, ("barrier", None, "none", 0), "kernels", "cover"),
+        (Site("cuda", 16, 2, None, "nccl"), ("all_reduce", torch.float32, "sum", 8), "nccl", "2 nodes"),
+        (Site("cuda", 8, 1, "no peer access", "nccl"), ("all_reduce", torch.float32, "sum", 8), "nccl", "no peer"),
+        (Site("cpu", 2, 1, "CPU tensors", "gloo"), ("barrier", None, "none", 0), "gloo", "CPU tensors"),
+        (CPU, ("all_reduce", torch.float32, "sum", 1 << 30), "kernels", "cover"),
+        (CPU, ("all_gather_v", torch.float32, "none", None), "gloo", "no all_gather_v kernel"),
+    ],
+)
+def test_routes(site, call, path, word):
+    route = decide(site, *call)
+    assert route.path == path and word in route.reason
+
+
+def test_without_anybody_behind_the_kernels_the_refusal_says_why():
+    with pytest.raises(errors.InvalidArgument, match="complex32.*no native backend"):
+        decide(Site("cuda", 8, 1, None, None), "all_reduce", torch.complex32, "sum", 8)
+
+
+def test_every_row_of_the_table_has_a_kernel():
+    for collective in dispatch._KERNELS:
+        op = "sum" if collective in backend_choice.REDUCTIONS else "none"
+        assert decide(CPU, collective, torch.float32, op, None).path == "kernels"
+
+
+def test_an_operation_that_a_type_lacks_goes_elsewhere():
+    assert decide(CPU, "all_reduce", torch.complex64, "prod", 8).path == "gloo"
+    assert decide(CPU, "all_reduce", torch.complex64, "sum", 8).path == "kernels"
+
+
+def test_whatever_is_routed_to_the_kernels_can_be_run_there():
+    assert set(COLLECTIVES) - set(dispatch._KERNELS) == {"all_to_all"}
+    assert set(dispatch._KERNELS) <= set(gloo_collectives.TABLE)
+
+
+def member(node=b"n" * 16, flags=0b1111, pid=1):
+    return Capabilities(pid, 0, 0, node, flags, 1000)
+
+
+@pytest.mark.parametrize(
+    ("said", "nodes", "cpu", "cuda", "check"),
+    [
+        ([member(), member()], 1, True, True, True),
+        ([member(), member(b"m" * 16)], 2, True, True, True),
+        ([member(), member(flags=0b1110)], 1, False, True, True),  # one rank alone has TRICOMM_CPU=kernels
+        ([member(), member(flags=0b1011)], 1, True, False, True),
+        ([member(), member(flags=0b0111)], 1, False, True, True),
+        ([member(), member(flags=0b1101)], 1, True, True, False),
+    ],
+)
+def test_one_conclusion_of_what_all_ranks_say(said, nodes, cpu, cuda, check):
+    for order in (said, said[::-1]):
+        found = capabilities._conclude(order)
+        assert (found.nodes, found.check) == (nodes, check)
+        assert (found.no_kernels["cpu"] is None, found.no_kernels["cuda"] is None) == (cpu, cuda)
+
+
+def test_node_id(monkeypatch):
+    mine = process.node_id()
+    monkeypatch.setenv("TRICOMM_NODE_ID", "rack 7")
+    assert process.node_id() != mine and len(process.node_id()) == 16
+
+
+def test_an_unknown_cpu_route_is_refused(monkeypatch):
+    monkeypatch.setenv("TRICOMM_CPU", "mpi")
+    with pytest.raises(errors.InvalidArgument, match="TRICOMM_CPU='mpi': kernels or gloo"):
+        capabilities.cpu_through_kernels()
+
+
+@pytest.mark.parametrize("route", ["gloo", "kernels"])
+def test_each_distinct_call_is_printed_once_and_every_call_counted(route, url):
+    for rank, (lines, counted) in enumerate(ranks.run(2, bodies.logged, url, route)):
+        assert counted == {"all_reduce": 5, "barrier": 1}
+        assert len(lines) == (0 if rank else 3)
+        if not rank:
+            assert all(f"-> {route}: " in line for line in lines)
+            assert sum("all_reduce sum float32 16 B" in line for line in lines) == 1
+            assert sum("all_reduce max int64 16 B" in line for line in lines) == 1
+
+
+def test_sub_groups_inside_a_node_keep_the_kernels_and_the_others_go_to_gloo(url):
+    for rank, (whole, part, text) in enumerate(ranks.run(4, bodies.two_nodes, url)):
+        assert whole == {"gloo": 1, "kernels": 0} and part == {"gloo": 0, "kernels": 1}
+        assert ("spans 2 nodes" in text) == (rank == 0)
+
+
+def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(url):
+    assert ranks.run(2, bodies.one_wants_kernels, url) == [("gloo", 2.0)] * 2
+
+
+def test_no_shared_memory_is_found_jointly_and_goes_to_gloo(url):
+    for counted, text in ranks.run(2, bodies.handshake_fails, url):
+        assert counted == {"all_reduce": 2} and "cannot share memory" in text and "no memory here" in text

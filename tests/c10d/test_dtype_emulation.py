@@ -1,0 +1,64 @@
+"""Reductions on the CPU have the bits that kernels/reference.py promises, into any of their inputs."""
+
+import pytest
+import torch
+
+from tests.c10d.groups import same
+from tricomm.c10d.dtype_emulation import check_reduction, reduce_into
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.reference import reduced
+
+TYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
+    torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+]  # fmt: skip
+OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
+
+
+def some(dtype, count, generator):
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_floating_point:
+        return (torch.randn(count, generator=generator) * 100).to(dtype)
+    return torch.randint(-128 if dtype.is_signed else 0, 127, (count,), generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_operation_has_the_bits_of_the_reference(dtype):
+    generator = torch.Generator().manual_seed(3)
+    for op in OPS:
+        try:
+            check_reduction(op, dtype, "test")
+        except InvalidArgument:
+            continue
+        for world_size, count in ((1, 5), (2, 70001), (3, 33000), (4, 17)):
+            parts = [some(dtype, count, generator) for _ in range(world_size)]
+            for target in range(-1, world_size):
+                inputs = [part.clone() for part in parts]
+                out = inputs[target] if target >= 0 else torch.empty_like(parts[0])
+                reduce_into(op, inputs, out)
+                assert same(out, reduced(op, parts)), (op, world_size, target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_minus_nought_is_less_than_nought_and_nan_is_handed_on(dtype):
+    a = torch.tensor([0.0, -0.0, 0.0, float("nan"), 1.0] * 20).to(dtype)
+    b = torch.tensor([-0.0, 0.0, 0.0, 1.0, float("nan")] * 20).to(dtype)
+    for op, signs in (("min", [True, True, False]), ("max", [False, False, False])):
+        out = torch.empty_like(a)
+        reduce_into(op, [a, b], out)
+        assert torch.signbit(out.view(20, 5)[:, :3]).tolist() == [signs] * 20
+        assert out.view(20, 5)[:, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.uint16, 40000), (torch.uint32, 3 << 30), (torch.uint64, (1 << 63) + 8)])
+def test_unsigned_types_that_torch_cannot_add(dtype, most):
+    large, small = (torch.tensor([value], dtype=dtype) for value in (most, 4))
+    bits = 8 * dtype.itemsize
+    for op, parts, want in (
+        ("sum", [large, large], 2 * most % (1 << bits)), ("max", [small, large], most), ("min", [large, small], 4),
+        ("avg", [small, small], 4), ("prod", [small] * 3, 64), ("bxor", [large, small], most ^ 4),
+    ):  # fmt: skip
+        out = torch.empty_like(large)
+        reduce_into(op, parts, out)
+        assert int(out.numpy()[0]) == want, op

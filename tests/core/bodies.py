@@ -1,0 +1,372 @@
+"""What ranks do in the communicator's tests. Module-level, so that a new process can find it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+
+import torch
+
+import tricomm
+from tests.kernels.arenas import expected, inputs, poisoned
+from tricomm.kernels.collectives import registry
+
+SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
+
+
+@contextmanager
+def communicator(rank, world_size, url, **options):
+    with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options})) as comm:
+        yield comm
+
+
+def leftovers() -> dict[str, set[str]]:
+    """Everything that a group could leave behind in this process."""
+    fds = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            fds.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    with open("/proc/self/maps") as maps:
+        mapped = {" ".join(line.split()[4:]) for line in maps if "memfd:tricomm" in line}
+    threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
+    return {
+        "shm": set(os.listdir("/dev/shm")),
+        "fds": {f for f in fds if "memfd" in f or "pidfd" in f},
+        "maps": mapped,
+        "threads": threads,
+    }
+
+
+def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
+    """All dtypes and ops, in place, out of place and strided, back to back; returns what was wrong."""
+    wrong = []
+    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+        for seed, (count, dtype, op, how) in enumerate(cases):
+            kernel = registry.find("all_reduce", algorithm, protocol)
+            parts = inputs(kernel, count, dtype, world_size, seed)
+            want = expected(kernel, parts, op)
+            how_to = {"op": op, "algorithm": algorithm, "protocol": protocol}
+            if how == "out":
+                out = poisoned(count, dtype)
+                x = parts[rank].clone()
+                got = comm.all_reduce(x, out=out, **how_to)
+                if got is not out or not torch.equal(x, parts[rank]):
+                    wrong.append((seed, "input changed or other output"))
+            elif how == "strided":
+                x = torch.zeros(count, 3, dtype=dtype)[:, 1]
+                x.copy_(parts[rank])
+                got = comm.all_reduce(x, **how_to)
+            else:
+                x = torch.zeros(count + 3, dtype=dtype)[3:]
+                x.copy_(parts[rank])
+                got = comm.all_reduce(x, async_op=True, **how_to).wait()
+                if got is not x:
+                    wrong.append((seed, "not in place"))
+            if not torch.equal(got, want):
+                wrong.append((seed, count, str(dtype), op, how))
+    return wrong
+
+
+def gathers(rank, world_size, tell, url, protocol):
+    wrong, gather = [], registry.find("all_gather", "one_shot", protocol)
+    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+        for seed, (shape, dtype) in enumerate(
+            [
+                ((1,), torch.float32),
+                ((3, 5), torch.bfloat16),
+                ((4096,), torch.float64),
+                ((), torch.int64),
+                ((7,), torch.int32),
+            ]
+        ):
+            parts = [
+                p.reshape(shape) for p in inputs(gather, max(1, torch.Size(shape).numel()), dtype, world_size, seed)
+            ]
+            want = torch.cat([p.reshape(1) if not shape else p for p in parts])
+            got = comm.all_gather(parts[rank].clone(), protocol=protocol)
+            out = torch.full_like(want, 55)
+            same = comm.all_gather(parts[rank].clone(), out=out, protocol=protocol)
+            if shape:  # in place: the input is this rank's row of the output
+                inside = torch.full_like(want, 55)
+                row = inside[rank * shape[0] : (rank + 1) * shape[0]]
+                row.copy_(parts[rank])
+                comm.all_gather(row, out=inside, protocol=protocol)
+                if not torch.equal(inside, want):
+                    wrong.append((shape, str(dtype), "in place"))
+            if not torch.equal(got, want) or not torch.equal(out, want) or same is not out:
+                wrong.append((shape, str(dtype)))
+    return wrong
+
+
+def bad_then_good(rank, world_size, tell, url):
+    """Each bad call is refused on one rank, and the group goes on: the corrected retry joins the waiting peers."""
+    refused = []
+    with communicator(rank, world_size, url) as comm:
+        for seed, call in enumerate(
+            [
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
+                lambda: comm.all_reduce(torch.ones(3), op="median"),
+                lambda: comm.all_reduce(torch.ones(3), out=torch.ones(4)),
+                lambda: comm.all_reduce(torch.ones(1).expand(4)),
+                lambda: comm.all_reduce(torch.ones(3), algorithm="ring"),
+                lambda: comm.all_gather(torch.ones(3), out=torch.ones(3)),
+                lambda: comm.launch(print, (1,)),
+                lambda: comm.explain("all_reduce", -1),
+            ]
+        ):
+            if rank == seed % world_size:
+                try:
+                    call()
+                except tricomm.InvalidArgument as error:
+                    refused.append(str(error))
+            x = torch.full((5,), float(rank + seed))
+            comm.all_reduce(x)
+            if not torch.equal(x, torch.full((5,), float(sum(r + seed for r in range(world_size))))):
+                return f"wrong after refusal {seed}"
+        before = comm._sequence
+        comm.all_reduce(torch.empty(0))
+        assert comm.all_gather(torch.empty(0, 3)).shape == (0, 3)
+        if comm._sequence != before:
+            return "a call of zero elements consumed a sequence number"
+        comm.barrier()
+    return len(refused)
+
+
+def life(rank, world_size, tell, url):
+    """Close twice, use after close, make again over the same store, leave nothing."""
+    before = leftovers()
+    for _ in range(5):
+        one_life(rank, world_size, url)
+    after = leftovers()
+    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+
+
+def one_life(rank, world_size, url):
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    x = torch.ones(4)
+    comm.all_reduce(x)
+    assert x.tolist() == [float(world_size)] * 4
+    comm.barrier()
+    comm.close()
+    comm.close()
+    for use in (lambda: comm.all_reduce(x), comm.barrier, comm.synchronize, lambda: comm.symmetric((4,), x.dtype)):
+        try:
+            use()
+        except tricomm.GroupAborted as error:
+            assert "closed" in str(error)
+        else:
+            raise AssertionError("a closed communicator was usable")
+
+
+def forked(rank, world_size, tell, url):
+    """A child's copy refuses, and its end does not disturb the parent."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        child = os.fork()
+        if child == 0:
+            try:
+                comm.all_reduce(torch.ones(2))
+            except tricomm.InvalidArgument as error:
+                comm.close()
+                os._exit(7 if "forked" in str(error) else 8)
+            os._exit(9)
+        _, status = os.waitpid(child, 0)
+        for _ in range(5):
+            x = torch.ones(3)
+            comm.all_reduce(x)
+        return os.waitstatus_to_exitcode(status), x.tolist()
+
+
+def two_groups(rank, world_size, tell, url, other):
+    """Two communicators in one process, used in turn with different sizes."""
+    with communicator(rank, world_size, url) as a, communicator(rank, world_size, other) as b:
+        for seed in range(6):
+            x, y = torch.full((seed * 100 + 1,), 1.0 + rank), torch.full((7,), 10 + rank)
+            a.all_reduce(x)
+            b.all_reduce(y, op="max")
+            a.all_gather(y)
+            if x[0] != sum(1 + r for r in range(world_size)) or y[0] != 10 + world_size - 1:
+                return "wrong"
+        return a.group != b.group
+
+
+def three_threads(rank, world_size, tell, url):
+    """Three threads share one communicator and make the same calls: they take turns."""
+    wrong = []
+    with communicator(rank, world_size, url) as comm:
+
+        def use():
+            for _ in range(10):
+                x = torch.ones(100)
+                comm.all_reduce(x, async_op=True)  # the handle is dropped
+                wrong.extend([1] * int((x != world_size).sum()))
+
+        threads = [threading.Thread(target=use) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return len(wrong), comm._sequence
+
+
+def ends_without_close(rank, world_size, tell, url):
+    """A process that just ends closes its groups, keeps its exit code, and says one line."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, torch, tricomm\n"
+        f"comm = tricomm.init({url!r}, {rank}, {world_size}, 'cpu', options=tricomm.Options(arena_bytes=262144))\n"
+        "x = torch.ones(3); comm.all_reduce(x); comm.barrier()\n"
+        "sys.exit(5)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stderr.count("was not closed; closing it at exit"), done.stderr.count("Traceback")
+
+
+def bad_launches(rank, world_size, tell, url):
+    """A launch that does not fit is refused, and the group goes on."""
+    from tests.core.user_kernel import rotate, waits_for_ever
+
+    refused = []
+    with communicator(rank, world_size, url, timeout=4.0) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        out = torch.zeros(15)
+        constexprs = {"WORLD_SIZE": world_size, "BLOCK": 16}
+        for args, more, grid in [
+            ((w.peers, out), constexprs, (1,)),
+            ((w.peers, out, comm.rank, 7), constexprs, (1,)),
+            ((w.peers, out, comm.rank), {"WORLD_SIZE": world_size}, (1,)),
+            ((w.peers, object(), comm.rank), constexprs, (1,)),
+            ((w.peers, out, comm.rank), constexprs, (1, 1, 1, 1)),
+            ((w.peers, out, comm.rank), constexprs, (0,)),
+            ((w.peers, out, comm.rank), constexprs, "x"),
+        ]:
+            try:
+                comm.launch(rotate, grid, *args, **more)
+            except tricomm.InvalidArgument as error:
+                refused.append(str(error))
+        for grid in (1, (1,), lambda meta: (meta["BLOCK"] // 16,)):
+            comm.launch(rotate, grid, w.peers, out, comm.rank, **constexprs, num_warps=4)
+        comm.all_reduce(out)
+        for bad in [
+            (5, torch.float32),
+            ((2.7,), torch.float32),
+            ((3,), torch.qint8),
+            ((3,), "float32"),
+            ((), torch.int8),
+        ]:
+            try:
+                comm.symmetric(*bad)
+            except tricomm.InvalidArgument:
+                refused.append("symmetric")
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            comm.launch(waits_for_ever, (1,), comm.group_table, w.table)
+        except tricomm.CollectiveTimeout:
+            return len(refused), time.monotonic() - began
+        except tricomm.TricommError:  # the other rank was first
+            return len(refused), time.monotonic() - began
+
+
+def many_launches(rank, world_size, tell, url):
+    """Launches that are short each, but together take longer than the limit of one."""
+    from tests.core.user_kernel import rotate
+
+    with communicator(rank, world_size, url, timeout=1.0) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        out, end = torch.zeros(15), time.monotonic() + 2.0
+        while time.monotonic() < end:
+            comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
+        return "fine"
+
+
+def default_arena(rank, world_size, tell, url):
+    """The first call with default options takes no longer than another."""
+    with tricomm.init(url, rank, world_size, "cpu") as comm:
+        began = time.monotonic()
+        comm.barrier()
+        x = torch.ones(1000)
+        comm.all_reduce(x)
+        return time.monotonic() - began, x[0].item()
+
+
+def opposite_orders(rank, world_size, tell, url, other):
+    """Two threads use two groups in opposite orders: a named timeout, never a hang."""
+    errors = []
+    with communicator(rank, world_size, url, timeout=3.0) as a, communicator(rank, world_size, other, timeout=3.0) as b:
+        order = [a, b] if rank == 0 else [b, a]
+        began = time.monotonic()
+
+        def use(comm, delay):
+            time.sleep(delay)
+            try:
+                comm.all_reduce(torch.ones(4))
+            except tricomm.TricommError as error:
+                errors.append(type(error).__name__)
+
+        threads = [threading.Thread(target=use, args=(comm, 0.3 * n)) for n, comm in enumerate(order)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return errors, time.monotonic() - began
+
+
+def memory(rank, world_size, tell, url):
+    """Symmetric memory, and a user's own kernel over it."""
+    from tests.core.user_kernel import rotate
+
+    with communicator(rank, world_size, url) as comm:
+        w = comm.symmetric((3, 5), torch.float32)
+        if w.local.abs().sum() != 0 or w.local.shape != (3, 5) or len(w.peers) != world_size:
+            return "not zeroed, or of another shape"
+        w.local.fill_(float(rank))
+        comm.barrier()
+        seen = [p[0, 0].item() for p in w.peers]
+        comm.barrier()
+        out = torch.zeros(15)
+        comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
+        table = w.table.tolist()
+        comm.barrier()
+        w.local.fill_(1.0)
+        comm.all_reduce(w)
+        reduced = w.local.sum().item()
+        refused = None
+        try:
+            comm.symmetric((rank + 1,), torch.float32)
+        except tricomm.InvalidArgument as error:
+            refused = str(error)
+        w.close()
+        return seen, out.tolist(), len(set(table)), reduced, refused
+
+
+def splits(rank, world_size, tell, url):
+    """Sub-groups in any order, one beside the other, inside another one; and lists that cannot be."""
+    found, refused = [], []
+    with communicator(rank, world_size, url) as comm:
+        for bad in ([], [0, 0], [3], [True, 0], "01", 1, [rank]):
+            try:
+                comm.split(bad)
+            except tricomm.InvalidArgument as error:
+                refused.append("split: " in str(error))
+        halves = [comm.split([2, 0]), comm.split([1])]
+        whole = comm.split([2, 1, 0])
+        for sub in (*halves, whole):
+            if sub is not None:
+                x = torch.tensor([10.0**rank, sub.rank])
+                found.append((sub.rank, sub.world_size, sub.all_gather(x).tolist()))
+        inner = whole.split([0, 2])
+        if inner is not None:
+            found.append(inner.all_reduce(torch.tensor([float(rank)])).tolist())
+        comm.barrier()
+        for sub in (inner, whole, *halves):
+            if sub is not None:
+                sub.close()
+        found.append(comm.all_reduce(torch.ones(1)).tolist())
+    return refused, found

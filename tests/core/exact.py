@@ -1,0 +1,84 @@
+"""One call of any collective with its exact result, for tests that make many."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from tricomm import Communicator
+from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.dtypes import DTYPES
+from tricomm.perf.bench import check_data
+
+
+@dataclass(frozen=True)
+class Made:
+    """`count` elements a row, `offset` of them beside alignment; `way` is fresh, out, place or strided."""
+
+    collective: str
+    algorithm: str | None
+    protocol: str | None
+    dtype: str
+    op: str
+    count: int
+    offset: int
+    way: str
+
+
+def anything(draw: random.Random, kernel: Kernel, world_size: int, most: int = 2500) -> Made:
+    """A case for `kernel`: sizes around every boundary of word, tile and shard, and beyond a mailbox."""
+    dtype = draw.choice(list(DTYPES.values()))
+    op = draw.choice(dtype.ops) if kernel.reduces else "sum"
+    edges = [n for n in (1, 2, 3, 15, 63, 64, 65, 255, 513, 1025, 2400) if n <= most]
+    count = min(most, draw.choice(edges) + draw.randrange(3))
+    way = draw.choice(["fresh", "out", "place", "strided"])
+    return Made(kernel.collective, kernel.algorithm, kernel.protocol, dtype.name, op, count, draw.randrange(4), way)
+
+
+def outcome(comm: Communicator, case: Made, number: int) -> bool:
+    """Make the call; True where the result is exact, and nothing beside it was written."""
+    kind, dtype = collective_specs.COLLECTIVES[case.collective], getattr(torch, case.dtype)
+    facts = (case.collective, case.op, comm.world_size)
+    data = check_data.values(*facts, comm.rank, number, case.count, dtype)
+    x, beside = _tensor(data, dtype, case)
+    how = check_data.options(case.collective, case.op, comm.world_size, number, case.count)
+    how |= {"algorithm": case.algorithm, "protocol": case.protocol}
+    gets = check_data.gets(case.collective, comm.world_size, comm.rank, number)
+    if case.way != "fresh" and gets and not check_data.in_place(case.collective):
+        how["out"] = _output(comm, kind, case, x)
+    result = getattr(comm, case.collective)(x, **how)
+    if not gets:
+        return result is None and check_data.wrong(x, data) == 0 and beside()
+    exact = check_data.expected(*facts, number, case.count, comm.rank, dtype)
+    return check_data.wrong(result.reshape(-1), exact) == 0 and beside()
+
+
+def _tensor(data: torch.Tensor, dtype: torch.dtype, case: Made) -> tuple[torch.Tensor, object]:
+    """The data in a tensor that begins `offset` elements late, and what says that all around it is as it was."""
+    step = 2 if case.way == "strided" else 1
+    whole = torch.zeros(len(data) * step + 9, dtype=dtype)
+    check_data.poison(whole)
+    x = whole[case.offset :][: len(data) * step : step]
+    x.copy_(data)
+    outside = torch.ones(len(whole), dtype=torch.bool)
+    outside[case.offset :][: len(data) * step : step] = False
+    before = _bytes(whole)[outside].clone()
+    return x, lambda: torch.equal(_bytes(whole)[outside], before)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8).reshape(len(x), -1)
+
+
+def _output(comm: Communicator, kind: collective_specs.Collective, case: Made, x: torch.Tensor) -> torch.Tensor:
+    rows_in, rows_out = kind.rows_in(comm.world_size), kind.rows_out(comm.world_size)
+    if case.way == "place" and x.is_contiguous() and rows_in > rows_out:
+        return x[comm.rank * case.count :][: case.count]
+    if case.way == "place" and rows_in == rows_out == 1 and "all_to_all" not in case.collective:
+        return x
+    out = torch.empty(case.count * rows_out + case.offset, dtype=x.dtype)[case.offset :]
+    check_data.poison(out)
+    return out

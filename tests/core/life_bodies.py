@@ -1,0 +1,90 @@
+"""Groups made again and again, and ranks that are slow or stopped for a while."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+
+import torch
+
+import tricomm
+from tests.core.bodies import communicator, leftovers
+
+GAP = 0.02  # seconds; as often as a heart beats
+
+
+def after_a_stop(rank, world_size, tell, url, other, limit, seconds):
+    """Ranks 0 and 1 lose the stopped rank 2, and work on in a group of their own, during which it goes on."""
+    comm = tricomm.init(
+        url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024, stall_timeout=limit)
+    )
+    comm.barrier()
+    tell(os.getpid())
+    seen = torch.zeros(1000)
+    try:
+        while True:
+            seen = torch.full((1000,), float(rank + 1))
+            comm.all_reduce(seen)
+    except tricomm.TricommError as error:
+        kind = type(error).__name__
+    kept = seen.clone()
+    if rank == 2:
+        comm.close()
+        return kind, 0, True
+    wrong, turn = 0, torch.ones(1, dtype=torch.int32)
+    with communicator(rank, 2, other) as pair:
+        tell("goes on")
+        end = time.monotonic() + seconds
+        while turn[0]:
+            x = torch.arange(1000.0) + rank
+            pair.all_reduce(x)
+            wrong += int((x != 2 * torch.arange(1000.0) + 1).sum())
+            turn = torch.tensor([int(time.monotonic() < end)], dtype=torch.int32)
+            pair.all_reduce(turn, op="min")
+    comm.close()
+    return kind, wrong, torch.equal(seen, kept)
+
+
+def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
+    """The last rank's interpreter is busy in C, with its lock held, while the others wait for it."""
+    libc = ctypes.PyDLL(None)  # keeps the interpreter's lock, unlike CDLL
+    found = []
+    with communicator(rank, world_size, url, stall_timeout=limit) as comm:
+        comm.barrier()
+        for turn in range(times):
+            if rank == world_size - 1:
+                ran = threading.Event()
+                thread = threading.Thread(target=ran.set)
+                began = time.monotonic()
+                libc.usleep(int(seconds * 1e6))
+                found.append(time.monotonic() - began >= seconds)
+                thread.start()
+                thread.join(5.0)
+            x = torch.full((5,), float(rank + turn))
+            comm.all_reduce(x)
+            found.append(x[0].item() == sum(r + turn for r in range(world_size)))
+    return found
+
+
+def many_lives(rank, world_size, tell, url, closed, aborted):
+    """`closed` groups one after another over one store, then `aborted` ones that end in a mismatch; what is left."""
+    before = None
+    for life in range(closed):
+        with communicator(rank, world_size, url) as comm:
+            x = torch.full((100,), float(rank + life))
+            comm.all_reduce(x)
+            assert x[0] == sum(r + life for r in range(world_size)), life
+        before = leftovers() if life == 1 else before
+    for _ in range(aborted):
+        comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024))
+        try:
+            comm.all_reduce(torch.ones(3 + rank))
+        except tricomm.CollectiveMismatch:
+            comm.close()
+        else:
+            raise AssertionError("calls of different sizes went through")
+    comm = None
+    after = leftovers()
+    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}

@@ -1,0 +1,71 @@
+"""What ranks do in the tests of messages between processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+from tests.core.bodies import communicator
+
+
+def handed_on(rank, world_size, tell, url, protocol):
+    """Messages of several pieces round a ring, mixed with collectives; returns what was wrong."""
+    wrong = []
+    with communicator(rank, world_size, url, tile=32) as comm:
+        for turn, count in enumerate((1, 5000, 0, 37, 20_001)):
+            x = torch.arange(count, dtype=torch.int32) * 3 + rank * 1000 + turn
+            y = torch.full((count,), -1, dtype=torch.int32)
+            to, source = (rank + 1) % world_size, (rank - 1) % world_size
+            if rank:
+                comm.send(x, to, turn, protocol=protocol)
+            found = comm.recv(y, None if turn % 2 else source, turn, protocol=protocol)
+            if not rank:
+                comm.send(x, to, turn, protocol=protocol)
+            if found != source or not torch.equal(y, x + (source - rank) * 1000):
+                wrong.append((turn, count))
+            total = comm.all_reduce(torch.tensor([rank + turn]))
+            wrong += [] if int(total) == sum(range(world_size)) + world_size * turn else [(turn, "sum")]
+    return wrong
+
+
+def left_early(rank, world_size, tell, url):
+    """Rank 1 sends and leaves; rank 2 sends later; rank 0 gets both."""
+    with communicator(rank, world_size, url) as comm:
+        if rank == 1:
+            comm.send(torch.arange(7), 0, 5)
+            return None
+        if rank == 2:
+            time.sleep(2.5)  # longer than a group waits for somebody who is gone and needed
+            comm.send(torch.arange(7) + 1, 0, 6)
+            return None
+        time.sleep(0.5)
+        found = []
+        for source, tag in ((None, 6), (1, 5)):
+            y = torch.zeros(7, dtype=torch.int64)
+            found.append((comm.recv(y, source, tag), y.tolist()))
+        return found
+
+
+def waited_for(rank, world_size, tell, url, source, how):
+    """Rank 0 waits for a message of rank 1, which dies or leaves before it sends one."""
+    with communicator(rank, world_size, url) as comm:
+        if rank == 1:
+            time.sleep(0.3)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return None
+        comm.recv(torch.zeros(3), source, 4)
+    return None
+
+
+def of_many_channels(rank, world_size, tell, url):
+    """Several blocks, which run one after another here, and one block that takes what they have sent."""
+    with communicator(rank, world_size, url, arena_bytes=1 << 20, tile=64, blocks=3) as comm:
+        if rank == 0:
+            comm.send(torch.arange(20_000), 1, 2)
+            return comm.world_size
+        y = torch.full((20_000,), -1)
+        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm.arena_layout.channels > 3

@@ -1,0 +1,128 @@
+"""Arguments: what no kernel can take is refused by name, before anything is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tricomm import arguments
+from tricomm.errors import InvalidArgument
+from tricomm.options import Options, seconds
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(("op", "name"), [("SUM", "sum"), (dist.ReduceOp.PRODUCT, "prod"), (dist.ReduceOp.AVG, "avg")])
+def test_operations_by_name_and_by_reduce_op(op, name):
+    assert arguments.operation(op) == name
+
+
+@pytest.mark.parametrize("op", ["median", None, 3, dist.ReduceOp.PREMUL_SUM])
+def test_an_unknown_operation_is_refused_with_the_list(op):
+    with pytest.raises(InvalidArgument, match="sum, avg, min, max, prod"):
+        arguments.operation(op)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([1.0], "a torch.Tensor is needed, found list"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.ones(3, requires_grad=True), "detach"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.empty(3, device="meta"), "meta tensor has no data"),
+    ],
+    ids=["list", "sparse", "grad", "conj", "meta"],
+)
+def test_tensors_that_no_kernel_takes(x, words):
+    with pytest.raises(InvalidArgument, match=words):
+        arguments.check_tensor(x, CPU, "all_reduce")
+
+
+def test_tensors_without_memory_of_their_own_are_refused():
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    with pytest.raises(InvalidArgument, match="FakeTensor wraps"):
+        arguments.check_tensor(fake, CPU, "all_reduce")
+    freed = torch.ones(100)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(InvalidArgument, match="freed or shrunk"):
+        arguments.check_tensor(freed, CPU, "all_reduce")
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(InvalidArgument, match="NestedTensor wraps"):
+        arguments.check_tensor(jagged, CPU, "all_reduce")
+    with pytest.raises(InvalidArgument, match="transformed"):
+        torch.func.vmap(lambda x: (arguments.check_tensor(x, CPU, "all_reduce"), x)[1])(torch.ones(2, 3))
+    arguments.check_tensor(torch.nn.Parameter(torch.ones(3), requires_grad=False), CPU, "all_reduce")
+
+
+def test_a_tensor_of_another_device_is_refused_with_both():
+    with pytest.raises(InvalidArgument, match="on cpu, this communicator is on cuda:0"):
+        arguments.check_tensor(torch.ones(2), torch.device("cuda:0"), "all_reduce")
+
+
+def test_requires_grad_is_fine_where_nothing_is_recorded():
+    with torch.no_grad():
+        arguments.check_tensor(torch.ones(3, requires_grad=True), CPU, "all_reduce")
+
+
+def test_outputs_are_checked_for_shape_dtype_and_overlap():
+    x = torch.ones(10)
+    with pytest.raises(InvalidArgument, match=r"shape \(9,\), expected \(10,\)"):
+        arguments.check_output(torch.ones(9), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="dtype torch.float64"):
+        arguments.check_output(torch.ones(10, dtype=torch.float64), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="not contiguous"):
+        arguments.check_output(torch.ones(20)[::2], (10,), x, "all_reduce")
+    room = torch.ones(12)
+    with pytest.raises(InvalidArgument, match="overlaps"):
+        arguments.check_apart(room[:10], room[2:], "all_reduce", 0)
+    arguments.check_apart(room, room, "all_reduce", 0)
+    with pytest.raises(InvalidArgument, match="pass separate memory$"):
+        arguments.check_apart(room, room, "all_to_all", None)
+    arguments.check_apart(room[4:8], room, "all_gather", row=1)
+    for row in (0, 2):
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            arguments.check_apart(room[4:8], room, "all_gather", row)
+
+
+def test_an_expanded_tensor_cannot_be_written_in_place():
+    with pytest.raises(InvalidArgument, match="share memory"):
+        arguments.check_writable(torch.ones(1).expand(5), "all_reduce")
+    with pytest.raises(InvalidArgument, match="share memory"):
+        arguments.check_writable(torch.ones(5).as_strided((3, 3), (1, 1)), "all_reduce")
+    arguments.check_writable(torch.ones(4, 5).t(), "all_reduce")
+    arguments.check_writable(torch.ones(4, 6)[:, ::2], "all_reduce")
+    arguments.check_writable(torch.ones(1, 1).expand(1, 1), "all_reduce")
+
+
+def test_fingerprints_differ_in_every_fact():
+    facts = ["all_reduce", "sum", "float32", 8, -1, "one_shot", "ll", 1, 64, "eager"]
+    seen = {arguments.fingerprint(*facts)}
+    for place, other in enumerate(["x", "max", "int32", 9, 0, "two_shot", "simple", 2, 128, "graph"]):
+        seen.add(arguments.fingerprint(*facts[:place], other, *facts[place + 1 :]))
+    assert len(seen) == len(facts) + 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"timeout": 0}, "timeout=0"),
+        ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
+        ({"arena_bytes": 100}, "from 65536"),
+        ({"arena_bytes": 1e8}, "an integer"),
+        ({"blocks": True}, "an integer"),
+        ({"blocks": 65}, "from 1 to 64"),
+        ({"tile": 3}, "power of two"),
+        ({"first_epoch": 0}, "first_epoch=0"),
+    ],
+)
+def test_options_out_of_range(bad, words):
+    with pytest.raises(InvalidArgument, match=words):
+        Options(**bad)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
+def test_a_timeout_is_a_positive_number_of_seconds(value):
+    with pytest.raises(InvalidArgument, match="positive number of seconds"):
+        seconds(value, "timeout")

@@ -1,0 +1,96 @@
+"""GPUs of a fake driver: where they cannot reach each other, their ranks come together over NCCL alone."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import ModuleType
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import tricomm
+from tests.core import fake_nccl
+from tests.store.fake_driver import FakeCuda
+from tricomm import errors
+from tricomm.core import bootstrap
+from tricomm.kernels import layout
+from tricomm.policy import backend_choice
+from tricomm.store.cuda_ipc import open_cuda_ipc
+
+NBYTES = 2 << 20
+
+
+@pytest.fixture
+def core(monkeypatch):
+    package = ModuleType("nccl")
+    package.core = fake_nccl
+    monkeypatch.setitem(sys.modules, "nccl", package)
+    monkeypatch.setitem(sys.modules, "nccl.core", fake_nccl)
+
+
+def everywhere(monkeypatch, world, world_size=2, nccl=True):
+    """What `join` gives or raises on each rank, a thread and a fake process each; closed again."""
+    drivers = [world.process() for _ in range(world_size)]
+
+    def open_arena(control, nbytes, device, timeout, reach=None):
+        return open_cuda_ipc(control, nbytes, torch.device("cuda", control.rank), timeout, drivers[control.rank], reach)
+
+    monkeypatch.setattr(bootstrap, "open_arena", open_arena)
+    monkeypatch.setattr(
+        bootstrap, "behind", lambda device, options: (backend_choice.NCCL, "") if nccl else (None, "no NCCL")
+    )
+    store, options = HashStore(), tricomm.Options(arena_bytes=NBYTES)
+    plan = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), NBYTES)
+
+    def look():
+        pass
+
+    def run(rank):
+        try:
+            with ExitStack() as undo:
+                found = bootstrap.join(
+                    undo, store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan, look
+                )
+                undo.pop_all()
+        except errors.TricommError as error:
+            return error
+        found.arena.close()
+        found.control.close()
+        return found
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def test_gpus_that_reach_each_other_share_memory(monkeypatch, core):
+    world = FakeCuda(2)
+    for found in everywhere(monkeypatch, world):
+        assert found.arena.kind == "cuda_ipc" and found.routes.no_kernels is None and found.routes.native == "nccl"
+    world.verify()
+
+
+def test_gpus_that_do_not_go_to_nccl(monkeypatch, core, caplog):
+    world = FakeCuda(2, reachable=lambda a, b: a == b)
+    for found in everywhere(monkeypatch, world):
+        assert found.arena.kind == "none" and not any(found.arena.bases)
+        assert "cannot share memory" in found.routes.no_kernels and "cannot reach GPU" in found.routes.no_kernels
+        route = backend_choice.decide(found.routes, "all_reduce", torch.float32, "sum", 8)
+        assert route.path == "nccl" and route.reason == found.routes.no_kernels
+    assert caplog.text.count("every call goes to NCCL") == 1  # rank 0 alone says it
+    world.verify()
+
+
+@pytest.mark.parametrize("nccl", [True, False], ids=["missing", "not wanted"])
+def test_without_nccl_all_ranks_say_both_reasons(monkeypatch, nccl):
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    world = FakeCuda(2, reachable=lambda a, b: a == b)
+    for error in everywhere(monkeypatch, world, nccl=nccl):
+        assert isinstance(error, errors.ResourceError) and "cannot reach GPU" in str(error)
+        assert ("nccl4py cannot be used" in str(error)) == nccl
+    world.verify()
+
+
+def test_more_ranks_than_the_kernels_take(monkeypatch, core):
+    for found in everywhere(monkeypatch, FakeCuda(1), world_size=layout.MAX_WORLD_SIZE + 1):
+        assert found.routes.no_kernels == "the kernels take up to 16 ranks, here are 17"

@@ -1,0 +1,154 @@
+"""Which device a rank is on: one that is there, and its own unless sharing is asked for. torch's CUDA is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import tricomm
+from tests.store.fake_driver import FakeCuda
+from tests.topology.fake_nvml import uuid_of
+from tricomm import env
+from tricomm.communicator import pick_device
+from tricomm.core import bootstrap, topology_agreement
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.options import Options
+from tricomm.perf.bench import measure
+from tricomm.policy import backend_choice
+from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.topology import discovery, presets
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU number {index}")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:9", torch.device("cuda", 7)])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(device: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"cuda:0 \(GPU number 0\), cuda:1 \(GPU number 1\).*CUDA_VISIBLE_DEVICES"
+    ):
+        pick_device(device)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_it_is_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(*_: Any) -> Any:
+        raise AssertionError("the store was opened")
+
+    monkeypatch.setattr("tricomm.communicator.open_store", meet)
+    with pytest.raises(InvalidArgument, match="cuda:9"):
+        tricomm.init("tcp://127.0.0.1:1", 0, 2, "cuda:9")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("device", "local", "found"), [("cuda:1", None, 1), ("cuda", None, 0), ("cuda", "1", 1)])
+def test_devices_that_are_there(device: str, local: str | None, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    assert pick_device(device) == torch.device("cuda", found)
+
+
+class Job:
+    """Ranks that join on made-up GPUs; `devices[rank]` is where each of them is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> None:
+        self.devices, self.world = devices, FakeCuda(2)
+        self.drivers = [self.world.process() for _ in devices]
+        self.plan = layout.plan(len(devices), 2 << 20)
+        monkeypatch.setattr(discovery.TorchCuda, "device_uuid", lambda self, ordinal: uuid_of(ordinal))
+        monkeypatch.setattr(topology_agreement, "_found", lambda uuids: discovery.Discovery(None, "not asked"))
+        monkeypatch.setattr(topology_agreement.agree, "__defaults__", (topology_agreement._found, None))
+        monkeypatch.setattr(bootstrap, "behind", lambda device, options: (backend_choice.NCCL, ""))
+
+        def arena(control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None) -> Any:
+            return open_cuda_ipc(control, nbytes, device, timeout, self.drivers[control.rank], reach)
+
+        monkeypatch.setattr(bootstrap, "open_arena", arena)
+
+    def join(self, options: Callable[[int], Options]) -> list[str]:
+        """The kind of arena, or the error, of every rank."""
+        store, size = HashStore(), len(self.devices)
+
+        def run(rank: int) -> str:
+            where = torch.device("cuda", self.devices[rank])
+            try:
+                with ExitStack() as undo:
+                    found = bootstrap.join(
+                        undo, store, rank, size, where, 20.0, 20.0, options(rank), self.plan, lambda: None
+                    )
+                    return found.arena.kind
+            except InvalidArgument as error:
+                return str(error)
+
+        with ThreadPoolExecutor(size) as pool:
+            return list(pool.map(run, range(size)))
+
+
+OWN, SHARED = Options(arena_bytes=2 << 20), Options(arena_bytes=2 << 20, share_device=True)
+
+
+def test_ranks_on_one_gpu_are_refused_on_all_ranks_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, [0, 1, 0])
+    for text in job.join(lambda rank: OWN):
+        assert "ranks 0, 2 are on one GPU" in text and "share_device=True" in text and "TRICOMM_SHARE_DEVICE=1" in text
+    assert job.world.log == [], "no GPU memory was asked for"
+
+
+def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Options(arena_bytes=2 << 20, topology=presets.pcie(2))
+    for text in Job(monkeypatch, [1, 1]).join(lambda rank: given):
+        assert "ranks 0, 1 are on one GPU" in text
+
+
+@pytest.mark.parametrize("devices", [[0, 0], [0, 1, 0]])
+def test_it_is_possible_where_it_is_meant(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, devices)
+    assert job.join(lambda rank: SHARED) == ["cuda_ipc"] * len(devices)
+    job.world.verify()
+
+
+def test_gpus_of_their_own_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Job(monkeypatch, [1, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+
+
+@pytest.mark.parametrize("name", ["TRICOMM_SHARE_DEVICE", "NCCL_MULTI_RANK_GPU_ENABLE"])
+def test_the_environment_may_say_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+
+
+def test_all_ranks_of_a_gpu_have_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, [0, 0])
+    said = iter([True, False])
+    monkeypatch.setattr(env, "share_device", lambda: next(said))  # the ranks are threads of one process here
+    assert all("ranks 0, 1 are on one GPU" in text for text in job.join(lambda rank: OWN))
+
+
+def test_without_the_check_they_share_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology_agreement, "_refuse_shared", lambda uuids, may_share: None)
+    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_local_rank_beyond_the_gpus_comes_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the check above then finds."""
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert pick_device(None) == torch.device("cuda", 0) == measure.pick_device("cuda", 2)
+
+
+def test_a_value_that_is_none() -> None:
+    with pytest.raises(InvalidArgument, match="share_device='yes'"):
+        Options(share_device="yes")  # type: ignore[arg-type]

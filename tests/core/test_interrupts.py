@@ -1,0 +1,153 @@
+"""An interrupt at any line of any call: the caller gets it, the others hear of it, and nothing is left behind."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import tricomm
+from tests import ranks
+from tests.core import interrupt_bodies as bodies
+from tricomm.errors import GroupAborted, InvalidArgument
+
+SECONDS = 1.0 + ranks.BUSY
+
+
+def check(name, kind, every, tmp_path, timeout=90.0):
+    tmp_path.chmod(0o700)
+    (mine, left), (others, left_there) = ranks.run(
+        2, bodies.walk, str(tmp_path), name, kind, every, timeout=timeout
+    )  # fmt: skip
+    assert left == left_there == {}
+    assert sum(raised is not None for _, _, raised, _ in mine) > len(mine) / 2
+    for (where, caught, raised, free), (theirs, text, heard) in zip(mine, others, strict=True):
+        if raised is None:  # a line that only some calls run: one that waits, say
+            continue
+        assert caught == kind, where
+        assert free, f"{where}: the lock is taken"
+        assert theirs == "GroupAborted" and "rank 0" in text and kind in text, (where, theirs, text)
+        assert heard - raised < SECONDS, where
+
+
+@pytest.mark.parametrize("kind", bodies.KINDS)
+@pytest.mark.parametrize("name", ["all_reduce", "barrier", "send", "split"])
+def test_some_lines(name, kind, tmp_path):
+    check(name, kind, 12, tmp_path)
+
+
+def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
+    tmp_path.chmod(0o700)
+    (mine, _), (others, _) = ranks.run(2, bodies.walk, str(tmp_path), "barrier", "Alarm", 12, True)
+    free = all(free for _, _, _, free in mine)
+    assert not free or any(theirs != "GroupAborted" for theirs, _, _ in others)
+
+
+def test_every_line_of_close():
+    [(got, left)] = ranks.run(1, bodies.closing, 1)
+    assert left == {} and len(got) > 20
+    assert all(caught == "KeyboardInterrupt" and closed for _, caught, closed in got), got
+
+
+@pytest.fixture
+def alone():
+    options = tricomm.Options(arena_bytes=256 * 1024)
+    with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
+        yield comm
+
+
+def in_the_middle(comm, action):
+    """Have `action` run in the middle of each call, as a signal handler might."""
+    announce = comm._announce
+
+    def announced(sequence, record):
+        action()
+        announce(sequence, record)
+
+    comm._announce = announced
+
+
+def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on(alone):
+    refused = []
+
+    def handler():
+        for call in (alone.barrier, lambda: alone.broadcast(torch.ones(2), 7)):
+            with pytest.raises(InvalidArgument) as caught:
+                call()
+            refused.append(str(caught.value))
+
+    in_the_middle(alone, handler)
+    x = torch.full((3,), 2.0)
+    for _ in range(2):
+        assert torch.equal(alone.all_reduce(x), torch.full((3,), 2.0))
+    assert "a call inside another call of the same thread" in refused[0] and "src=7" in refused[1]
+    assert len(refused) == 4 and bodies.lock_is_free(alone)
+
+
+def test_an_interrupt_inside_a_call_inside_a_call_leaves_the_lock_to_the_outer_one(alone):
+    held = []
+
+    def handler():
+        with bodies.Walk(KeyboardInterrupt, None) as seen, pytest.raises(InvalidArgument):
+            alone.barrier()
+        with bodies.Walk(KeyboardInterrupt, seen.lines[3]), pytest.raises(KeyboardInterrupt):
+            alone.barrier()
+        held.append(alone._turn.mine())
+
+    in_the_middle(alone, handler)
+    with pytest.raises(GroupAborted, match="stopped by KeyboardInterrupt"):
+        alone.all_reduce(torch.ones(3))
+    assert held == [True] and bodies.lock_is_free(alone)
+
+
+def test_arguments_that_do_not_fit_cost_nothing(alone):
+    with pytest.raises(TypeError):
+        alone.all_reduce(torch.ones(3), nonsense=1)
+    alone.all_reduce(torch.ones(3))
+
+
+def check_set_up(every, tmp_path, timeout=90.0):
+    tmp_path.chmod(0o700)
+    (mine, left), (others, left_there) = ranks.run(2, bodies.constructor, str(tmp_path), every, timeout=timeout)
+    assert left == left_there == {}
+    told = 0
+    for (caught, _, raised, _, file, line), (theirs, text, _, heard, *_) in zip(mine, others, strict=True):
+        if raised is None or not file.startswith(("store", "group", "tuned", "joining")):
+            continue  # not run by every call, or before the meeting: to the others this rank has not come yet
+        where = f"{file}:{line}"
+        assert caught == "KeyboardInterrupt", where
+        if "did not come" not in text:
+            told += 1
+            assert theirs in ("GroupAborted", "RendezvousError"), (where, theirs, text)
+            assert "rank 0 was stopped by KeyboardInterrupt" in text, (where, theirs, text)
+            assert heard - raised < SECONDS, where
+    assert told > 5
+
+
+def test_some_lines_of_the_set_up(tmp_path):
+    check_set_up(31, tmp_path)
+
+
+@pytest.mark.soak
+def test_every_line_of_the_set_up(tmp_path):
+    check_set_up(1, tmp_path, timeout=1800.0)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "Alarm")])
+def test_a_signal_in_a_call_that_waits(number, kind, tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.waits, f"file://{tmp_path}/store", number, kind) as started:
+        pid = started.message(0)
+        time.sleep(0.5)
+        os.kill(pid, number)
+        mine, others = (outcome.value for outcome in started.results())
+    assert mine == (kind, "", True)
+    assert others[0] == "GroupAborted" and f"rank 0 was stopped by {kind}" in others[1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", bodies.CALLS)
+def test_every_line(name, tmp_path):
+    check(name, "KeyboardInterrupt", 1, tmp_path, timeout=900.0)

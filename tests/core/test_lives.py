@@ -1,0 +1,62 @@
+"""Groups one after another, and ranks that lose time: what outlives a fault, and what is no fault."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests import ranks
+from tests.core import fault_bodies
+from tests.core import life_bodies as bodies
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def test_a_rank_that_goes_on_after_a_stop_disturbs_nobody(url, tmp_path):
+    limit = 1.5
+    with ranks.start(3, bodies.after_a_stop, url, f"file://{tmp_path}/next", limit, 2.0) as started:
+        pids = [started.message(rank) for rank in range(3)]
+        time.sleep(0.3)
+        os.kill(pids[2], signal.SIGSTOP)
+        try:
+            assert [started.message(rank) for rank in (0, 1)] == ["goes on"] * 2
+        finally:
+            os.kill(pids[2], signal.SIGCONT)
+        outcomes = started.results()
+    assert [outcome.error for outcome in outcomes] == [None] * 3, [outcome.text for outcome in outcomes]
+    for kind, wrong, untouched in (outcomes[0].value, outcomes[1].value):
+        assert kind == "PeerStalled" and wrong == 0 and untouched
+    assert outcomes[2].value[0] in ("GroupAborted", "PeerStalled", "PeerDied")
+
+
+def test_a_busy_interpreter_is_no_stall(url):
+    """It holds its lock for many heartbeats, but never for as long as the stall limit."""
+    for found in ranks.run(3, bodies.holds_the_lock, url, 3.0, 50 * bodies.GAP, 3):
+        assert found and all(found)
+
+
+def test_an_interpreter_that_is_busy_beyond_the_limit_is_a_stall(url):
+    with ranks.start(2, bodies.holds_the_lock, url, 0.5, 4.0, 1) as started:
+        first, _ = started.results()
+    assert first.error == "PeerStalled" and "rank 1" in first.text
+
+
+@pytest.mark.parametrize(
+    ("closed", "aborted"), [(20, 5), pytest.param(200, 50, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])]
+)
+def test_many_groups_one_after_another_leave_nothing(closed, aborted, url):
+    assert ranks.run(2, bodies.many_lives, url, closed, aborted, timeout=900) == [{}, {}]
+
+
+def test_after_a_killed_job_the_next_one_meets_over_the_same_file(url):
+    with ranks.start(3, fault_bodies.endless, url, None, None, {}) as started:
+        pids = [started.message(rank) for rank in range(3)]
+        for pid in pids:
+            os.killpg(pid, signal.SIGKILL)
+        started.results()
+    assert ranks.run(3, bodies.many_lives, url, 2, 0) == [{}] * 3

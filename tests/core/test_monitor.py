@@ -1,0 +1,106 @@
+"""The monitor over a control page made of plain arrays: what runs counts, not what is queued behind it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tricomm.core.monitor import Monitor
+from tricomm.kernels import layout
+from tricomm.store.control import State
+
+
+class Control:
+    """Three ranks, this one is 0; `dead` and `closed` are sets of ranks."""
+
+    rank, world_size, group, peers = 0, 3, "fake", (1, 2)
+
+    def __init__(self):
+        self.pages = [np.zeros(512, np.int64) for _ in range(3)]
+        self.dead, self.closed, self.beats = set(), set(), 0
+        for page in self.pages:
+            page[layout.ENDED] = 5
+
+    def words(self):
+        return self.pages[0]
+
+    def peer_words(self, rank):
+        return self.pages[rank]
+
+    def heartbeat(self, rank):
+        self.beats += 1
+        return self.beats
+
+    def alive(self, rank):
+        return rank not in self.dead
+
+    def state(self, rank):
+        return State.CLOSED if rank in self.closed else State.READY
+
+    def pid(self, rank):
+        return 1000 + rank
+
+    def sequence(self, rank):
+        return 0
+
+    def fault(self, rank):
+        return None
+
+    called = last = lambda self, rank, sequence=0: None
+    raise_fault = set_state = lambda self, said: None
+
+
+def after(control, seconds, tick=0.02):
+    """The first fault that a monitor finds, and when; None where it finds none."""
+    monitor = Monitor(control, 600.0, 30.0)
+    monitor._describe = "message {}".format
+    for n in range(round(seconds / tick)):
+        monitor._look(tick)
+        if monitor.fault is not None:
+            return monitor.fault, (n + 1) * tick
+    return None
+
+
+def message(control, peer):
+    control.pages[0][layout.MESSAGE], control.pages[0][layout.MESSAGE_PEER] = 1, peer
+
+
+def test_a_dead_rank_is_seen_at_once_in_a_collective_whatever_is_queued_behind_it():
+    control = Control()
+    control.pages[0][layout.STARTED] = 5  # runs: its end is not later
+    control.pages[1][layout.ENDED] = 6
+    control.dead = {2}
+    message(control, 1)
+    fault, seconds = after(control, 3.0)
+    assert (fault.kind, fault.culprit) == ("PeerDied", 2) and seconds <= 0.1
+
+
+@pytest.mark.parametrize("gone", ["dead", "closed"])
+def test_a_message_has_a_second_from_when_its_peer_went(gone):
+    control = Control()
+    assert after(control, 5.0) is None  # nothing runs
+    message(control, 1)
+    setattr(control, gone, {2})
+    assert after(control, 5.0) is None  # it does not need that one
+    setattr(control, gone, {1})
+    fault, seconds = after(control, 5.0)
+    assert (fault.kind, fault.culprit) == ("PeerDied", 1) and 1.0 < seconds < 1.2 and "message 1" in fault.text
+
+
+def test_from_any_rank_leavers_are_done_without_until_all_have_left():
+    control = Control()
+    message(control, -1)
+    control.closed = {1}
+    assert after(control, 5.0) is None
+    control.closed = {1, 2}
+    assert after(control, 5.0)[0].kind == "PeerDied"
+    control.closed, control.dead = set(), {2}
+    assert after(control, 5.0)[0].culprit == 2
+
+
+def test_a_message_that_has_ended_waits_for_nobody():
+    control = Control()
+    message(control, 1)
+    control.pages[0][layout.MESSAGE_ENDED] = 1
+    control.dead = {1}
+    assert after(control, 5.0) is None

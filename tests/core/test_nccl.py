@@ -1,0 +1,233 @@
+"""The mapping of collectives to nccl4py, against a fake that enforces its rules; threads are ranks."""
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.core import fake_nccl
+from tricomm import errors
+from tricomm.core import nccl
+from tricomm.store.store_control import meet_apart
+
+CPU = torch.device("cpu")
+TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def core(monkeypatch):
+    package = ModuleType("nccl")
+    package.core = fake_nccl
+    monkeypatch.setitem(sys.modules, "nccl", package)
+    monkeypatch.setitem(sys.modules, "nccl.core", fake_nccl)
+
+
+def everywhere(world_size, body, timeout=30.0):
+    """`body(comm, rank)` on every rank; the values."""
+    store = HashStore()
+
+    def run(rank):
+        control, _ = meet_apart(store, rank, world_size, timeout, 1)
+        comm = nccl.open_nccl(control, CPU, timeout)
+        value = body(comm, rank)
+        comm.close()
+        control.close()
+        return value
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def of(rank, shape, dtype=torch.float32, call=0):
+    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(call * 101 + rank)).to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_reductions(world_size, dtype):
+    def body(comm, rank):
+        for call, op in enumerate(["sum", "min", "max", "prod"]):
+            parts = [of(r, (2 * world_size,), dtype, call) for r in range(world_size)]
+            stack = torch.stack(parts).double()
+            want = {"sum": stack.sum(0), "min": stack.amin(0), "max": stack.amax(0), "prod": stack.prod(0)}[op]
+            want = want.to(dtype)
+            x, y, z = (parts[rank].clone() for _ in range(3))
+            out, shard = torch.full_like(x, 77), torch.full((2,), 77).to(dtype)
+            comm.all_reduce(x, op)
+            comm.all_reduce(y, op, out)
+            root = call % world_size
+            comm.reduce(z, root, op)
+            comm.reduce_scatter(y, shard, op)
+            assert torch.equal(x, want) and torch.equal(out, want) and torch.equal(y, parts[rank])
+            assert torch.equal(z, want if rank == root else parts[rank])
+            assert torch.equal(shard, want[2 * rank : 2 * rank + 2])
+        comm.barrier()
+        return True
+
+    assert all(everywhere(world_size, body))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool, torch.complex64, torch.uint16], ids=str)
+def test_movements_of_every_type(world_size, dtype):
+    def body(comm, rank):
+        parts = [of(r, (3, 2), dtype, 1) for r in range(world_size)]
+        root = world_size - 1
+        x = parts[rank].clone()
+        comm.broadcast(x, root)
+        assert torch.equal(x, parts[root])
+        out = torch.zeros(3 * world_size, 2, dtype=dtype)
+        comm.all_gather(parts[rank], out)
+        assert torch.equal(out, torch.cat(parts))
+        out = torch.zeros(3 * world_size, 2, dtype=dtype) if rank == root else None
+        comm.gather(parts[rank], root, out)
+        assert out is None or torch.equal(out, torch.cat(parts))
+        got = torch.zeros(3, 2, dtype=dtype)
+        comm.scatter(torch.cat(parts) if rank == root else None, root, got)
+        assert torch.equal(got, parts[rank])
+        send = [(rank + peer) % 3 for peer in range(world_size)]  # some of them nothing
+        rows = [of(rank, (n, 2), dtype, 10 + p) for p, n in enumerate(send)]
+        want = torch.cat([of(p, ((rank + p) % 3, 2), dtype, 10 + rank) for p in range(world_size)])
+        out = torch.zeros(sum(send), 2, dtype=dtype)
+        comm.all_to_all_v(torch.cat(rows), send, send, out)
+        assert torch.equal(out, want)
+        x, out = (
+            torch.cat([of(rank, (1, 2), dtype, p) for p in range(world_size)]),
+            torch.zeros(world_size, 2).to(dtype),
+        )
+        comm.all_to_all(x, out)
+        assert torch.equal(out, torch.cat([of(p, (1, 2), dtype, rank) for p in range(world_size)]))
+        return True
+
+    assert all(everywhere(world_size, body))
+
+
+def test_bool_sum_means_any_and_empty_calls_do_nothing():
+    def body(comm, rank):
+        x = torch.tensor([rank == 0, False, True])
+        comm.all_reduce(x)
+        comm.reduce_scatter(torch.empty(0), torch.empty(0))
+        return x.tolist()
+
+    assert everywhere(2, body) == [[True, False, True]] * 2
+
+
+def test_point_to_point():
+    def body(comm, rank):
+        x = torch.full((4,), float(rank))
+        comm.send(x, 1) if rank == 0 else comm.recv(x, 0)
+        return x.tolist()
+
+    assert everywhere(2, body) == [[0.0] * 4] * 2
+
+
+def test_what_nccl_lacks_is_refused_by_name():
+    def body(comm, rank):
+        for dtype, op in [(torch.int16, "sum"), (torch.float32, "bxor"), (torch.bool, "avg"), (torch.complex64, "sum")]:
+            with pytest.raises(errors.InvalidArgument, match=f"NCCL has no {op} of {dtype}"):
+                comm.all_reduce(torch.zeros(2, dtype=dtype), op)
+        return True
+
+    assert everywhere(1, body) == [True]
+
+
+def test_an_asynchronous_error_aborts():
+    def body(comm, rank):
+        inner = comm._comm
+        comm.check()
+        inner.error = 7
+        comm.check()
+        inner.error = 6
+        with pytest.raises(errors.GroupAborted, match="error 6.*a link went down.*make a new group"):
+            comm.all_reduce(torch.ones(1))
+        with pytest.raises(errors.GroupAborted, match="closed"):
+            comm.broadcast(torch.ones(1), 0)
+        comm.abort()
+        return inner.ended
+
+    assert everywhere(1, body) == ["aborted"]
+
+
+def test_closed_once_and_in_order():
+    kept = []
+    everywhere(2, lambda comm, rank: kept.append(comm._comm))
+    assert [comm.ended for comm in kept] == ["destroyed"] * 2
+
+
+def failing(monkeypatch, rank_at_fault, name, fault):
+    """`open_nccl` on two ranks, of which one's `nccl.<name>` does `fault`."""
+    real, here = getattr(nccl, name), threading.local()
+    monkeypatch.setattr(nccl, name, lambda *args: fault() if here.rank == rank_at_fault else real(*args))
+    store = HashStore()
+
+    def run(rank):
+        here.rank = rank
+        control, _ = meet_apart(store, rank, 2, 20.0, 1)
+        try:
+            nccl.open_nccl(control, CPU, 20.0)
+        except errors.TricommError as error:
+            return type(error).__name__, str(error)
+        finally:
+            control.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def missing():
+    raise errors.ResourceError("nccl4py finds no libnccl")
+
+
+@pytest.mark.parametrize("rank_at_fault", [0, 1])
+def test_where_one_rank_lacks_nccl_all_say_which(monkeypatch, rank_at_fault):
+    for kind, text in failing(monkeypatch, rank_at_fault, "_load", missing):
+        assert kind == "ResourceError"
+        assert f"rank {rank_at_fault}: nccl4py finds no libnccl" in text and "tricomm[nccl]" in text
+
+
+def test_a_communicator_that_fails_on_one_rank_fails_on_all(monkeypatch):
+    monkeypatch.setattr(fake_nccl.Communicator, "init", classmethod(lambda cls, n, r, u: cls(fake_nccl._World(n), r)))
+    for kind, text in failing(monkeypatch, 1, "_init", lambda: (None, errors.ResourceError("unhandled CUDA error"))):
+        assert kind == "ResourceError" and "rank 1: unhandled CUDA error" in text
+
+
+def alone(timeout=5.0):
+    return meet_apart(HashStore(), 0, 1, timeout, 1)[0]
+
+
+def test_without_nccl4py_it_is_missing_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nccl.core", None)
+    with pytest.raises(errors.ResourceError, match="on every rank.*rank 0: nccl4py cannot be used"):
+        nccl.open_nccl(alone(), CPU, 5.0)
+
+
+def test_a_broken_libnccl_is_named(monkeypatch):
+    monkeypatch.setattr(fake_nccl, "get_version", lambda: SimpleNamespace(libnccl=None))
+    with pytest.raises(errors.ResourceError, match="rank 0: nccl4py finds no libnccl"):
+        nccl.open_nccl(alone(), CPU, 5.0)
+
+
+def test_the_end_is_bounded_and_never_raises(caplog):
+    comm = nccl.open_nccl(alone(), CPU, 5.0)
+    comm._comm.destroy = lambda: time.sleep(5)
+    began = time.monotonic()
+    nccl.end(comm, False, 0.1)
+    assert time.monotonic() - began < 3 and "left behind" in caplog.text
+
+
+def test_the_fake_bites():
+    comm = nccl.open_nccl(alone(), CPU, 5.0)
+    for call in (
+        lambda: comm._comm.send(torch.ones(1), 0, stream=0),
+        lambda: comm._comm.allgather(torch.ones(2), torch.ones(1), stream=0),
+        lambda: comm._comm.allreduce(torch.ones(2), torch.ones(2), 0, stream=None),
+        lambda: comm._comm.allreduce(torch.ones(4)[::2], torch.ones(2), 0, stream=0),
+        lambda: comm._comm.destroy(),
+    ):
+        with pytest.raises((fake_nccl.NcclInvalid, RuntimeError, TypeError)):
+            call()

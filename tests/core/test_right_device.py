@@ -1,0 +1,313 @@
+"""The right device, whatever is current: every way into a communicator, from any thread, over two fake GPUs."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests import fake_cuda, ranks
+from tests.core import right_device_bodies as bodies
+from tests.fake_cuda import FakeDevice, OnFakeGpu, World
+from tests.kernels.fake_launch import Result
+from tricomm import Communicator, Options, communicator, errors
+from tricomm.c10d import streams
+from tricomm.core import group
+from tricomm.gpu import Gpu
+from tricomm.kernels import layout
+from tricomm.store.arena import open_arena
+from tricomm.store.control import State
+from tricomm.store.rendezvous import meet
+
+MINE, OTHER = 1, 0
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = World()
+    made.install(monkeypatch)
+    yield made
+    made.verify()
+
+
+def over(runtime):
+    """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
+    options = Options(arena_bytes=1 << 20, timeout=20.0)
+    plan = layout.plan(1, options.arena_bytes)
+    control = meet(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
+    return Communicator.over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
+
+
+@pytest.fixture
+def comm(world):
+    with world.device(MINE), over(OnFakeGpu(world, MINE)) as made:
+        made.all_reduce(torch.ones(8))  # compiled and loaded
+        made.all_reduce(torch.ones(8), async_op=True)
+        yield made
+    for kept in group._kept:  # of captured calls: no graph will run them again
+        kept._control.close()
+        kept._arena.close()
+    group._kept.clear()
+
+
+def device_of(comm) -> FakeDevice:
+    return comm._runtime.fake
+
+
+# What may be current in the thread that calls
+
+
+@contextmanager
+def nothing(world):
+    assert world.contexts == []
+    yield
+
+
+@contextmanager
+def mine(world):
+    with world.device(MINE):
+        yield
+
+
+@contextmanager
+def other(world):
+    world.set_device(OTHER)
+    yield
+
+
+@contextmanager
+def inside_other(world):
+    with world.device(MINE), world.device(OTHER):
+        yield
+
+
+@contextmanager
+def somebodys_context(world):
+    """Made with the driver's own calls, on the same device: a green context, or another library's."""
+    world.contexts.append(("somebody's", MINE))
+    yield
+
+
+SITUATIONS = {f.__name__: f for f in (nothing, mine, other, inside_other, somebodys_context)}
+
+
+def all_reduce(comm, world):
+    x = torch.full((8,), 3.0)
+    assert torch.equal(comm.all_reduce(x), torch.full((8,), 3.0))
+    comm.all_reduce(torch.ones(8), out=x)
+    assert torch.equal(x, torch.ones(8))
+
+
+def asynchronous(comm, world):
+    work = comm.all_reduce(torch.full((8,), 5.0), async_op=True)
+    assert world.log[-1] == f"event on {world.current_stream(MINE)}"
+    assert torch.equal(work.wait(timeout=5.0), torch.full((8,), 5.0))
+    assert world.log[-1].startswith(f"{world.current_stream(MINE)} waits for an event on stream")
+    assert work.is_completed()
+
+
+def synchronize(comm, world):
+    comm.synchronize()
+    comm.barrier()
+
+
+def others(comm, world):
+    assert torch.equal(comm.all_gather(torch.ones(3)), torch.ones(3))
+    assert torch.equal(comm.all_to_all_v(torch.ones(3), [3], [3]), torch.ones(3))
+    handle = comm.symmetric((4,), torch.float32)
+    handle.local.fill_(2.0)
+    assert torch.equal(comm.all_reduce(handle, out=torch.zeros(4)), torch.full((4,), 2.0))
+
+
+def users_kernel(comm, world):
+    out = torch.zeros(8)
+    comm.launch(bodies.fill, 1, out, N=8)
+    assert torch.equal(out, torch.full((8,), 7.0))
+
+
+def timed(comm, world):
+    comm.time_calls(1)
+    comm.all_reduce(torch.ones(8))
+    assert comm.stats().calls
+    comm.time_calls(0)
+    comm.all_reduce(torch.ones(8))
+
+
+def closes(comm, world):
+    comm.close()
+
+
+ENTRIES = (all_reduce, asynchronous, synchronize, others, users_kernel, timed, closes)
+
+
+def in_a_thread(action):
+    """Run `action` in a new thread, which has no context; raises what it raises."""
+    raised = []
+
+    def run():
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.__name__)
+def test_the_right_device_whatever_is_current(comm, world, entry, situation):
+    def call():
+        with SITUATIONS[situation](world):
+            before = world.get_device(), list(world.contexts)
+            entry(comm, world)
+            device, contexts = world.get_device(), world.contexts
+            # A thread without a context may get its device's: that is what any call of torch does to it.
+            assert device == before[0] and contexts[: len(before[1])] == before[1]
+
+    launches = len(device_of(comm).launches)
+    in_a_thread(call)
+    assert entry is closes or entry is users_kernel or len(device_of(comm).launches) > launches
+    assert world.used <= ({MINE} if situation in ("nothing", "mine", "somebodys_context") else {MINE, OTHER})
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_call_runs_on_the_devices_own_current_stream(comm, world, situation):
+    def call():
+        with SITUATIONS[situation](world):
+            side = world.new_stream(torch.device("cuda", MINE))
+            with world.stream(side):
+                comm.all_reduce(torch.ones(8))
+                assert f"{side} waits for stream 0 of cuda:1" in world.log
+            assert device_of(comm).launches[-1].stream == side.cuda_stream
+            with world.stream(world.new_stream(torch.device("cuda", OTHER))):
+                comm.all_reduce(torch.ones(8))
+            assert device_of(comm).launches[-1].stream == 0
+            assert world.log[-1] == f"stream 0 of cuda:1 waits for {side}"
+
+    in_a_thread(call)
+
+
+def test_a_call_is_captured_with_its_own_device_and_refused_with_another(comm, world):
+    side = world.new_stream(torch.device("cuda", MINE))
+    x = torch.full((8,), 2.0)
+    with world.capture(side) as graph:
+        comm.all_reduce(x)
+        work = comm.all_reduce(torch.ones(8), async_op=True)
+        work.wait()
+    assert len(graph) == 2
+    for node in graph:
+        node()
+    abroad = world.new_stream(torch.device("cuda", OTHER))
+    world.used.add(OTHER)
+    launches = len(device_of(comm).launches)
+    with world.capture(abroad), pytest.raises(errors.InvalidArgument, match=r"cuda:0.*is on cuda:1: capture"):
+        comm.all_reduce(x)
+    assert len(device_of(comm).launches) == launches
+    comm.all_reduce(x)
+
+
+def test_calls_of_a_c10d_group(comm, world, monkeypatch):
+    monkeypatch.setattr(streams, "Future", FakeFuture)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
+    own = streams.Streams(comm)
+    for situation in SITUATIONS.values():
+
+        def call(situation=situation):
+            with situation(world):
+                before = world.get_device()
+                x = torch.full((8,), 2.0)
+                for async_op in (False, True):
+                    work = own.run(lambda: comm.all_reduce(x), "all_reduce", [x], [x], async_op, None)
+                    assert work.wait() and torch.equal(x, torch.full((8,), 2.0))
+                assert world.get_device() == before
+
+        in_a_thread(call)
+    assert {launch.stream // 1000 for launch in device_of(comm).launches} == {0, MINE + 1}
+
+
+class FakeFuture:
+    def __init__(self, devices):
+        self.devices = devices
+
+    def set_result(self, value):
+        pass
+
+
+def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypatch):
+    """What the guard is for: events on the wrong device, and a question that makes a context on a device of no use."""
+    monkeypatch.setattr(comm._gpu, "elsewhere", lambda: False)
+
+    def call():
+        with other(world):
+            comm.launch(bodies.fill, 1, torch.zeros(8), N=8)
+
+    in_a_thread(call)
+    assert set(world.complaints) >= {"a user's kernel ran on cuda:0", "made a context on cuda:0, which nobody uses"}
+    world.complaints.clear()
+
+
+def test_a_launch_that_is_refused_says_why_and_loses_the_group(comm, world):
+    fake = device_of(comm)
+    fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
+    words = "CUDA_ERROR_OUT_OF_MEMORY.*Nothing was launched on rank 0.*the other ranks get GroupAborted"
+    with pytest.raises(errors.ResourceError, match=words):
+        comm.all_reduce(torch.ones(8))
+    with pytest.raises(errors.GroupAborted, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        comm.all_reduce(torch.ones(8))
+
+
+def test_the_others_hear_of_a_refused_launch_within_two_seconds(tmp_path):
+    tmp_path.chmod(0o700)
+    found = ranks.run(3, bodies.refused_on_one, f"file://{tmp_path}/store")
+    assert found[0][0] == "ResourceError" and "the other ranks get GroupAborted" in found[0][1]
+    for kind, text, seconds in found[1:]:
+        assert kind == "GroupAborted" and "rank 0" in text and "CUDA_ERROR_OUT_OF_MEMORY" in text
+        assert seconds < 2.0 + bodies.LATE
+
+
+def test_a_graph_that_outlives_its_group_is_harmless(tmp_path):
+    tmp_path.chmod(0o700)
+    for took, text in ranks.run(2, bodies.replays_after_close, f"file://{tmp_path}/store", "kept"):
+        assert took < 10.0 and "closed; make a new communicator" in text
+
+
+def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.replays_after_close, f"file://{tmp_path}/store", "unprotected") as started:
+        outcome = started.results()[0]
+    assert outcome.value is None and outcome.code in (-11, -7, None), outcome
+
+
+def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the_end(comm, world, monkeypatch):
+    monkeypatch.setattr(fake_cuda.FakeStream, "query", lambda stream: False)
+    monkeypatch.setattr(fake_cuda.FakeEvent, "query", lambda event: False)
+    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(comm, "_timeout", 0.2)
+    comm.close()
+    assert comm._control.state(0) == State.CLOSED and comm in group._kept
+    comm.group_table.add_(0)  # still mapped
+
+
+@pytest.mark.parametrize(("current", "local", "chosen"), [(0, None, 0), (0, "1", 1), (1, "0", 1), (0, "3", 1)])
+def test_the_device_of_a_rank_that_names_none(world, monkeypatch, current, local, chosen):
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    with world.device(current):
+        assert communicator.pick_device(None) == torch.device("cuda", chosen)
+        assert world.get_device() == current
+
+
+def test_a_stream_of_another_device_changes_nothing(comm, world):
+    """A stream is current on its own device: the communicator's calls go on where they were."""
+    with world.stream(world.new_stream(torch.device("cuda", OTHER))):
+        comm.all_reduce(torch.ones(8))
+    assert device_of(comm).launches[-1].stream == 0 and isinstance(comm.gpu, Gpu)

@@ -1,0 +1,245 @@
+"""Rows of uneven length whose lengths change with every call: right, and no more work for the host than even ones."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tricomm
+from tests.kernels.fake_launch import FakeGpu
+from tricomm import Communicator
+from tricomm.core import launch_plan, planner
+from tricomm.core.runtime import Processes
+from tricomm.kernels import layout
+from tricomm.kernels.launch import compiler, cuda_launcher
+from tricomm.store.arena import open_arena
+from tricomm.store.rendezvous import meet
+
+SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)
+PROTOCOLS = ("ll", "simple")
+
+
+def lengths(world_size: int, number: int) -> list[list[int]]:
+    """At [s][d] the rows that rank s sends to rank d in call `number`: none, few, more than a chunk."""
+    draw = random.Random(number)
+    return [[draw.choice((0, 0, 1, 2, 5, 37, 200)) for _ in range(world_size)] for _ in range(world_size)]
+
+
+def sent(rank: int, to: int, number: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    first = 7 * rank + 13 * to + 29 * number
+    return ((torch.arange(rows * width) + first) % 101).view(rows, width).to(dtype)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.soak)])
+def test_lengths_that_change_with_every_call_are_right_and_share_one_plan(world_size):
+    def body(comm):
+        wrong = []
+        for number in range(8):
+            rows, protocol = lengths(world_size, number), PROTOCOLS[number % 2]
+            dtype, width = ((torch.int8, 3), (torch.float32, 5))[number // 2 % 2]
+            into, takes = rows[comm.rank], [row[comm.rank] for row in rows]
+            x = torch.cat([sent(comm.rank, to, number, n, width, dtype) for to, n in enumerate(into)])
+            y = torch.full((sum(takes), width), -99, dtype=dtype)
+            want = torch.cat([sent(r, comm.rank, number, n, width, dtype) for r, n in enumerate(takes)])
+            comm.all_to_all_v(x, into, takes, y, protocol=protocol)
+            wrong += [] if torch.equal(y, want) else [(number, rows)]
+        return wrong, len(comm._plans), {s.collective for s in comm.stats().calls}
+
+    for wrong, plans, called in tricomm.simulate(body, world_size, options=SMALL):
+        # One for each type and protocol, and two where an address is no multiple of 16: tensors may begin anywhere.
+        assert wrong == [] and 4 <= plans <= 8 and called == {"all_to_all_v"}
+
+
+class FakeRuntime(Processes):
+    """Ranks whose kernels are compiled for a GPU that keeps what it was to launch."""
+
+    def __init__(self, gpu):
+        self.fake = gpu
+
+    def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):
+        gpu = {**constexprs, **compiler.COMPILE_OPTIONS, "LANES": 256, "PTX": True, "BLOCK": 512}
+        return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
+
+
+@pytest.fixture(scope="module")
+def device():
+    return FakeGpu("fake of test_uneven")
+
+
+@pytest.fixture
+def comm(device):
+    """Rank 0 of two, over a GPU that launches nothing; the other one makes no calls."""
+    device.launches.clear()
+    store, cpu, options = HashStore(), torch.device("cpu"), tricomm.Options(arena_bytes=1 << 20)
+    memory = layout.plan(2, options.arena_bytes)
+
+    def join(rank):
+        control = meet(store, rank, 2, 60.0, options.agreed(memory, "cpu"))
+        arena = open_arena(control, memory.nbytes, cpu, 60.0)
+        return Communicator.over(control, arena, memory, cpu, 60.0, options, FakeRuntime(device))
+
+    with ThreadPoolExecutor(2) as ranks, ExitStack() as undo:
+        comms = list(ranks.map(join, range(2)))
+        undo.callback(lambda: list(ranks.map(Communicator.close, comms)))
+        yield comms[0]
+
+
+class Operations(TorchDispatchMode):
+    """Whatever torch does: allocations, copies, views."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+X, Y = torch.zeros(64, 4), torch.zeros(64, 4)
+
+
+def words(launch):
+    """(x, y, elements of a row, rows to each rank, rows from each rank) of a launch for two ranks."""
+    x, y, _, numel, _, *rows = launch.words[:9]
+    return x, y, numel, tuple(rows[:2]), tuple(rows[2:])
+
+
+def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm, device, monkeypatch):
+    made, make = [], launch_plan.make
+    monkeypatch.setattr(launch_plan, "make", lambda *facts: made.append(facts) or make(*facts))
+    want, operations = [], Operations()
+    for number in range(50):
+        own, goes, comes = 1 + number % 3, number % 7, 11 * number % 13
+        x, y = X[: own + goes], Y[: own + comes]
+        with operations:
+            comm.all_to_all_v(x, [own, goes], [own, comes], y)
+        want.append((X.data_ptr(), Y.data_ptr(), 4, (own, goes), (own, comes)))
+    assert [words(launch) for launch in device.launches] == want
+    assert len(made) == 1 and len(comm._plans) == 1 and operations.seen == []
+    with operations:  # it sees one that has to be copied
+        comm.all_to_all_v(torch.zeros(4, 6).t(), [3, 3], [3, 1])
+    assert operations.seen != []
+
+
+def test_lengths_take_no_place_among_the_plans_that_are_kept(comm, monkeypatch):
+    monkeypatch.setattr(planner, "_MOST_PLANS", 3)
+    comm.all_reduce(X[0])
+    (kept,) = comm._plans.values()
+    for number in range(9):
+        comm.all_to_all_v(X[:number], [0, number], [0, 9 - number], Y[: 9 - number])
+    assert kept in comm._plans.values() and len(comm._plans) == 2
+
+
+def test_bytes_and_times_are_those_of_each_call(comm):
+    comm.time_calls(2)
+    for rows in (1, 2, 64, 3):
+        comm.all_to_all_v(X[:rows], [0, rows], [0, 0], Y[:0])
+    found = comm.stats()
+    assert {c.bucket: (c.calls, c.nbytes, c.timed) for c in found.calls} == {
+        16: (1, 16, 1), 32: (1, 32, 0), 1024: (1, 1024, 1), 64: (1, 48, 0)
+    }  # fmt: skip
+    assert [span.nbytes for span in found.spans] == [16, 1024]
+
+
+def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, device, monkeypatch):
+    """A graph keeps the parameters of its capture: they are values, and nothing that a later call changes."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    comm.simulated = False
+    comm._plan("all_to_all_v", None, torch.float32, 4, True, None, None)
+    comm.simulated = True
+    modes = {made.mode: made for made in comm._plans.values()}
+    assert set(modes) == {"eager", "graph"} and modes["eager"].fingerprint != modes["graph"].fingerprint
+    want = []
+    for raw, mode, rows in ((7, "graph", 5), (7, "graph", 6), (9, "eager", 1), (11, "eager", 2), (7, "graph", 0)):
+        device.raw = raw
+        modes[mode].run(X, Y, 4, 1, ((1, rows), (1, rows + 3)))
+        want.append((raw, (1, rows), (1, rows + 3)))
+    device.raw = 0
+    assert [(launch.stream, *words(launch)[3:]) for launch in device.launches] == want
+
+
+def test_two_threads_do_not_mix_their_lengths(comm, device, monkeypatch):
+    """The second one calls when the first has packed its words and not launched them."""
+    first, second = ((1, 2), (1, 4)), ((5, 6), (5, 8))
+    others, ways = [], [comm.all_to_all_v]
+
+    def call(rows):
+        ways[-1](X[: sum(rows[0])], *rows, Y[: sum(rows[1])])
+
+    def between():
+        if others == [None]:
+            others[0] = threading.Thread(target=call, args=(second,))
+            others[0].start()
+            others[0].join(0.2)
+        return 0
+
+    monkeypatch.setattr(device, "stream", between)  # asked after the words are packed
+    call(first)  # makes the plan
+    (chosen,) = comm._plans.values()
+    for want in ([first, second], [second, second]):
+        device.launches.clear()
+        others[:] = [None]
+        call(first)
+        others[0].join()
+        assert [words(launch)[3:] for launch in device.launches] == want
+        ways.append(lambda x, into, takes, y: chosen.run(x, y, 4, 1, (into, takes)))  # without taking turns
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_lengths_change_on_two_streams_and_stay_in_a_graph(tmp_path):
+    from tests import ranks
+
+    tmp_path.chmod(0o700)
+    assert ranks.run(2, _on_a_gpu, f"file://{tmp_path}/store", timeout=200) == [[], []]
+
+
+def _on_a_gpu(rank, world_size, tell, url):
+    wrong = []
+    with tricomm.init(url, rank, world_size, "cuda:0", options=tricomm.Options(timeout=60.0)) as comm:
+
+        def call(number, x, y):
+            """Call `number` on the current stream, into the front of `y`; what must be there."""
+            rows = lengths(world_size, number)
+            into, takes = rows[rank], [row[rank] for row in rows]
+            parts = [sent(rank, to, number, n, 3, torch.int32) for to, n in enumerate(into)]
+            x[: sum(into)].copy_(torch.cat(parts))
+            comm.all_to_all_v(x[: sum(into)], into, takes, y[: sum(takes)], protocol=PROTOCOLS[number % 2])
+            return torch.cat([sent(r, rank, number, n, 3, torch.int32) for r, n in enumerate(takes)])
+
+        def look(what, y, want):
+            comm.synchronize()
+            if not torch.equal(y[: len(want)].cpu(), want):
+                wrong.append(what)
+
+        xs, ys = (torch.full((2, 1024, 4), -99, dtype=torch.int32, device="cuda")[..., :3] for _ in range(2))
+        xs, ys = xs.contiguous(), ys.contiguous()
+        for number in range(2):
+            call(number, xs[0], ys[0])  # compiled before the capture
+        comm.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for number in range(2, 50):
+            with torch.cuda.stream(streams[number % 2]):
+                look(number, ys[number % 2], call(number, xs[number % 2], ys[number % 2]))
+        rows = lengths(world_size, 60)
+        into, takes = rows[rank], [row[rank] for row in rows]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams[0]):
+            comm.all_to_all_v(xs[0][: sum(into)], into, takes, ys[0][: sum(takes)], protocol="ll")
+        with torch.cuda.stream(streams[0]):
+            for number in range(61, 71):
+                look(number, ys[1], call(number, xs[1], ys[1]))  # other lengths between the replays
+                parts = [sent(rank, to, number, n, 3, torch.int32) for to, n in enumerate(into)]
+                xs[0][: sum(into)].copy_(torch.cat(parts))
+                graph.replay()
+                want = torch.cat([sent(r, rank, number, n, 3, torch.int32) for r, n in enumerate(takes)])
+                look(f"graph {number}", ys[0], want)
+    return wrong

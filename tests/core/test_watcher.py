@@ -1,0 +1,182 @@
+"""One thread watches over all groups of a process: it looks at busy ones always, at idle ones in turn."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests import ranks
+from tests.core import watcher_bodies as bodies
+from tricomm.core.watcher import Watcher
+from tricomm.store import process
+
+
+class Group:
+    """What a watcher needs of a monitor."""
+
+    def __init__(self, busy=False, wrong=False):
+        self.stopped, self.looked = False, 0.0
+        self.is_busy, self.wrong, self.looks, self.beats = busy, wrong, 0, 0
+
+    def busy(self):
+        return self.is_busy
+
+    def beat(self):
+        self.beats += 1
+
+    def look(self, tick):
+        assert not self.stopped and 0 <= tick <= 0.25
+        self.looks += 1
+
+
+def watched(groups, seconds, ended=lambda: 0):
+    found = Watcher(ended)
+    for group in groups:
+        found.add(group)
+    time.sleep(seconds)
+    names = [thread.name for thread in threading.enumerate()]
+    for group in groups:
+        found.discard(group)
+    return names
+
+
+def test_one_thread_looks_at_all_and_ends_with_the_last():
+    before = [thread.name for thread in threading.enumerate()]
+    groups = [Group() for _ in range(100)] + [Group(busy=True)]
+    names = watched(groups, 3.0)
+    assert sorted(names) == sorted([*before, "tricomm-watcher"])
+    assert [thread.name for thread in threading.enumerate()] == before
+    assert all(group.looks >= 2 and group.beats >= 5 for group in groups)
+    assert groups[-1].looks > 5 * max(group.looks for group in groups[:-1])
+
+
+def test_a_process_that_ends_brings_every_groups_turn_forward():
+    gone, groups, found = [], [Group() for _ in range(300)], Watcher(lambda: len(gone))
+    for group in groups:
+        found.add(group)
+    gone.append("one")
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end and not all(group.looks for group in groups):
+        time.sleep(0.01)
+    least = min(group.looks for group in groups)
+    for group in groups:
+        found.discard(group)
+    assert least == 1 and sum(group.looks for group in groups) < 2 * len(groups)
+
+
+def test_who_is_discarded_is_not_looked_at_any_more():
+    class Slow(Group):
+        looking = False
+
+        def look(self, tick):
+            self.looking = True
+            time.sleep(0.2)
+            self.looking = False
+
+    slow, other, found = Slow(busy=True), Group(), Watcher(lambda: 0)
+    found.add(slow)
+    found.add(other)
+    while not slow.looking:
+        time.sleep(0.001)
+    found.discard(slow)
+    assert not slow.looking
+    found.discard(other)
+
+
+def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path):
+    """A set of threads or descriptors for each would not fit."""
+    tmp_path.chmod(0o700)
+    for threads, descriptors, sums, idle in ranks.run(2, bodies.many, str(tmp_path), 100, 64):
+        assert threads == ["tricomm-watcher"]
+        assert descriptors <= 64
+        assert sums == [3 + 2 * n for n in range(100)]
+        assert idle < 0.25  # of a core: 0.01 to 0.02 on a machine that does nothing else
+
+
+def test_a_killed_peer_is_named_by_every_idle_group(tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.many_lose_a_peer, str(tmp_path), 60) as started:
+        pid = started.message(1)
+        assert started.message(0) == "ready"
+        os.kill(pid, 9)
+        kinds, slowest = started.results()[0].value
+    assert kinds == {"PeerDied"} and slowest < 2.0 + ranks.BUSY
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_without_descriptors_is_named_on_all_ranks(rank):
+    results = ranks.run(3, bodies.without_descriptors, rank, bodies.free_port())
+    for kind, text, seconds, left, after in results:
+        assert kind == "ResourceError" and f"rank {rank}" in text, text
+        assert "open files" in text and "ulimit -n" in text
+        assert seconds < 10.0 and left == {} and after == 6
+
+
+FORKING = """
+import os, sys, time
+import torch, tricomm
+from tricomm.core.watcher import WATCHER
+{broken}
+options = tricomm.Options(arena_bytes=262144)
+comm = tricomm.init("file://" + sys.argv[1] + "/store", 0, 1, "cpu", options=options)
+comm.all_reduce(torch.ones(3))
+child = os.fork()
+if child == 0:
+    assert not WATCHER._watched, "the parent's groups are watched in the child"
+    with tricomm.init("file://" + sys.argv[1] + "/own", 0, 1, "cpu", options=options) as own:
+        own.all_reduce(torch.ones(3))
+        assert WATCHER._thread.is_alive() and len(WATCHER._watched) == 1
+    sys.exit(7)
+began = time.monotonic()
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+seconds = time.monotonic() - began
+comm.all_reduce(torch.ones(3))
+assert WATCHER._thread.is_alive()
+comm.close()
+print(status, seconds < 15)
+"""
+
+
+def forking(tmp_path, broken=""):
+    tmp_path.chmod(0o700)
+    environment = {**os.environ, "TRICOMM_STATS": "1", "TRICOMM_STATS_DIR": str(tmp_path / "stats")}
+    script = FORKING.format(broken=broken)
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+
+
+def test_a_forked_child_ends_at_once_and_the_parent_goes_on(tmp_path):
+    done = forking(tmp_path)
+    assert done.stdout.split() == ["7", "True"], done.stderr
+    assert len(list((tmp_path / "stats").glob("*.json"))) >= 1
+
+
+def test_without_the_look_at_forks_a_child_watches_its_parents_groups(tmp_path):
+    done = forking(tmp_path, "WATCHER.__class__.__init__ = lambda self: None")
+    assert "the parent's groups are watched in the child" in done.stderr
+
+
+def test_threads_look_at_one_process_at_the_same_time():
+    """The watcher and a rank that sets up a group share the one look at a peer's process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        peer = process.watch(child.pid, process.start_time(child.pid))
+        wrong = []
+
+        def look():
+            try:
+                for _ in range(3000):
+                    assert peer.alive()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        child.stdin.close()
+        child.wait()
+        assert wrong == [] and not peer.alive()

@@ -1,0 +1,157 @@
+"""The launch path: what reaches the driver is what the compiled kernel declares, and nothing is decided twice."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kernels.fake_launch import FakeGpu, Result
+from tricomm.errors import ResourceError
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import cuda_launcher as launching
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_rows
+from tricomm.kernels.launch.cuda_launcher import bound
+
+CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
+              "ELEMENT": "float32"}  # fmt: skip
+KERNELS = pytest.mark.parametrize("kernel", registry.KERNELS, ids=lambda k: k.name)
+GROUP = torch.zeros(512, dtype=torch.int64)
+_numbers = itertools.count()
+
+
+def gpu(**more) -> FakeGpu:
+    return FakeGpu(f"fake {next(_numbers)}", **more)
+
+
+def further(kernel):
+    return [3 for _ in extras(kernel.function)]
+
+
+def rows_of(kernel, count):
+    """Uneven rows of two ranks, in every call others."""
+    return ((count, 0), (count, 1 << 33)) if takes_rows(kernel.function) else ()
+
+
+def bind(kernel, device, blocks=8, aligned=True, **more):
+    wanted = {p.name for p in kernel.function.params} | set(COMPILE_OPTIONS)
+    if kernel.needs_cube:
+        more["WORLD_SIZE"] = 8
+    constexprs = {name: value for name, value in {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}.items()
+                  if name in wanted}  # fmt: skip
+    return bound(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
+
+
+@KERNELS
+def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel):
+    device = gpu()
+    run = bind(kernel, device, blocks=13)
+    x, y = torch.zeros(64), torch.zeros(64)
+    for count, call in ((64, 5 << 32 | 0xFFFFFFFF), (1 << 40, 0x7FFFFFFF << 32 | 1), (1, 0)):
+        rows = rows_of(kernel, count)
+        run(x, y, count, call, rows)
+        last = device.launches[-1]
+        mine = [x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), count, call]
+        mine = mine if kernel.collective != "barrier" else [GROUP.data_ptr(), call]
+        mine += [*itertools.chain(*rows), *further(kernel)]
+        assert last.words == [*mine, 0, 0], "behind ours Triton's two pointers to scratch memory"
+        assert {len(p) for p in last.parameters} == {8}
+        signature = device.functions[min(device.functions)][1]
+        assert [offset for offset, _ in signature] == list(range(0, 8 * len(signature), 8))
+        assert last.function == kernel.function.fn.__name__
+        assert last.grid == (13, 1, 1) and last.threads == (256, 1, 1) and last.stream == 0
+
+
+def test_a_launch_follows_the_current_stream():
+    device = gpu()
+    run = bind(registry.KERNELS[0], device)
+    for raw in (7, 7, 9, 0, 7):
+        device.raw = raw
+        run(GROUP, GROUP, 1, 1)
+    assert [launch.stream for launch in device.launches] == [7, 7, 9, 0, 7]
+
+
+def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):
+    device, compiles = gpu(), []
+    compile_kernel = launching.compile_kernel
+    monkeypatch.setattr(launching, "compile_kernel", lambda *args: compiles.append(args) or compile_kernel(*args))
+    for blocks in (1, 8, 8):
+        bind(registry.KERNELS[0], device, blocks)(GROUP, GROUP, 1, 1)
+    assert len(compiles) == device.calls.count("cuModuleLoadData") == device.calls.count("cuFuncLoad") == 1
+    assert [launch.grid[0] for launch in device.launches] == [1, 8, 8]
+    bind(registry.KERNELS[0], device, aligned=False)
+    bind(registry.KERNELS[0], gpu())
+    assert len(compiles) == 3, "a misaligned tensor and another device are another load each"
+
+
+def test_two_launchers_do_not_share_their_arguments():
+    device = gpu()
+    one, two = bind(registry.KERNELS[0], device), bind(registry.KERNELS[0], device)
+    x = torch.zeros(8)
+    one(x, x, 1, 11)
+    two(GROUP, GROUP, 2, 22)
+    assert [launch.words[:5] for launch in device.launches] == [
+        [x.data_ptr(), x.data_ptr(), GROUP.data_ptr(), 1, 11],
+        [GROUP.data_ptr()] * 3 + [2, 22],
+    ]
+
+
+def test_a_launch_in_a_thread_without_a_context_is_made_in_the_devices_own():
+    device = gpu()
+    run = bind(registry.KERNELS[0], device)
+    device.current = False
+    run(GROUP, GROUP, 1, 1)
+    assert len(device.launches) == 1 and device.calls.count("cuLaunchKernel") == 2
+    assert not device.current, "what was current in the thread is so again"
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
+def test_a_refusal_leaves_the_threads_context_as_it_was(call):
+    device = gpu(current=False)
+    device.failures = {(call, nth): Result.CUDA_ERROR_OUT_OF_MEMORY for nth in (1, 2)}
+    with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    assert not device.current
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad"])
+def test_a_load_that_fails_is_named_and_tried_again_by_the_next(call):
+    device = gpu(failures={(call, 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
+    with pytest.raises(ResourceError, match=f"{call} on {device.name} failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        bind(registry.KERNELS[0], device)
+    bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    assert len(device.launches) == 1
+
+
+def test_a_launch_that_fails_is_named():
+    device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
+    run = bind(registry.KERNELS[0], device)
+    with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        run(GROUP, GROUP, 1, 1)
+
+
+def test_a_kernel_that_does_not_compile_is_named():
+    with pytest.raises(ResourceError, match="Triton cannot compile all_reduce_one_shot_ll for sm_90"):
+        bind(next(k for k in registry.KERNELS if k.name == "all_reduce_one_shot_ll"), gpu(), LANES=3)
+
+
+def test_scratch_memory_that_a_profiler_wants_is_refused(monkeypatch):
+    metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=64)
+    monkeypatch.setattr(launching, "compile_kernel", lambda *args: SimpleNamespace(metadata=metadata))
+    with pytest.raises(ResourceError, match="scratch memory"):
+        bind(registry.KERNELS[0], gpu())
+
+
+def test_much_shared_memory_is_asked_for(monkeypatch):
+    compile_kernel = launching.compile_kernel
+
+    def hungry(*args):
+        found = compile_kernel(*args)
+        return SimpleNamespace(asm=found.asm, metadata=found.metadata._replace(shared=100_000))
+
+    monkeypatch.setattr(launching, "compile_kernel", hungry)
+    device = gpu()
+    bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    assert list(device.attributes.values()) == [100_000] and device.launches[0].shared == 100_000

@@ -1,0 +1,53 @@
+"""Launching: what is refused before anything runs, and how many compiles a kernel needs (by Triton's own binder)."""
+
+import pytest
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tests.kernels.arenas import DATA_KERNELS
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives.barrier import barrier
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_rows
+from tricomm.kernels.launch.kernel_launch import prepare
+
+CPU = torch.device("cpu")
+CONSTEXPRS = {"WORLD_SIZE": 4, "BLOCK": 512, "LANES": 256, "PTX": True}
+
+
+def specialisation(kernel, numel: int, call: int, offset: int = 0):
+    """What Triton would key a compiled kernel by, for a GPU that is not there."""
+    function = kernel.function
+    bind = create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
+    x, y, group = torch.zeros(16)[offset:], torch.zeros(16), torch.zeros(128, dtype=torch.int64)
+    constexprs = {**CONSTEXPRS, "ALIGNED": offset == 0, **kernel.fixed}
+    if kernel.reduces:
+        constexprs |= {"OP": "sum", "ELEMENT": "float32"}
+    further = [numel % 7 for _ in extras(function)]
+    if takes_rows(function):  # always the same: Triton looks into a tuple whatever it is told, the launch path does not
+        further += [(5, 6, 7, 8)] * 2
+    _, key, options = bind(x, y, group, numel, call, *further, **COMPILE_OPTIONS, **constexprs)
+    return key, options
+
+
+@pytest.mark.parametrize("kernel", DATA_KERNELS, ids=lambda k: k.name)
+def test_one_compile_serves_all_sizes_and_calls(kernel):
+    keys = [
+        specialisation(kernel, numel, call)
+        for numel, call in [(1, 1 << 32), (16, 5 << 32 | 7), (1000, 1), (1 << 31, 16), (1 << 40, 3 << 32)]
+    ]
+    assert all(key == keys[0] for key in keys)
+    assert specialisation(kernel, 1000, 1, offset=1) != keys[0], "a misaligned tensor is another compile"
+
+
+@pytest.mark.parametrize("grid", [(), (0,), (1, 1, 1, 1), "x", None, (1.5,), (True,), lambda meta: -1])
+def test_a_grid_that_cannot_be_is_refused(grid):
+    with pytest.raises(InvalidArgument, match="grid="):
+        prepare(barrier, grid, (torch.zeros(128, dtype=torch.int64), 1), CONSTEXPRS, CPU)
+
+
+def test_nothing_runs_before_it_is_asked_to():
+    group = torch.zeros(128, dtype=torch.int64)
+    prepare(barrier, 1, (group, 1), {**CONSTEXPRS, "num_warps": 4}, CPU)
+    assert not group.any()

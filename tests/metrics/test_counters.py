@@ -1,0 +1,230 @@
+"""Statistics of a live communicator: every call is counted where it belongs, timed only where asked, and published."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tricomm
+from devtools import c10d_overhead
+from tests import ranks
+from tests.core.bodies import communicator
+from tricomm.core import monitor
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.metrics import routes
+from tricomm.metrics.counters import Activity, Tally, bucket, weight
+from tricomm.metrics.timer import Clock
+from tricomm.perf.null_launch import communicator as null_communicator
+
+SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)
+
+
+def _counted(statistics: tricomm.Statistics) -> dict[tuple[str, int], tuple[int, int]]:
+    return {(c.collective, c.bucket): (c.calls, c.nbytes) for c in statistics.calls}
+
+
+def test_calls_and_bytes_by_collective_and_bucket() -> None:
+    def body(comm: tricomm.Communicator) -> dict[tuple[str, int], tuple[int, int]]:
+        for count in (1, 60, 64, 0):
+            comm.all_reduce(torch.ones(count))
+        comm.all_gather(torch.ones(5))
+        comm.all_to_all_v(torch.ones(3), [1, 2], [1 + comm.rank] * 2)
+        comm.barrier()
+        if comm.rank == 0:
+            comm.send(torch.ones(2, dtype=torch.complex64), 1)
+        else:
+            comm.recv(torch.empty(2, dtype=torch.complex64), 0)
+        return _counted(comm.stats())
+
+    for rank, found in enumerate(tricomm.simulate(body, 2, options=SMALL)):
+        assert found == {
+            ("all_reduce", 4): (1, 4), ("all_reduce", 256): (2, 496), ("all_gather", 32): (1, 20),
+            ("all_to_all_v", 16): (1, 12), ("barrier", 0): (1, 0), (("send", "recv")[rank], 16): (1, 16),
+        }  # fmt: skip
+
+
+def test_a_failed_call_is_not_counted_and_evicted_plans_are() -> None:
+    comm = null_communicator()
+    with comm:
+        x = torch.ones(8)
+        comm.all_reduce(x)
+        comm._plans.clear()  # as a new table does, or the 1025th shape
+        comm.all_reduce(x)
+        with pytest.raises(InvalidArgument):
+            comm.all_reduce(x, op="mean")
+        assert _counted(comm.stats()) == {("all_reduce", 32): (2, 64)}
+
+
+def test_one_addition_counts_calls_and_bytes_beyond_64_bits() -> None:
+    activity = Activity("g", 0, 1, torch.device("cpu"), {})
+    tally = activity.tally("all_reduce", "one_shot", "ll", 1 << 40)
+    assert tally is activity.tally("all_reduce", "one_shot", "ll", (1 << 39) + 1)
+    for _ in range(1000):
+        tally.total += weight(1 << 60)
+    (calls,) = activity.statistics().calls
+    assert (calls.calls, calls.nbytes, calls.timed, calls.p50_us) == (1000, 1000 << 60, 0, None)
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def test_quantiles_are_of_the_latest() -> None:
+    activity = Activity("g", 0, 1, torch.device("cpu"), {})
+    tally: Tally = activity.tally("barrier", "one_shot", "simple", 0)
+    for microseconds in (*[1e6] * 600, *range(1, 513)):
+        tally.took(microseconds / 1e6)
+    tally.total = weight(0)
+    (calls,) = activity.statistics().calls
+    assert (calls.timed, calls.p50_us, calls.p99_us) == (1112, pytest.approx(256), pytest.approx(507))
+
+
+def test_times_only_when_asked_and_every_so_many() -> None:
+    with null_communicator() as comm:
+        x = torch.ones(8)
+        comm.all_reduce(x)
+        assert comm.stats().spans == () and comm.stats().calls[0].timed == 0
+        comm.time_calls(3)
+        for _ in range(7):
+            comm.all_reduce(x)
+        found = comm.stats()
+        assert (found.calls[0].timed, found.calls[0].calls, len(found.spans)) == (3, 8, 3)
+        assert found.calls[0].seconds == pytest.approx(sum(s.time_us for s in found.spans) / 1e6)
+        assert abs(found.spans[0].start_us / 1e6 - time.time()) < 60
+        comm.time_calls(0)
+        comm.all_reduce(x)
+        assert comm.stats().calls[0].timed == 3
+        with pytest.raises(InvalidArgument, match="every=-1"):
+            comm.time_calls(-1)
+
+
+def test_a_late_peer_is_named(tmp_path: Path) -> None:
+    found = ranks.run(2, _late, f"file://{tmp_path}/store")
+    assert found[0] > 0.3 and found[1] < 0.3, found
+
+
+def _late(rank: int, world_size: int, tell: object, url: str) -> float:
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        before = comm.stats().waited[1 - rank]
+        if rank == 1:
+            time.sleep(0.8)
+        comm.barrier()
+        return comm.stats().waited[1 - rank] - before
+
+
+def test_what_goes_to_others_is_counted_by_size() -> None:
+    before = routes.by_size().get(("gloo", "all_reduce", 4096), (0, 0))
+    for _ in range(2):
+        routes.count("gloo", "all_reduce", 4000)
+    after = routes.by_size()["gloo", "all_reduce", 4096]
+    assert (after[0] - before[0], after[1] - before[1]) == (2, 8000)
+
+
+_JOB = """
+import torch
+from tricomm.perf.null_launch import communicator
+comm = communicator()
+comm.all_reduce(torch.ones(8))
+comm.all_reduce(torch.ones(8))
+comm.close()
+"""
+
+
+def _job(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    names = {"TRICOMM_STATS": "60", "TRICOMM_STATS_EVERY": "2", "TRICOMM_STATS_DIR": str(folder), **variables}
+    environment = {**os.environ, **names}
+    return subprocess.run(
+        [sys.executable, "-c", _JOB], env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+
+
+def test_a_job_leaves_its_statistics(tmp_path: Path) -> None:
+    done = _job(tmp_path / "live")
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "live").iterdir()
+    found = json.loads(file.read_text())
+    (comm,) = found["communicators"]
+    assert comm["calls"][0]["calls"] == 2 and comm["calls"][0]["timed"] == 1 and len(comm["spans"]) == 1
+    assert file.name == f"{found['pid']}-{found['started']}.json" and comm["simulated"] is True
+
+
+def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: Path) -> None:
+    assert _job(tmp_path / "live", TRICOMM_STATS="").returncode == 0 and not (tmp_path / "live").exists()
+    (tmp_path / "file").write_text("")
+    done = _job(tmp_path / "file" / "live")
+    assert done.returncode == 0 and done.stderr.count("statistics cannot be written") == 1
+    done = _job(tmp_path / "live", TRICOMM_STATS="often")
+    assert done.returncode == 1 and "TRICOMM_STATS='often'" in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_what_counting_costs_is_measured() -> None:
+    found = c10d_overhead.measure(64, 50, 2)
+    assert 0 < found["counting_share"] == found["counting_us"] / found["communicator_us"]
+
+
+class _Event:
+    """Stands for a CUDA event: passes when the test says so, at its number of milliseconds."""
+
+    made: list[_Event] = []
+
+    def __init__(self, timing: bool) -> None:
+        self.passed, self.at = False, float(len(self.made))
+        self.made.append(self)
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, other: _Event) -> float:
+        return other.at - self.at
+
+
+def test_on_a_gpu_events_tell_the_time_when_they_have_passed() -> None:
+    capturing = [False]
+    gpu: Any = SimpleNamespace(here=nullcontext, capturing=lambda: capturing[0], recorded=_Event)
+    _Event.made.clear()
+    clock, told = Clock(2, gpu), list[float]()
+    call = clock.timed(lambda number: number, lambda x: (told.append, ("all_reduce", "one_shot", "ll", 8)))
+    assert [call(n) for n in range(4)] == [0, 1, 2, 3] and len(_Event.made) == 5  # the first one is the clock's own
+    clock.collect()
+    assert clock.spans() == () and told == []
+    _Event.made[2].passed = True  # the end of the first timed call
+    assert clock.spans() == ()  # nobody looks at an event who only asks
+    capturing[0] = True
+    clock.collect()
+    assert clock.spans() == ()  # nor while a graph is captured
+    capturing[0] = False
+    clock.collect()
+    (span,) = clock.spans()
+    assert (span.time_us, told) == (1000.0, [0.001]) and span.nbytes == 8
+    _Event.made[4].passed = True
+    call(4)  # the next timed call looks, too
+    assert len(clock.spans()) == 2 and clock.spans()[1].start_us - span.start_us == pytest.approx(2000.0)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "started", "entered"),
+    [
+        (0, 5, False),  # no call yet
+        (4, 5, False),
+        (5, 5, True),
+        (6, 5, True),
+        (layout.EPOCH_LIMIT - 1, 1, False),  # epochs wrap
+        (1, layout.EPOCH_LIMIT - 1, True),
+        (0, layout.EPOCH_LIMIT - 1, False),
+    ],
+)
+def test_who_has_come_to_an_epoch(theirs: int, started: int, entered: bool) -> None:
+    assert monitor._entered(theirs, started) is entered

@@ -1,0 +1,291 @@
+"""`tricomm bench` with real ranks: its table, its JSON, its exit codes, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tricomm.perf.bench import nccl_table, session
+from tricomm.perf.history import database
+from tricomm.perf.workers import RankFailed, talk
+
+_HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
+_HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_history_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("data")
+        patch.setenv("XDG_DATA_HOME", str(folder))
+        yield folder / "tricomm" / "history.sqlite"
+
+
+def _bench(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **extra)
+
+
+@pytest.fixture(scope="module")
+def run(
+    tmp_path_factory: pytest.TempPathFactory, _no_history_of_the_user: Path
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    file = tmp_path_factory.mktemp("bench") / "rows.json"
+    done = _bench(
+        "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
+        "--sizes", "512,2K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done, json.loads(file.read_text())
+
+
+def test_the_table_has_the_columns_of_nccl_tests(run: Any) -> None:
+    lines = run[0].stdout.splitlines()
+    head = next(line for line in lines if line.startswith("#") and "algbw" in line)
+    assert head.lstrip("# ").split() == _HEAD
+    rows = [line.split() for line in lines if line.startswith(" ")]
+    assert len(rows) == 12 and all(len(row) == len(_HEAD) for row in rows)
+    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({nccl_table.SIMULATED})"
+    assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
+
+
+def test_the_table_says_where_it_comes_from(run: Any) -> None:
+    head = [line for line in run[0].stdout.splitlines() if line.startswith("#")]
+    assert "simulated" in head[0]
+    text = "\n".join(head)
+    for word in ("device", "topology", "3, memory shared by posix_shm", "tricomm", "python", "torch", "triton", "cuda"):
+        assert word in text
+
+
+def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
+    data = run[1]
+    assert data["header"]["simulated"] is True and data["header"]["kind"] == "posix_shm"
+    assert len(data["results"]) == 12
+    for row in data["results"]:
+        assert row["simulated"] is True and row["ranks"] == 3 and row["dtype"] == "bfloat16"
+        place = row["out_of_place"]
+        assert place["wrong"] == 0 and 0 < place["avg_us"] <= place["time_us"]
+        assert place["algbw_gbs"] == pytest.approx(row["size_bytes"] / place["time_us"] / 1e3)
+        factor = 4 / 3 if row["collective"] == "all_reduce" else 2 / 3
+        assert place["busbw_gbs"] == pytest.approx(place["algbw_gbs"] * factor)
+
+
+def _part(time_us: float, wrong: int | None) -> dict[str, Any]:
+    return {"time_us": time_us, "p50_us": time_us, "p99_us": 2 * time_us, "max_us": 3 * time_us, "wrong": wrong}
+
+
+def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
+    row = {"library": "tricomm", "collective": "all_reduce", "size_bytes": 1000, "in_place": _part(1.0, None)}
+    parts = [{**row, "out_of_place": _part(t, w)} for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
+    merged = session.merge(parts, 3, True)
+    assert merged["in_place"]["wrong"] is None and merged["simulated"] is True
+    place = merged["out_of_place"]
+    assert (place["time_us"], place["avg_us"], place["wrong"], place["algbw_gbs"]) == (4.0, 2.0, 5, 0.25)
+    assert (place["p99_us"], place["max_us"], place["skew_us"], place["slowest_rank"]) == (8.0, 12.0, 3.0, 1)
+    others = session.merge([{**p, "library": "gloo", "in_place": None} for p in parts], 3, True)
+    assert others["in_place"] is None and others["simulated"] is False
+
+
+def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_user: Path) -> None:
+    file = tmp_path / "rows.csv"
+    done = _bench(
+        "--sizes", "1K", "--iters", "3", "--dtype", "float32,int8", "--against", "gloo,nccl", "--csv", str(file)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# nccl: these ranks run on a CPU; gloo is what to compare with there" in done.stdout
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    assert [(r["library"], r["dtype"], r["place"], r["simulated"], r["wrong"]) for r in rows] == [
+        (library, dtype, place, str(library == "tricomm"), "0")
+        for dtype in ("float32", "int8")
+        for library, place in (("tricomm", "out_of_place"), ("tricomm", "in_place"), ("gloo", "in_place"))
+    ]
+    with database.open_history(_no_history_of_the_user) as past:  # type: ignore[union-attr]
+        found = past.read()[-len(rows) :]
+    for row, entry in zip(rows, found, strict=True):
+        assert entry.run.versions["tricomm"] and entry.run.world_size == 2 and entry.measurement.mode == "eager"
+        assert entry.measurement.library == row["library"] and entry.measurement.nbytes == int(row["size_bytes"])
+        assert entry.measurement.p50_us == float(row["p50_us"]) <= entry.measurement.p99_us <= entry.measurement.max_us
+
+
+def test_an_interrupt_loses_nothing_that_was_measured(tmp_path: Path) -> None:
+    data, rows_file = tmp_path / "rows.json", tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K:1M:2", "--iters", "10"]
+    command += ["--json", str(data), "--csv", str(rows_file)]
+    past = tmp_path / "tricomm" / "history.sqlite"
+    environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        said = ""
+        while said.count("\n  ") < 2:
+            said += process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        said += process.stdout.read()
+        assert process.wait(timeout=30) == 130
+    # A set: the signal may come while a row is being printed, which is then printed again.
+    shown = len({line for line in said.splitlines() if line.startswith("  ")})
+    assert 2 <= shown < 11 and f"{shown} rows of 11, 0 wrong" in said
+    assert len(json.loads(data.read_text())["results"]) == shown
+    assert len(rows_file.read_text().splitlines()) == 1 + 2 * shown
+    with database.open_history(past) as found:  # type: ignore[union-attr]
+        assert len(found) == 2 * shown
+
+
+def test_a_graph_is_refused_where_there_is_none() -> None:
+    done = _bench("--sizes", "1K", "--mode", "all")
+    assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
+
+
+def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
+    # A Python start-up file in the ranks: one rank's data are not what the others expect of it.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if '1' in sys.orig_argv[3:4]:\n"
+        "    from tricomm.perf import bench_data as d\n"
+        "    real = d.values\n"
+        "    d.values = lambda *a: real(*a[:3], 0, *a[4:]) if a[3] == 1 else real(*a)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.getcwd()])
+    done = _bench("--nproc", "2", "--sizes", "1K", "--iters", "1", env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert ", 0 wrong" not in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc", "9"], "1<=x<=8"),
+        (["--nproc", "0"], "1<=x<=8"),
+        (["--sizes", "4K:1K:2"], "first must not exceed last"),
+        (["--dtype", "float8"], "there is float64, float32, float16, bfloat16, float8_e4m3fn"),
+        (["--op", "xor"], "there is sum, avg, min, max, prod"),
+        (["--collective", "all_to_nobody"], "there is all_reduce, all_gather, reduce_scatter"),
+        (["--protocol", "ll128"], "there is ll, simple"),
+        (["--iters", "0"], "1<=x"),
+        (["--mode", "graphs"], "mode 'graphs' is unknown (did you mean graph?); there is eager, graph, kernel"),
+        (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
+        (["--json", "/nowhere/rows.json"], "its directory is not there"),
+        (["--csv", "/nowhere/rows.csv"], "No such file"),
+    ],
+)
+def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None:
+    from click.testing import CliRunner
+
+    from tricomm.cli import cli
+
+    done = CliRunner().invoke(cli, ["bench", *arguments])
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
+
+
+def test_a_device_that_is_not_there_is_reported() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = subprocess.run(
+        [sys.executable, "-m", "tricomm", "bench", "--device", "cuda", "--sizes", "1K"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
+
+
+def test_the_ranks_of_torchrun_are_joined() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm",
+         "bench", "--device", "cpu", "--sizes", "1K", "--iters", "2", "--collective", "all"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
+
+
+# Ranks that fail. Each is a module that `talk` runs in place of a benchmark.
+
+
+def _failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
+    (tmp_path / "bad_rank.py").write_text(
+        "import os, sys, time\nfrom tricomm.perf.workers import speak\n"
+        "def main(say, rank, world_size, url, settings):\n"
+        "    say('pid', pid=os.getpid())\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + "sys.exit(speak(main))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
+    return "bad_rank"
+
+
+def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
+    pids = []
+    with pytest.raises(RankFailed) as failed:
+        for _, record in talk(module, 3, {}, timeout):
+            pids.append(record["pid"])
+    return pids, str(failed.value)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", "rank 1: ValueError: no good"),
+        ("time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\ntime.sleep(60)",
+         "rank 2: exit code 7; it said: last words"),
+        ("time.sleep(60)", "rank 0, 1, 2: nothing was heard for 8 s"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)  # fmt: skip
+def test_a_bad_rank_is_named_and_all_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
+) -> None:
+    start = time.monotonic()
+    pids, error = _pids_and_error(_failing(tmp_path, monkeypatch, body), 8.0)
+    assert said in error
+    assert len(pids) >= 1 and all(_gone(pid) for pid in pids)
+    assert time.monotonic() - start < 30
+
+
+def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nsay('value', value=rank)")
+    records = [record for _, record in talk(module, 2, {}, 30.0)]
+    assert sorted(r["value"] for r in records if r["what"] == "value") == [0, 1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_a_command_that_is_stopped_leaves_no_rank_behind(how: signal.Signals) -> None:
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1000000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while "#wrong" not in process.stdout.readline():
+            assert process.poll() is None
+        ranks = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        ranks += [c for t in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(t)]
+        assert len(set(ranks)) >= 2
+        process.send_signal(how)
+        code = process.wait(timeout=20)
+    assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    end = time.monotonic() + 10
+    while not all(_gone(pid) for pid in ranks) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert all(_gone(pid) for pid in ranks)
+
+
+def _children(task: Path) -> list[int]:
+    try:
+        return [int(p) for p in (task / "children").read_text().split()]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,122 @@
+"""The cost model: it is made of the registry's counts, close to what others have published, and says what it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tricomm.cli import cli
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.perf import units
+from tricomm.perf.cost_model import forecast, model
+from tricomm.perf.cost_model.machines import MACHINES, Machine
+
+_H100 = MACHINES["h100"]
+_ONE_SHOT = registry.find("all_reduce", "one_shot", "ll")
+_TWO_SHOT = registry.find("all_reduce", "two_shot", "simple")
+# Every cost is another power of ten, so that a prediction spells its own formula.
+_DIGITS = Machine("digits", "any", 1e-3, 1e-3, 1e-3, 1e9, hop=1.0, barrier=10.0, launch=100.0, eager=1000.0)
+
+
+def test_time_is_launch_hops_barriers_and_bytes() -> None:
+    assert model.predict(_DIGITS, _ONE_SHOT, 4, 0).time_us == 100 + 1
+    assert model.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 2 + 20
+    assert model.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 2 + 20
+    assert model.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
+    assert model.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
+    assert model.predict(_DIGITS, _ONE_SHOT, 4, 1000, share=0.5).wire == pytest.approx(3000)
+
+
+def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:
+    full = model.predict(_H100, _TWO_SHOT, 8, 1 << 20).wire
+    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=64).wire == full
+    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1).wire == pytest.approx(full * 320 / 65)
+    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=8).wire == pytest.approx(full * 2 * 320 / 65)
+
+
+@given(
+    st.sampled_from(sorted(MACHINES)), st.sampled_from(registry.KERNELS), st.integers(2, 8),
+    st.integers(0, 1 << 34), st.sampled_from(["graph", "eager"]),
+)  # fmt: skip
+def test_more_bytes_never_take_less_and_nothing_beats_the_limit(
+    gpu: str, kernel: registry.Kernel, world_size: int, nbytes: int, mode: str
+) -> None:
+    machine = MACHINES[gpu]
+    less = model.predict(machine, kernel, world_size, nbytes // 2, mode).time_us
+    time_us = model.predict(machine, kernel, world_size, nbytes, mode).time_us
+    assert 0 < less <= time_us
+    if not kernel.needs_cube and kernel.collective != "barrier":
+        assert time_us > model.limit(machine, kernel.collective, world_size, nbytes)
+
+
+def test_the_least_is_what_the_best_kernels_send() -> None:
+    for world_size in (2, 3, 8):
+        assert units.moved(_TWO_SHOT, world_size) == units.least("all_reduce", world_size)
+        for kernel in registry.KERNELS:
+            if not kernel.needs_cube:
+                assert units.moved(kernel, world_size) >= units.least(kernel.collective, world_size), kernel.name
+    assert units.least("all_reduce", 1) == Fraction(0)
+
+
+def test_half_of_the_published_times_are_met_within_a_fifth() -> None:
+    rows = model.check()
+    free = [row for row in rows if not row.row.calibrates]
+    assert len(rows) >= 40 and len(free) >= 35
+    assert model.median_error(rows) <= 0.2 and model.median_error(free) <= 0.2
+    lines = model.report(rows)
+    assert len(lines) == len(rows) + 3 and lines[-1].startswith("median error ") and "not measured" in lines[0]
+
+
+def test_a_wrong_constant_shows_in_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {name: replace(m, launch=m.launch * 4, kernels=m.kernels / 4) for name, m in MACHINES.items()}
+    monkeypatch.setattr(model, "MACHINES", slow)
+    assert model.median_error(model.check()) > 0.5
+
+
+def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
+    assert all(k.needs_cube for k in model.kernels(MACHINES["v100"], "all_reduce", 8))
+    assert not any(k.needs_cube for k in model.kernels(MACHINES["v100"], "all_reduce", 4))
+    assert not any(k.needs_cube for k in model.kernels(_H100, "all_reduce", 8))
+    with pytest.raises(InvalidArgument, match="broadcast: 8 v100 are a hybrid cube mesh.*fewer ranks"):
+        model.kernels(MACHINES["v100"], "broadcast", 8)
+
+
+def _predict(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["predict", *arguments])
+
+
+def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> None:
+    done = _predict("--gpu", "H100", "--sizes", "1K,64M")
+    assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
+    best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
+    assert best == [["1024", "one_shot/ll"], ["67108864", "two_shot/simple"]]
+    assert _predict("--check").output.splitlines()[-1].startswith("median error")
+
+
+def test_json_of_every_collective() -> None:
+    found = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
+    assert found["predicted"] is True and found["machine"]["name"] == "h100"
+    assert len({row["collective"] for row in found["results"]}) == 9
+    assert all(row["limit_us"] < row["time_us"] for row in found["results"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpu", "h10"), "gpu 'h10' is unknown (did you mean h100?); there is v100"),
+        (("--collective", "allreduce"), "collective 'allreduce' is unknown (did you mean all_reduce?)"),
+        (("--gpu", "abacus"), "gpu 'abacus' is unknown; there is"),
+        (("--gpu", "v100", "--collective", "broadcast"), "broadcast: 8 v100 are a hybrid cube mesh"),
+        (("--sizes", "0"), "size '0'"),
+    ],
+)
+def test_bad_arguments_are_usage_errors_with_the_nearest_match(arguments: tuple[str, ...], said: str) -> None:
+    done = _predict(*arguments)
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output

@@ -1,0 +1,242 @@
+"""What the page is told, how it is served, and what the command says to a user's mistakes."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.perf.dashboard import dashboard_data
+from tests.perf.dashboard.test_jobs import publish
+from tricomm.cli import cli
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.perf.dashboard import collect, render, selected, serve
+from tricomm.perf.dashboard.source import Source
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    selected._site.cache_clear()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+def test_simulated_and_measured_never_share_a_scene() -> None:
+    entries = dashboard_data.entries(3)
+    mixed = [replace(e, measurement=replace(e.measurement, simulated=i % 2 == 0)) for i, e in enumerate(entries)]
+    scenes = collect.page_data(mixed)["scenes"]
+    assert [s["simulated"] for s in scenes] == [True, False]
+    assert {name for s in scenes for name in collect.SCENE if len({x[name] for x in scenes}) > 1} == {"simulated"}
+
+
+def test_a_point_has_its_latest_times_and_its_past() -> None:
+    entries = dashboard_data.entries(5)
+    (scene,) = collect.page_data(reversed(entries))["scenes"]
+    line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/ll")
+    mine = [e.measurement for e in entries if e.measurement.algorithm == "one_shot" and e.measurement.protocol == "ll"]
+    of_size = [m for m in mine if m.nbytes == line["size"][0]]
+    assert line["past"][0] == [pytest.approx(m.p50_us, rel=1e-3) for m in of_size]
+    assert line["p50"][0] == line["past"][0][-1] and line["p99"][0] == pytest.approx(of_size[-1].p99_us, rel=1e-3)
+    assert line["moved"] == 8.0  # 2 (N - 1) n over 2 (N - 1) / N n
+    assert scene["bus"] == 1.75 and scene["link_gbs"] == 371.0
+
+
+def test_a_step_in_the_past_is_a_change() -> None:
+    (scene,) = collect.page_data(dashboard_data.entries(30, step_at=20))["scenes"]
+    changed = {x["kernel"]: [c[0] for point in x["changes"] for c in point] for x in scene["lines"]}
+    assert changed["one_shot/simple"] == [20] * len(scene["lines"][0]["size"])
+    assert changed["two_shot/ll"] == changed["nccl"] == []
+
+
+def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
+    (scene,) = collect.page_data(dashboard_data.entries(300, step_at=290, sizes=(1024,)))["scenes"]
+    line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/simple")
+    assert len(line["past"][0]) == len(line["run"][0]) == 256 and line["run"][0][-1] == 299
+    assert [c[0] for c in line["changes"][0]] == [290 - (300 - 256)]
+
+
+def test_what_selection_picks() -> None:
+    scene = {
+        "device": "NVIDIA H100 80GB HBM3", "simulated": False, "world_size": 8, "collective": "all_reduce",
+        "dtype": "float32", "mode": "eager",
+    }  # fmt: skip
+    assert selected.pick(scene, 1024) == "one_shot/ll" and selected.pick(scene, 1 << 26) == "two_shot/simple"
+    for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
+        assert selected.pick(scene | change, 1024) is None
+    assert selected.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None
+    names = {n: m.name for n in ("NVIDIA GB200", "NVIDIA B200", "Tesla V100-SXM2-16GB") if (m := selected.machine(n))}
+    assert names == {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "Tesla V100-SXM2-16GB": "v100"}
+
+
+def test_odd_rows_are_shown_and_not_stumbled_over() -> None:
+    first = dashboard_data.entries(1)[0]
+    for world_size, collective, nbytes in [(0, "all_reduce", 8), (1, "", 0), (99, "all_reduce", 1 << 62)]:
+        row = replace(first.measurement, collective=collective, nbytes=nbytes, p50_us=0.0)
+        data = collect.page_data([replace(first, run=replace(first.run, world_size=world_size), measurement=row)])
+        assert len(data["scenes"]) == 1 and json.dumps(data, allow_nan=False)
+
+
+def test_the_page_is_one_file_without_addresses_of_its_own_parts() -> None:
+    nasty = "</script><script>alert(1)</script>"
+    (entry, *_) = dashboard_data.entries(1)
+    page = render.page(render.packed(collect.page_data([replace(entry, run=replace(entry.run, device=nasty))])))
+    assert "alert(1)" not in page and "connect-src 'none'" in page and " src=" not in page.split("<script", 1)[0]
+    assert "connect-src 'self'" in render.page("", 5) and len(page) < 10e6
+
+
+def test_missing_plotly_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ResourceError, match=r"pip install 'tricomm\[report\]'"):
+        render.page("")
+    done = _dashboard("--html", "x.html")
+    assert done.exit_code == 3 and "tricomm[report]" in done.output
+
+
+@pytest.fixture
+def server() -> Iterator[serve.Server]:
+    def broken() -> bytes:
+        raise ResourceError("no client <here>")
+
+    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as found:
+        thread = threading.Thread(target=found.serve_forever, daemon=True)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join(timeout=10)
+
+
+def _get(url: str, host: str | None = None) -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={} if host is None else {"Host": host})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def test_what_is_served(server: serve.Server) -> None:
+    assert _get(server.url) == (200, "<p>page</p>") and _get(server.url + "data?x=1") == (200, "data")
+    assert _get(server.url + "etc/passwd")[0] == 404
+    status, text = _get(server.url + "metrics")
+    assert status == 503 and "no client &lt;here&gt;" in text
+
+
+def test_only_this_machine_and_no_foreign_name_gets_an_answer(server: serve.Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert _get(server.url, host=f"evil.example:{server.server_port}")[0] == 403
+    assert _get(server.url, host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_a_busy_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1: Address already in use; --port"):
+            serve.Server(port, str, str, bytes)
+        done = _dashboard("--serve", "--port", str(port))
+    assert done.exit_code == 3 and f"port {port}" in done.output
+
+
+def test_serving_ends_with_an_interrupt() -> None:
+    command = [sys.executable, "-m", "tricomm", "dashboard", "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[0]
+            assert [_get(url + name)[0] for name in ("", "metrics")] == [200, 200]
+            assert _unpacked(_get(f"{url}data")[1])["rows"] == 0
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130 and told.strip() == "interrupted"
+
+
+def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path) -> None:
+    path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
+    source = Source(path, print)
+    while (first := source.packed()) != source.packed():  # what reading itself changes in the file
+        pass
+    dashboard_data.written(path, dashboard_data.entries(1))
+    second = _unpacked(source.packed())
+    assert second["rows"] == 2 * _unpacked(first)["rows"] and second["jobs"] == []
+    publish(tmp_path / "live")
+    assert {row["route"] for row in _unpacked(source.packed())["jobs"]} == {"kernels", "gloo", "waited"}
+
+
+def test_a_broken_history_is_set_aside_and_named(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    path.write_bytes(b"no database" * 100)
+    said: list[str] = []
+    assert Source(path, said.append).data()["rows"] == 0
+    assert "cannot be read" in said[0] and list(tmp_path.glob("history.broken-*"))
+    with pytest.raises(InvalidArgument, match="there is no such file"):
+        Source(tmp_path / "none", print)
+
+
+def _dashboard(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["dashboard", *arguments])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = _dashboard("--html", str(page))
+    assert done.exit_code == 0 and "MB written to" in done.output and page.stat().st_size > 1e6
+    assert json.loads(_dashboard("--grafana").output)["title"] == "tricomm"
+    publish(tmp_path / "live")
+    assert "tricomm_calls_total{" in _dashboard("--prometheus").output
+    done = _dashboard("--trace", str(tmp_path / "trace.json"))
+    assert done.exit_code == 0 and done.output.startswith("2 timed calls written")
+
+
+def test_what_got_slower_is_an_exit_code(tmp_path: Path) -> None:
+    same = dashboard_data.written(tmp_path / "same.sqlite", dashboard_data.entries(30))
+    done = _dashboard("--changes", "--history", str(same))
+    assert (done.exit_code, done.output) == (0, "0 points are slower, 0 faster, of 600 rows\n")
+    slower = dashboard_data.written(tmp_path / "slower.sqlite", dashboard_data.entries(30, step_at=15))
+    done = _dashboard("--changes", "--history", str(slower))
+    *lines, summary = done.output.splitlines()
+    assert done.exit_code == 1 and summary.startswith("4 points are slower, 0 faster") and len(lines) == 4
+    assert all("one_shot/simple" in x and "since 2026-01-01T15:00:00+00:00 000000f" in x for x in lines)
+    again = [
+        replace(e, run=replace(e.run, date=e.run.date.replace("2026", "2027"))) for e in dashboard_data.entries(30)
+    ]
+    done = _dashboard("--changes", "--history", str(dashboard_data.written(slower, again)))
+    assert done.exit_code == 0 and "0 points are slower, 4 faster" in done.output  # it was mended
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "one of --html"),
+        (("--prometheus", "--grafana"), "2 were given"),
+        (("--prometheus", "--port", "1"), "--port is for --serve"),
+        (("--html", "/nowhere/page.html"), "No such file or directory"),
+        (("--prometheus", "--history", "/nowhere/x"), "there is no such file"),
+        (("--trace", "/nowhere/trace.json"), "No such file or directory"),
+        (("--serve", "--port", "65536"), "65536"),
+    ],
+)
+def test_a_users_mistake_is_told(arguments: tuple[str, ...], told: str) -> None:
+    done = _dashboard(*arguments)
+    assert done.exit_code == 2 and told in done.output

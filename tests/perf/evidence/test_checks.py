@@ -1,0 +1,170 @@
+"""The kit's checks: what is called and compiled, and that what is wrong is found."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+import tricomm
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import DTYPES, reduction
+from tricomm.perf.bench import calling, uneven
+from tricomm.perf.evidence import checks, compiling, machine, messages, small_calls
+from tricomm.perf.evidence.stage import Settings
+from tricomm.perf.evidence.stages import find
+
+
+def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(monkeypatch):
+    kernel = registry.find("all_to_all_v", "one_shot", "ll")
+
+    def body(comm):
+        right = uneven.wrong(comm, kernel, torch.int16, True)
+        with monkeypatch.context() as patch:
+            patch.setattr(comm, "all_to_all_v", lambda x, *splits, out, **how: out)
+            return right, uneven.wrong(comm, kernel, torch.int16, True)
+
+    assert {n for rows in uneven.lengths(3, 0) for n in rows} == {0, 1, 2, 3}
+    for right, spoilt in tricomm.simulate(body, 3, options=checks.FEW_OPTIONS):
+        assert not right and len(spoilt) == 2 and "of 37 elements: " in spoilt[1], spoilt
+
+
+@pytest.mark.parametrize("kernel", registry.ZERO_COPY, ids=lambda kernel: kernel.name)
+def test_handles_are_passed_and_what_is_wrong_with_them_is_found(kernel, monkeypatch):
+    handles, spoiled = [], set()
+    right = calling.call
+
+    def made(comm, name, number, x, y, *more):
+        result = right(comm, name, number, x, y, *more)
+        handles.append(isinstance(x, tricomm.Symmetric))
+        if comm.rank in spoiled:
+            result.view(torch.uint8)[:1] ^= 1
+        return result
+
+    monkeypatch.setattr(calling, "call", made)
+
+    def body(comm):
+        wanted = checks.calls(kernel, comm.world_size, "int32", True)
+        whole = checks.wrong(comm, kernel, torch.int32, wanted)
+        spoiled.add(comm.rank)
+        return whole, checks.wrong(comm, kernel, torch.int32, wanted), len(wanted)
+
+    for whole, spoilt, calls in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
+        assert not whole and len(spoilt) == calls and all("1 elements are wrong" in text for text in spoilt)
+    assert all(handles)
+
+
+def test_messages_are_checked_and_what_is_wrong_with_one_is_found(monkeypatch):
+    def body(comm):
+        right = messages.sweep(comm, True)
+        real = comm.recv
+
+        def spoilt(x, *where, **how):
+            source = real(x, *where, **how)
+            x.view(torch.uint8)[:1] ^= 1
+            return source
+
+        monkeypatch.setattr(comm, "recv", spoilt)
+        return right, messages.sweep(comm, True)
+
+    for right, spoilt in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
+        assert right == (36, []) and len(spoilt[1]) >= 12 and "1 are wrong" in spoilt[1][0]
+
+
+@pytest.mark.parametrize(
+    "name, worlds",
+    [("streams", {2, 4, 8}), ("processes", {2, 4}), ("device_time", {2, 4, 8}),
+     ("many_gpus", {8})],
+)  # fmt: skip
+def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch, tmp_path, name, worlds):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    keys = [case.key for case in find(name).cases(Settings(tmp_path))]
+    assert len(keys) == len(set(keys))
+    for kernel in registry.KERNELS:
+        found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
+        assert found == {8} if kernel.needs_cube else found >= worlds, kernel.name
+    assert {(k, 8 if k.needs_cube else 2) for k in registry.KERNELS} == set(small_calls.pairs())
+    for kernel in registry.ZERO_COPY:  # which needs ranks that are processes
+        found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
+        assert not found if name in ("streams", "device_time") else found >= worlds, kernel.name
+
+
+@pytest.mark.parametrize("kernel", (*registry.KERNELS, *registry.ZERO_COPY), ids=lambda kernel: kernel.name)
+def test_what_is_checked_is_what_was_compiled(kernel, monkeypatch):
+    monkeypatch.setattr(machine, "capability", lambda settings: 90)
+    parts = checks.parts(kernel)
+    found = [compiling.sweep(kernel, 8, Settings(Path(), slice_us=1.0), (part,)) for part in parts]
+    jobs = compiling.sweep(kernel, 8, Settings(Path()), parts)
+    assert all(jobs.count(job) == 1 for part in found for job in part) and len(found[0]) == 1
+    variants = [(tuple(sorted(constexprs.items())), bits, aligned) for _, constexprs, bits, aligned, _ in jobs]
+    assert len(variants) == len(set(variants)) <= 80
+    widths = {None} if kernel.collective == "barrier" else {8, 16, 32, 64}
+    assert {bits for _, bits, _ in variants} == widths
+    if kernel.collective != "barrier":
+        in_place = kernel.zero_copy and kernel.algorithm == "two_shot"  # all of a handle, which begins aligned
+        places = {True} if in_place else {False, True}
+        assert {(bits, aligned) for _, bits, aligned in variants} == set(itertools.product(widths, places))
+    reductions = {(dict(values).get("ELEMENT"), dict(values).get("OP")) for values, _, _ in variants}
+    wanted = {reduction(dtype, op) for dtype in DTYPES.values() for op in dtype.ops}
+    assert reductions == (wanted if kernel.reduces else {(None, None)})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_operation_meets_every_size_and_the_others_a_few(dtype):
+    found = checks.calls(registry.find("all_reduce", "two_shot", "ll"), 8, dtype, False)
+    assert tuple(call.count for call in found[: len(checks.COUNTS)]) == checks.COUNTS
+    assert [bool(call.offset) for call in found[: len(checks.COUNTS)]] == [False, True] * 4
+    assert {(call.op, call.count) for call in found[len(checks.COUNTS) :]} == set(
+        itertools.product(DTYPES[dtype].ops[1:], checks.OTHERS)
+    )
+    assert not any(call.offset for call in found[len(checks.COUNTS) :])
+    kernel = registry.find("all_reduce", "two_shot", "ll")
+    parts = [checks.of_part(kernel, 8, part, False).get(dtype, []) for part in checks.PARTS]
+    assert sum(parts, []) == (found if dtype != "bfloat16" else [found[4], *found[:4], *found[5:]])
+    assert [len(part) for part in parts[:2]] == ([1, 7] if dtype == "bfloat16" else [0, 0])
+    cube = next(k for k in registry.KERNELS if k.needs_cube)
+    assert checks.calls(cube, 8, dtype, False) and not checks.calls(cube, 4, dtype, False)
+
+
+def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
+    """Results, what lies beside them, inputs, and the memory of a rank that gets nothing."""
+    dtype, call = torch.bfloat16, checks.Call(5, "sum", 1)
+
+    def told(comm, collective, spoil):
+        def made(comm, name, number, x, y, *more):
+            result = right(comm, name, number, x, y, *more)
+            spoil(x, y)
+            return result
+
+        monkeypatch.setattr(calling, "call", made)
+        kernel = next(k for k in registry.KERNELS if k.collective == collective)
+        found = checks.wrong(comm, kernel, dtype, [call] * comm.world_size)
+        monkeypatch.setattr(calling, "call", right)
+        return found
+
+    def beside(y):
+        y.as_strided((1,), (1,), y.storage_offset() + len(y)).zero_()
+
+    def body(comm):
+        nothing = [told(comm, c, lambda x, y: None) for c in COLLECTIVES]
+        return nothing, {
+            "result": told(comm, "all_to_all", lambda x, y: y[3:].zero_()),
+            "beside": told(comm, "scatter", lambda x, y: beside(y)),
+            "input": told(comm, "gather", lambda x, y: x[1:2].zero_()),
+            "unasked": told(comm, "gather", lambda x, y: y.zero_()),
+            "in place": told(comm, "reduce", lambda x, y: y.zero_()),
+        }
+
+    right = calling.call
+    for rank, (nothing, found) in enumerate(tricomm.simulate(body, 2, options=checks.FEW_OPTIONS)):
+        assert nothing == [[]] * len(COLLECTIVES)
+        for texts in (found["result"], found["beside"], found["input"]):
+            assert len(texts) == 2 and texts[0].startswith(f"rank {rank}, Call(count=5, op='sum', offset=1): ")
+        assert "elements are wrong" in found["result"][0] and "memory beside the output" in found["beside"][0]
+        assert "the input was written" in found["input"][0]
+        for name in ("unasked", "in place"):  # calls 0 and 1, roots 0 and 1
+            kinds = ["elements are wrong" in text for text in found[name]]
+            assert kinds == ([True, False] if rank == 0 else [False, True]), found[name]

@@ -1,0 +1,242 @@
+"""The history keeps what it was told, whoever kills it, breaks it or shares it."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tricomm.errors import InvalidArgument
+from tricomm.perf.history import database, schema
+from tricomm.perf.history.database import Measurement, Run, open_history
+
+_RUN = Run("2026-11-21T12:00:00+00:00", "a box", "nvswitch", 8, {"tricomm": "0.1.0"}, "abc")
+_ROW = Measurement(
+    "tricomm", "all_reduce", "one_shot", "ll", "float32", "sum", "eager", "in_place", 1024, 5.0, 6.0, 7.0, 0.5, True
+)  # fmt: skip
+
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+_time = st.floats(0, 1e15)
+_count = st.integers(0, (1 << 63) - 1)
+_runs = st.builds(Run, _text, _text, _text, _count, st.dictionaries(_text, _text, max_size=3), _text)
+_rows = st.builds(
+    Measurement, *[_text] * 8, _count, *[_time] * 4, st.booleans(), *[_count] * 3
+)  # fmt: skip
+
+
+class Said(list[str]):
+    __call__ = list.append
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+def _opened(path: Path, said: Said) -> database.History:
+    found = open_history(path, said)
+    assert found is not None, said
+    return found
+
+
+@given(st.lists(st.tuples(_runs, _rows), max_size=6))
+@settings(deadline=None, max_examples=40)
+def test_what_is_written_is_read(rows: list[tuple[Run, Measurement]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "deep" / "history.sqlite"
+        with _opened(path, Said()) as first:
+            assert all(first.append(*row) for row in rows)
+        with _opened(path, Said()) as again:
+            assert [(e.run, e.measurement) for e in again.read()] == rows and len(again) == len(rows)
+
+
+def test_rows_of_one_run_share_it_and_columns_filter(tmp_path: Path, said: Said) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        for nbytes in (1, 2, 3):
+            found.append(_RUN, replace(_ROW, nbytes=nbytes, simulated=nbytes != 2))
+        found.append(replace(_RUN, commit="def"), _ROW)
+        assert [e.measurement.nbytes for e in found.read(commit="abc", simulated=True)] == [1, 3]
+        assert sqlite3.connect(found.path).execute("SELECT count(*) FROM runs").fetchone() == (2,)
+        with pytest.raises(InvalidArgument, match="no column bytes; there is date, device"):
+            found.read(bytes=3)
+
+
+def test_a_time_that_is_no_number_is_refused_and_the_next_row_goes_in(tmp_path: Path, said: Said) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        with pytest.raises(InvalidArgument, match="cannot be recorded"):
+            found.append(_RUN, replace(_ROW, p50_us=float("nan")))
+        assert found.append(_RUN, _ROW) and len(found) == 1 and not said
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from dataclasses import replace
+from tests.perf.history.test_history import _ROW, _RUN
+from tricomm.perf.history import open_history
+found = open_history(Path(sys.argv[1]), print)
+for number in range(int(sys.argv[2])):
+    assert found.append(_RUN, replace(_ROW, library=sys.argv[3], nbytes=number))
+    print(number, flush=True)
+"""
+
+
+def _writer(path: Path, rows: int, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, str(path), str(rows), name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_killed_process_loses_no_row_that_it_wrote(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "h.sqlite"
+    with _writer(path, 1_000_000, "victim") as victim:
+        assert victim.stdout is not None
+        for _ in range(50):
+            last = int(victim.stdout.readline())
+        victim.send_signal(signal.SIGKILL)
+        last = max([last, *map(int, victim.stdout.read().split())])
+    with _opened(path, said) as found:
+        numbers = [e.measurement.nbytes for e in found.read()]
+    assert numbers == list(range(len(numbers))) and len(numbers) in (last + 1, last + 2) and not said
+
+
+def test_two_processes_write_at_once(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "h.sqlite"
+    writers = [_writer(path, 60, name) for name in ("one", "two")]
+    assert [w.communicate(timeout=60)[0].split() for w in writers] == [[str(n) for n in range(60)]] * 2
+    with _opened(path, said) as found:
+        for name in ("one", "two"):
+            assert [e.measurement.nbytes for e in found.read(library=name)] == list(range(60))
+
+
+def test_a_writer_waits_for_another_ones_row(tmp_path: Path, said: Said) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        other = sqlite3.connect(found.path, isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        later = threading.Timer(0.3, other.execute, ["ROLLBACK"])
+        later.start()
+        assert found.append(_RUN, _ROW) and not said
+        later.join()
+        other.close()
+
+
+# Files that cannot be used
+
+
+def _damaged(whole: bytes, where: list[tuple[float, int]], length: float) -> bytes:
+    data = bytearray(whole[: int(len(whole) * length)])
+    for place, value in where:
+        if data:
+            data[int(place * (len(data) - 1))] = value
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("whole") / "h.sqlite"
+    with _opened(path, Said()) as found:
+        for nbytes in range(40):
+            found.append(_RUN, replace(_ROW, nbytes=nbytes))
+    return path.read_bytes()
+
+
+@given(
+    where=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), max_size=40),
+    length=st.one_of(st.just(1.0), st.floats(0, 1)),
+)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_read_or_kept_and_rows_go_in(
+    whole: bytes, where: list[tuple[float, int]], length: float
+) -> None:
+    damaged, said = _damaged(whole, where, length), Said()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "h.sqlite"
+        path.write_bytes(damaged)
+        with _opened(path, said) as found:
+            before = len(found.read())
+            assert found.append(_RUN, _ROW) and len(found.read()) == before + 1
+        kept = list(Path(folder).glob("h.broken-*.sqlite"))
+        assert len(kept) == len([text for text in said if "is kept as" in text]) <= 1
+        assert all(k.read_bytes() == damaged and str(k) in said[0] for k in kept)
+
+
+def test_without_the_check_damage_would_surface_later(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        for _ in range(200):
+            found.append(_RUN, _ROW)
+    damaged = bytearray((tmp_path / "h.sqlite").read_bytes())
+    damaged[-4096:] = b"\x77" * 4096
+    (tmp_path / "h.sqlite").write_bytes(damaged)
+    with monkeypatch.context() as patched, pytest.raises(sqlite3.DatabaseError):
+        patched.setattr(schema, "check", lambda database: None)
+        _opened(tmp_path / "h.sqlite", said).read()
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        assert found.read() == [] and "is kept as" in said[-1]
+
+
+def test_another_programs_database_is_not_written_to(tmp_path: Path, said: Said) -> None:
+    other = sqlite3.connect(tmp_path / "h.sqlite")
+    other.execute("CREATE TABLE theirs (x)")
+    other.commit()
+    other.close()
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        assert found.append(_RUN, _ROW) and "another program's database" in said[0]
+
+
+def test_a_newer_file_stays_and_rows_go_beside_it(tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "h.sqlite"
+    with _opened(path, said) as found:
+        found.append(_RUN, _ROW)
+    newer = sqlite3.connect(path)
+    newer.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
+    newer.close()
+    before = path.read_bytes()
+    for rows in (1, 2):  # the file beside is found again
+        with _opened(path, said) as found:
+            assert found.append(_RUN, _ROW) and len(found) == rows
+            assert found.path.name == f"h.v{schema.VERSION}.sqlite" and str(found.path) in said[-1]
+    assert path.read_bytes() == before
+
+
+def test_an_older_file_takes_the_steps_that_it_lacks(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        found.append(_RUN, _ROW)
+    step = "ALTER TABLE runs ADD COLUMN place TEXT NOT NULL DEFAULT 'here';"
+    monkeypatch.setattr(schema, "_STEPS", (*schema._STEPS, step))
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
+    for _ in range(2):
+        with _opened(tmp_path / "h.sqlite", said) as found:
+            assert found.read()[0].measurement == _ROW
+            assert found._database.execute("SELECT place FROM runs").fetchall() == [("here",)]
+    assert not said
+
+
+def test_a_directory_that_cannot_be_written_is_named_and_done_without(tmp_path: Path, said: Said) -> None:
+    (tmp_path / "file").write_text("")
+    assert open_history(tmp_path / "file" / "h.sqlite", said) is None
+    assert open_history(Path("/proc/tricomm/h.sqlite"), said) is None
+    assert len(said) == 2 and all("going on without it" in text for text in said)
+
+
+def test_a_file_that_may_only_be_read_is_named_once(tmp_path: Path, said: Said) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as found:
+        found._database.execute("PRAGMA query_only = 1")
+        assert [found.append(_RUN, _ROW) for _ in range(3)] == [False] * 3
+    assert len(said) == 1 and "readonly database; going on without it" in said[0]
+
+
+def test_the_file_lies_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert database.default_path() == tmp_path / "tricomm" / "history.sqlite"

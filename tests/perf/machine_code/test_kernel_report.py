@@ -1,0 +1,225 @@
+"""The machine code of the shipped kernels keeps to the bars; and each bar is one that a bad kernel does not pass."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import triton
+import triton.language as tl
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.device.packing import load_words, store_words
+from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.primitives import signal, wait_sequence
+from tricomm.perf.machine_code import accesses, kernel_report, kernel_table
+from tricomm.perf.machine_code.compile_variant import Variant
+
+
+def _name(variant: Variant) -> str:
+    return f"{variant.kernel}-{variant.arch}-{variant.dtype}{'' if variant.aligned else '-misaligned'}"
+
+
+def _widest(arch: str) -> list[Variant]:
+    """Of each kernel the type that takes the most registers."""
+    return list({v.kernel: v for v in reversed(kernel_report.variants((arch,)))}.values())
+
+
+def _of_each_kind(arch: str, which: float) -> list[Variant]:
+    """Of the kernels that share flags, loads and stores one each: the first, the last, or one between."""
+    kinds: dict[tuple[object, ...], list[Variant]] = {}
+    widest = {variant.kernel: variant for variant in _widest(arch)}
+    for kernel in registry.ALL:
+        if kernel.collective != "barrier":
+            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces)
+            kinds.setdefault(kind, []).append(widest[kernel.name])
+    return [found[round((len(found) - 1) * which)] for found in kinds.values()]
+
+
+MISALIGNED = [replace(v, aligned=False) for v in _of_each_kind("sm_90", 0.5)]
+# Every kernel on one architecture, and what else can differ; `make soak` has all of everything.
+VARIANTS = _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[Variant, kernel_report.Report]:
+    """All of them at once: they compile side by side."""
+    return dict(zip(VARIANTS, kernel_report.examine_all(VARIANTS), strict=True))
+
+
+@pytest.mark.timeout(1200)  # all of them compile in the first one's set-up
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
+def test_each_kernel_keeps_to_the_bars(reports: dict[Variant, kernel_report.Report], variant: Variant) -> None:
+    assert kernel_report.check(reports[variant]) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
+@pytest.mark.parametrize("kernel", [k.name for k in registry.ALL])
+def test_all_variants(kernel: str, arch: str) -> None:
+    found = kernel_report.examine_all(kernel_report.variants((arch,), kernel, everything=True))
+    broken = {str(report.variant): bad for report in found if (bad := kernel_report.check(report))}
+    assert broken == {}
+
+
+# What the bars are for. Every kernel below has the flags that a good one has, but for what it is about.
+
+
+@triton.jit
+def _flags(group, call, LANES: tl.constexpr):
+    lane = tl.arange(0, LANES)
+    signal(group + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
+    return wait_sequence(group, group + lane, call, lane < 8, True)
+
+
+@triton.jit
+def _good(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+          ALIGNED: tl.constexpr):  # fmt: skip
+    words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
+    _flags(group, call, LANES)
+    store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
+
+
+@triton.jit
+def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+            ALIGNED: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
+    values = tl.load(x_ptr + at, mask=at < numel)
+    _flags(group, call, LANES)
+    tl.store(y_ptr + at, values, mask=at < numel)
+
+
+@triton.jit
+def _masked_store(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+                  ALIGNED: tl.constexpr):  # fmt: skip
+    words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
+    _flags(group, call, LANES)
+    store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
+    at = tl.arange(0, BLOCK)
+    tl.store(group + 4096 + at, words, mask=at < numel)
+
+
+@triton.jit
+def _gpu_scope(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
+    _good(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
+    tl.atomic_xchg(group + 512, call, sem="release", scope="gpu")
+
+
+@triton.jit
+def _no_flag_is_read(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+                     ALIGNED: tl.constexpr):  # fmt: skip
+    words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
+    lane = tl.arange(0, LANES)
+    signal(group + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
+    store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
+
+
+@triton.jit
+def _spills(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+            ALIGNED: tl.constexpr):  # fmt: skip
+    parts = ()
+    for i in tl.static_range(96):
+        parts = parts + (tl.load(group + i * BLOCK + tl.arange(0, BLOCK)),)
+    _flags(group, call, LANES)
+    for i in tl.static_range(96):
+        tl.store(group + i * BLOCK + tl.arange(0, BLOCK), parts[i] + parts[95 - i])
+
+
+def _found(function: object, arch: str = "sm_90") -> str:
+    return " | ".join(kernel_report.check(kernel_report.examine(Variant("test", arch), function)))
+
+
+@pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
+def test_a_good_kernel_passes(arch: str) -> None:
+    assert _found(_good, arch) == ""
+
+
+def test_a_masked_bulk_access_is_found_in_ptx_and_in_sass() -> None:
+    found = _found(_masked)
+    assert "PTX: " in found and "SASS: " in found and "narrower than 128 bits" in found
+    assert "test_kernel_report.py" in found
+
+
+def test_one_narrow_store_among_wide_ones_is_found() -> None:
+    assert "narrower than 128 bits" in _found(_masked_store)
+
+
+def test_a_flag_of_gpu_scope_is_found() -> None:
+    found = _found(_gpu_scope)
+    assert "not `.sys`" in found and "gpu" in found and "test_kernel_report.py" in found
+
+
+def test_a_kernel_that_reads_no_flag_is_found() -> None:
+    assert "no `.sys` flag" in _found(_no_flag_is_read)
+
+
+def test_spills_are_found() -> None:
+    report = kernel_report.examine(Variant("test", "sm_90"), _spills)
+    assert report.resources.spill_loads > 0 and report.resources.spill_stores > 0
+    assert "spills" in " ".join(kernel_report.check(report))
+
+
+def test_a_misaligned_variant_is_narrow_and_is_not_blamed_for_it() -> None:
+    report = kernel_report.examine(Variant("test", "sm_90", aligned=False), _good)
+    assert report.sass.body_wide_loads == 0 and report.sass.tail > 0
+    assert kernel_report.check(report) == []
+
+
+@triton.jit
+def _does_not_compile(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64):
+    tl.store(y_ptr + tl.arange(0, 3), numel)
+
+
+def test_a_kernel_that_does_not_compile_is_found() -> None:
+    assert "does not compile" in _found(_does_not_compile)
+
+
+def test_unknown_names_are_refused_with_those_that_exist() -> None:
+    with pytest.raises(InvalidArgument, match="sm_80, sm_90, sm_100"):
+        kernel_report.variants(("sm_42",))
+    with pytest.raises(InvalidArgument, match="all_reduce_one_shot_ll"):
+        kernel_report.variants(("sm_90",), "no_such_kernel")
+
+
+def test_all_variants_are_all_types_operations_worlds_and_alignments() -> None:
+    found = kernel_report.variants(("sm_90",), "all_reduce_one_shot_ll", everything=True)
+    each = sum(len(dtype.ops) for dtype in DTYPES.values())
+    assert len(found) == len(set(found)) == each * len(kernel_report.WORLDS) * 2
+
+
+def test_a_report_is_plain_json_and_a_line() -> None:
+    report = kernel_report.examine(Variant("test", "sm_90"), _good)
+    record = json.loads(json.dumps(kernel_table.record(report)))
+    assert record["violations"] == [] and record["variant"]["arch"] == "sm_90"
+    assert len(kernel_table.line(report)) == len(kernel_table.heading())
+
+
+def test_inline_assembly_does_not_shift_lines() -> None:
+    ptx = "\n".join(
+        [
+            '.file 1 "/x.py"', ".loc 1 7 0", "// begin inline asm", ".loc 1 7 0", "mov.u64 a, 0x0;", ".loc 1 8 0",
+            "@%p ld.global.b64 { a }, [ b + 0 ];", "// end inline asm", ".loc 1 9 0",
+            "st.global.v2.b64 [ b ], { a, a };",
+        ]
+    )  # fmt: skip
+    found = accesses.ptx_accesses(accesses.plain_lines(ptx))
+    assert [(a.line[1], a.bits, a.store) for a in found] == [(7, 64, False), (9, 128, True)]
+
+
+def test_sass_is_attributed_to_the_innermost_line() -> None:
+    sass = "\n".join(
+        [
+            '\t//## File "/a.py", line 3 inlined at "/b.py", line 9', '\t//## File "/b.py", line 9',
+            "        /*0090*/              @!P0 LDG.E.128.STRONG.SYS R4, desc[UR10][R4.64+0x30] ;",
+            "        /*00a0*/                   STG.E.U16 desc[UR10][R4.64], R3 ;",
+        ]
+    )  # fmt: skip
+    found = accesses.sass_accesses(sass)
+    assert [(a.line, a.bits, a.store, a.system) for a in found] == [
+        (("/a.py", 3), 128, False, True),
+        (("/a.py", 3), 16, True, False),
+    ]

@@ -1,0 +1,106 @@
+"""`tricomm doctor`: each verdict, each with a remedy, and a probe that breaks hides no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tricomm.cli import cli
+from tricomm.kernels.launch import interpreter
+from tricomm.perf.system import doctor
+from tricomm.perf.system.doctor import FAIL, PASS, WARN
+
+
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
+
+
+def _verdicts() -> dict[str, str]:
+    order = [PASS, WARN, FAIL]
+    found: dict[str, str] = {}
+    for finding in doctor.examine():
+        assert bool(finding.remedy) == (finding.verdict != PASS), finding
+        found[finding.name] = max(found.get(finding.name, PASS), finding.verdict, key=order.index)
+    return found
+
+
+def test_a_machine_as_it_should_be_and_the_command() -> None:
+    found = _verdicts()
+    assert found["a call"] == found["versions"] == found["shared memory"] == found["history"] == PASS
+    done = CliRunner().invoke(cli, ["doctor", "--json"])
+    assert done.exit_code == 0
+    assert {f["name"]: f["verdict"] for f in json.loads(done.output)["findings"]} == found
+    assert "0 FAIL" in CliRunner().invoke(cli, ["doctor"]).output
+
+
+def _refuse(*arguments: Any) -> Any:
+    raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "replacement", "verdict"),
+    [
+        ("shared memory", (os, "posix_fallocate"), _refuse, FAIL),
+        ("pidfd", (os, "pidfd_open"), _refuse, WARN),
+        ("open files", (resource, "getrlimit"), lambda what: (64, 4096), WARN),
+        ("versions", (interpreter, "supported"), lambda: "Triton 9 is not tested", FAIL),
+        ("a call", (torch, "equal"), lambda a, b: False, FAIL),
+        ("a call", (torch, "arange"), _refuse, FAIL),
+    ],
+)
+def test_what_lacks_is_found(
+    name: str, place: tuple[Any, str], replacement: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*place, replacement)
+    found = _verdicts()
+    assert found[name] == verdict and found["environment"] == PASS
+    assert CliRunner().invoke(cli, ["doctor"]).exit_code == (1 if verdict == FAIL else 0)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"TRICOMM_STATS": "often"}, {"TRICOMM_STATS_EVERY": "x"}, {"TRICOMM_ARENA_BYTES": "7"}, {"NCCL_P2P_DISABLE": "?"}],
+)
+def test_a_variable_that_says_nothing_is_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert list(doctor.PROBES["environment"]())[0].verdict == FAIL
+
+
+def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "broken.json").write_text("{")
+    (tmp_path / "data").write_text("a file where a directory should be")
+    found = _verdicts()
+    assert found["tuning tables"] == WARN and found["history"] == WARN
+
+
+def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    remedies = {f.name: f.remedy for f in doctor.PROBES["extras"]() if f.verdict == WARN}
+    assert remedies["plotly"] == "pip install 'tricomm[report]'"
+
+
+def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a > b)
+    monkeypatch.setattr(doctor, "_missing", lambda module: True)
+    found = {f.name: f for f in doctor.PROBES["devices"]()}
+    assert (
+        found["driver"].verdict == FAIL
+        and "1 of 2 ordered pairs have none, such as (0, 1)" in found["peer access"].text
+    )
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert "unset" in {f.name: f.remedy for f in doctor.PROBES["devices"]()}["peer access"]

@@ -1,0 +1,137 @@
+"""`tricomm info` and `tricomm kernels`: what they show, and that info never fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tricomm.cli import cli
+from tricomm.kernels import layout
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.perf import provenance
+from tricomm.perf.system import info, info_table
+from tricomm.policy import selection, user_tables
+from tricomm.policy.tables import Fingerprint, Row, Tuned
+
+
+def test_json_has_every_section() -> None:
+    done = CliRunner().invoke(cli, ["info", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    for section in ("versions", "devices", "links", "peer_access", "paths", "environment", "limits", "selection"):
+        assert section in found
+    assert found["versions"]["loaded"]["triton"] and found["limits"]["dev_shm"]["bytes"] > 0
+    assert {c["collective"] for c in found["selection"]} == set(COLLECTIVES) - {"barrier"}
+    assert all(c["reason"] for c in found["selection"])
+    assert {c["collective"] for c in found["ranges"]} == set(COLLECTIVES) - {"barrier"}
+
+
+def test_for_people_in_a_screen() -> None:
+    done = CliRunner().invoke(cli, ["info"])
+    assert done.exit_code == 0 and "memlock" in done.output
+    assert "all_reduce of 2, 4, 8 ranks: 1 B .. 4 KiB one_shot/ll, .. 1 MiB one_shot/simple, above" in done.output
+    assert len(done.output.splitlines()) <= 30
+
+
+def test_the_whole_table() -> None:
+    done = CliRunner().invoke(cli, ["info", "--table"])
+    assert done.exit_code == 0 and "memlock" in done.output and len(done.output.splitlines()) > 60
+    assert "why" in done.output and "table 'cpu' row 0" in done.output
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_70", "sm_90"])
+def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of each range, in the middle of it, and one byte beyond it."""
+
+    def site(world_size: int) -> selection.Site:
+        return selection.Site(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+
+    monkeypatch.setattr(info, "_site", site)
+    found = info._ranges()
+    for row in found:
+        most = row["to"] or 1 << 34
+        for nbytes in (row["from"], (row["from"] + most) // 2, most):
+            choice = selection.choose(site(row["ranks"]), row["collective"], nbytes)
+            assert (choice.algorithm, choice.protocol, choice.row) == (row["algorithm"], row["protocol"], row["row"])
+    for one, other in itertools.pairwise(found):
+        if other["from"] == 1:
+            assert one["to"] is None
+        else:
+            assert other["from"] == one["to"] + 1
+    assert len(info_table.ranges(found)) <= 16
+
+
+def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
+    row = {"ranks": 2, "algorithm": "one_shot", "protocol": "ll", "table": "mine", "row": 0, "from": 1}
+    rows = [{**row, "collective": f"c{i}", "to": 4096 + i} for i in range(30)]
+    lines = info_table.ranges(rows)
+    assert len(lines) == 21 and lines[-1] == "  and 10 more: --table"
+    assert lines[1] == "  c1 of 2 ranks: 1 B .. 4097 B one_shot/ll (table mine)"
+
+
+def test_devices_that_are_alike_share_a_line() -> None:
+    devices = [{"index": i, "name": "H200", "uuid": str(i)} for i in range(8)]
+    assert info_table._brief(devices) == "8 x name H200"
+    assert info_table._brief([[None, True], [True, None]]) == "every pair"
+    assert info_table._brief([[None, True], [False, None]]) == "1 of 2 pairs"
+
+
+@pytest.mark.parametrize("probe", [n for n in vars(info) if n.startswith("_") and callable(getattr(info, n))])
+def test_no_probe_can_make_it_fail(probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise OSError("this probe is broken")
+
+    monkeypatch.setattr(info, probe, broken)
+    found = info.collect()
+    json.dumps(found)
+    if probe not in ("_limit", "_device_links"):
+        assert "not available: OSError: this probe is broken" in json.dumps(found)
+
+
+def test_an_error_without_words_still_has_a_name() -> None:
+    def broken() -> None:
+        raise KeyError
+
+    assert provenance.guarded(broken) == "not available: KeyError"
+
+
+def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_TOKEN", "very-secret")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    done = CliRunner().invoke(cli, ["info", "--json"])
+    assert "very-secret" not in done.output
+    assert json.loads(done.output)["environment"] == {"TRICOMM_TOKEN": "(set)", "NCCL_P2P_DISABLE": "1"}
+
+
+def test_kernels_prints_a_line_per_variant() -> None:
+    done = CliRunner().invoke(cli, ["kernels", "--arch", "sm_90", "--kernel", "barrier"])
+    assert done.exit_code == 0, done.output
+    assert "1 variants, 0 break a bar" in done.output
+
+
+def test_kernels_as_json() -> None:
+    done = CliRunner().invoke(cli, ["kernels", "--arch", "sm_80,sm_90", "--kernel", "barrier", "--json"])
+    records = json.loads(done.output)["variants"]
+    assert [r["variant"]["arch"] for r in records] == ["sm_80", "sm_90"]
+    assert all(r["violations"] == [] and r["resources"]["registers"] > 0 for r in records)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["--arch", "sm_1"], "sm_80"), (["--kernel", "x"], "barrier")])
+def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(cli, ["kernels", *arguments])
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
+    row = Row("all_reduce", 4, 2048, "two_shot", "simple")
+    user_tables.save(Tuned(Fingerprint("cpu", "", 4), (row,)))
+    found = info.collect()
+    decided = [c for c in found["selection"] if "tuned" in c["reason"]]
+    assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]
+    assert "row 0" in decided[0]["reason"] and found["paths"]["tuning tables"] == str(tmp_path)

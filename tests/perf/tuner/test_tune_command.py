@@ -1,0 +1,186 @@
+"""`tricomm tune` with real ranks on a CPU: what it refuses, what it writes, what it keeps when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.perf.bench.test_bench import _children, _gone
+from tricomm.cli import cli
+from tricomm.policy import table_json, user_tables
+from tricomm.policy.tables import Fingerprint, Row, Tuned
+
+_SMALL = ("--device", "cpu", "--collective", "all_reduce", "--bits", "32", "--sizes", "1K")
+_BOX = Fingerprint("cpu", "", 2)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
+    return tmp_path / "tables"
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tricomm", "tune", *_SMALL, *arguments]
+
+
+def _tune(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=180)
+
+
+def _heats(folder: Path) -> int:
+    files = list(folder.glob("tuning-*.jsonl"))
+    return max(0, len(files[0].read_bytes().split(b"\n")) - 2) if files else 0
+
+
+def test_simulated_times_are_refused_unless_they_are_asked_for(_folder: Path) -> None:
+    done = _tune("--budget", "5s")
+    assert done.returncode == 3 and "--simulated makes a table of them that no GPU ever uses" in done.stderr
+    assert not list(_folder.glob("*.json"))
+
+
+def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folder: Path) -> None:
+    first = _tune("--simulated", "--budget", "1s")
+    assert first.returncode == 0, first.stderr
+    assert all(line.startswith("simulated: ") for line in first.stdout.splitlines() if "decisions change" in line)
+    known = _heats(_folder)
+    assert known > 0  # the first heat is run whatever the budget
+    second = _tune("--simulated", "--budget", "2s")
+    assert second.returncode == 0, second.stderr
+    assert "going on from" in second.stderr and "samples are known" in second.stderr
+    # Whether anything is surely faster on a busy machine is no matter of this test: make it so.
+    if not list(_folder.glob("*.json")):
+        user_tables.save(Tuned(_BOX, (Row("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
+    (file,) = _folder.glob("*.json")
+    found = user_tables.read(file)
+    assert found.simulated and found.fingerprint == _BOX and all(row.world_size == 2 for row in found.rows)
+    shown = CliRunner().invoke(cli, ["info", "--json"])
+    reasons = {c["reason"] for c in json.loads(shown.output)["selection"] if c["ranks"] == 2 and c["nbytes"] == 1024}
+    assert any(f"tuned {_BOX.digest} (simulated)" in reason for reason in reasons)
+
+
+def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
+    with subprocess.Popen(
+        _command("--simulated", "--budget", "10m", "--sizes", "1K:64K:4"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        end = time.monotonic() + 90
+        while _heats(_folder) < 2 and time.monotonic() < end:
+            time.sleep(0.1)
+        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(task)})
+        named = {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3]): pid for pid in ranks}
+        os.kill(named[1], signal.SIGKILL)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "rank 1" in said and "What was measured is kept in" in said, said
+    kept = _heats(_folder)
+    assert kept >= 2 and all(map(_gone, ranks))
+    again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:64K:4")
+    assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
+
+
+def test_an_interrupt_keeps_what_was_measured(_folder: Path) -> None:
+    with subprocess.Popen(_command("--simulated"), stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 90
+        while _heats(_folder) < 1 and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and "what was measured is kept" in said and _heats(_folder) >= 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "tables").write_text("")
+    done = _tune("--simulated", "--budget", "60s")
+    assert done.returncode == 3 and "TRICOMM_TUNING_DIR names another directory" in done.stderr, done.stderr
+
+
+def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm"]
+    done = subprocess.run(
+        [*torchrun, "tune", *_SMALL, "--simulated", "--budget", "1s"],
+        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("decisions change") == 1 and _heats(_folder) > 0  # rank 0 alone prints
+
+
+# What can be done with tables
+
+
+def _tuned(*rows: Row, **more: Any) -> Tuned:
+    return Tuned(more.pop("box", _BOX), rows, "2026-11-21T12:00:00+00:00", {"tricomm": "0.1.0"})
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["tune", *arguments])
+
+
+_LL = Row("all_reduce", 2, 4096, "one_shot", "ll", mode="eager", bits=32, blocks=1, warps=8, tile=512)
+_SIMPLE = Row("all_reduce", 2, 1 << 20, "two_shot", "simple", mode="eager", bits=32)
+
+
+def test_tables_are_shown_with_the_boxes_that_they_are_for(_folder: Path) -> None:
+    assert f"no tables in {_folder}" in _run("show").output
+    user_tables.save(_tuned(_LL, _SIMPLE))
+    (_folder / "broken.json").write_text("{}")
+    done = _run("show")
+    assert done.exit_code == 1 and "2 ranks on cpu (cpu), simulated: no GPU uses it" in done.output
+    assert (
+        "tricomm 0.1.0" in done.output
+        and "4097 to 1048576" in done.output
+        and "one_shot/ll 1x8 tile 512" in done.output
+    )
+    assert "broken.json: not a tuning table" in done.output
+
+
+def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
+    file = str(user_tables.save(_tuned(_LL, _SIMPLE)))
+    lines = _run("export", file).output.splitlines()
+    assert lines[0].startswith("collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks")
+    assert lines[1:] == [
+        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32",
+        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32",
+    ]
+    assert table_json.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
+
+
+def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
+    other = Row("all_gather", 2, 64, "one_shot", "ll", mode="eager")
+    files = [tmp_path / name for name in ("one.json", "two.json", "else.json")]
+    for file, found in zip(
+        files, (_tuned(_LL, other), _tuned(_SIMPLE), _tuned(box=Fingerprint("cpu", "", 4))), strict=True
+    ):
+        file.write_bytes(table_json.dumps(found))
+    done = _run("merge", str(files[0]), str(files[1]))
+    assert done.exit_code == 0 and user_tables.load(_BOX).rows == (other, _SIMPLE)  # type: ignore[union-attr]
+    _run("merge", str(files[1]), str(files[0]), "-o", str(tmp_path / "out.json"))
+    assert user_tables.read(tmp_path / "out.json").rows == (_LL, other)
+    refused = _run("merge", str(files[0]), str(files[2]))
+    assert refused.exit_code == 2 and "different boxes cannot be merged" in " ".join(refused.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--collective", "allreduce"), "collective 'allreduce' is unknown (did you mean all_reduce?)"),
+        (("--collective", "all_to_all_v"), "collective 'all_to_all_v' is unknown"),
+        (("--bits", "12"), "bits '12' is unknown"),
+        (("--mode", "kernel"), "mode 'kernel' is unknown; there is eager, graph"),
+        (("--budget", "soon"), "budget 'soon': a time like 90s, 5m or 1h is needed"),
+        (("--budget", "2000h"), "of a day at most"),
+        (("--nproc", "9"), "1<=x<=8"),
+        (("shw",), "No such command 'shw'"),
+    ],
+)
+def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
+    done = _run(*arguments)
+    assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output

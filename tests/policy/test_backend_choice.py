@@ -1,0 +1,175 @@
+"""NCCL behind a communicator: what goes there, decided alike on all ranks, and what happens when it fails."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import tricomm
+from tests import ranks
+from tests.core import nccl_bodies as bodies
+from tricomm.core import bootstrap
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.policy import backend_choice
+from tricomm.policy.backend_choice import Site, decide
+
+GPU = Site("cuda", 8, 1, None, "nccl")
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def test_by_size_and_type(url):
+    found = ranks.run(3, bodies.by_route, url, timeout=200)
+    for rank, (wrong, small, large, routes, reason, refused, value, ended, lines) in enumerate(found):
+        assert wrong == []
+        want = {"all_reduce": 4, "barrier": 1, **dict.fromkeys(set(COLLECTIVES) - {"all_reduce", "barrier"}, 1)}
+        assert small == want
+        # Of all_to_all_v no rank knows the others' bytes, and a barrier has none.
+        assert large == {name: count for name, count in want.items() if name not in ("all_to_all_v", "barrier")}
+        assert routes == ["kernels", "nccl", "kernels", "kernels"]
+        assert reason == "4097 bytes are over the hand-over limit of 4096"
+        forced, narrow, op, explained, message = refused
+        assert "send: no kernel takes torch.uint16" in message
+        assert "a kernel is forced" in forced and "no kernel takes torch.uint32" in forced
+        assert "NCCL has no sum of torch.uint16" in narrow and narrow == explained
+        assert "NCCL has no bxor of torch.uint32" in op
+        assert value == 3.0 and ended == "destroyed"
+        assert bool(lines) == (rank == 0)
+        if lines:
+            assert len(lines) == len(set(lines))
+            assert sum("all_reduce sum float32 " in line and "-> nccl: " in line for line in lines) == 2
+            assert any("all_gather uint16 24 B -> nccl: no kernel takes" in line for line in lines)
+
+
+def test_without_shared_memory_everything_goes_to_nccl(url):
+    for wrong, kind, route, reason, kernels in ranks.run(2, bodies.without_memory, url, timeout=120):
+        assert wrong == [] and kind == "none" and route == "nccl" and kernels == {}
+        assert "cannot share memory" in reason and "no peer access on this machine" in reason
+
+
+@pytest.mark.parametrize("how", ["missing", "not wanted"])
+def test_without_shared_memory_and_without_nccl_all_ranks_say_why(how, url):
+    for text in ranks.run(2, bodies.without_memory_or_nccl, url, how):
+        assert "no peer access on this machine" in text
+        assert ("rank 1: nccl4py cannot be used" in text) == (how == "missing")
+
+
+def test_nodes(url):
+    with ranks.start(4, bodies.nodes, url, timeout=200) as started:
+        told = [started.message(rank) for rank in range(4)]
+        more = {rank: started.message(rank) for rank in (0, 3)}
+        found = started.results()
+    assert told == [("posix_shm", 1.0)] * 2 + [("posix_shm", 5.0)] * 2
+    assert more == {0: ("none", 3.0), 3: ("none", 3.0)}
+    for outcome in found:
+        assert outcome.error is None, outcome.text
+        wrong, reason, kind = outcome.value
+        assert wrong == [] and kind == "none" and reason == "the group spans 2 nodes"
+
+
+def test_a_handshake_that_fails_parts_ranks_too(url):
+    for x, kind, reason in ranks.run(2, bodies.namespaces, url):
+        assert x == [2.0] * 3 and kind == "none" and "PID namespace" in reason
+
+
+def test_a_rank_of_another_node_that_does_not_come(url):
+    kind, text, seconds, ended = ranks.run(2, bodies.absent_on_another_node, url)[0]
+    assert kind == "CollectiveTimeout" and "timeout after 3 s" in text and "cannot be seen from here" in text
+    assert 2.0 < seconds < 8.0 and ended == "aborted"
+
+
+def test_on_cpus_of_several_nodes_there_is_no_group_and_it_says_what_to_do(url):
+    for kind, text in ranks.run(2, bodies.nodes_on_a_cpu, url):
+        assert kind == "RendezvousError" and "on another host" in text and "Gloo" in text
+
+
+def test_nccl_that_one_rank_lacks_is_lacking_on_all(url):
+    for large, small, said, route, stats in ranks.run(3, bodies.nccl_is_missing, url, timeout=120):
+        assert large == small == 3.0 and route == "kernels"
+        assert len(said) == 2
+        for text in said:
+            assert "no kernel takes torch.uint16" in text and "rank 1: nccl4py cannot be used" in text
+        assert stats["kernels"] == {"all_reduce": 2} and stats["nccl"] == {}
+
+
+def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
+    for rank, (kind, text, seconds, ended) in enumerate(ranks.run(2, bodies.fails_on_its_own, url)):
+        assert kind == "GroupAborted" and "NCCL reports error 6 (a link went down)" in text
+        assert ("rank 0 gave the group up" in text) == (rank == 1)
+        assert ended == "aborted" and seconds < 1.0 + ranks.BUSY
+
+
+def test_a_rank_that_dies_is_named_by_those_in_nccl(url):
+    with ranks.start(3, bodies.dies, url) as started:
+        pids = [started.message(rank) for rank in range(3)]
+        time.sleep(0.5)
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        for rank, outcome in enumerate(started.results()):
+            if rank != 1:
+                kind, text, caught, ended = outcome.value
+                assert kind == "PeerDied" and f"rank 1 (pid {pids[1]}) died" in text
+                assert caught - killed < 2.0 + ranks.BUSY and ended == "aborted"
+
+
+SMALL, LARGE = 8, bodies.LIMIT
+
+
+@pytest.mark.parametrize("before", [[], [LARGE]], ids=["at the first call", "later"])
+@pytest.mark.parametrize("sizes", [(SMALL, LARGE), (LARGE, 2 * LARGE)], ids=["kernels and NCCL", "NCCL"])
+def test_ranks_that_go_different_ways_are_named_at_once(sizes, before, url):
+    for kind, text, seconds in ranks.run(2, bodies.different_calls, url, sizes, before):
+        assert kind == "CollectiveMismatch", text
+        assert seconds < 5.0
+        assert "all_reduce" in text
+
+
+def test_without_the_comparison_they_wait_until_the_time_is_up(url):
+    for kind, _, seconds in ranks.run(2, bodies.different_calls, url, (SMALL, LARGE), [LARGE], False):
+        assert kind in ("CollectiveTimeout", "GroupAborted") and seconds > 2.0
+
+
+# The decision alone
+
+
+def test_what_not_every_rank_reaches():
+    apart = Site("cuda", 8, 1, None, "nccl", reachable=False)
+    for collective in COLLECTIVES:
+        route = decide(apart, collective, torch.float32, "sum", 8)
+        assert route.path == ("kernels" if collective in ("all_reduce", "all_gather") else "nccl")
+        assert route.path == "kernels" or "reaches every other one's memory" in route.reason
+    assert (
+        decide(Site("cuda", 4, 1, None, "nccl", reachable=False), "all_reduce", torch.float32, "sum", 8).path == "nccl"
+    )
+
+
+def test_a_size_is_no_reason_where_nobody_else_is_there():
+    route = decide(Site("cuda", 8, 1, None, None, "no NCCL here"), "all_reduce", torch.float32, "sum", 1 << 30)
+    assert route.path == "kernels" and "hand-over" in route.reason and "no NCCL here" in route.reason
+
+
+def test_a_forced_kernel_is_run_or_refused():
+    assert decide(GPU, "all_reduce", torch.float32, "sum", 1 << 30, True).path == "kernels"
+    with pytest.raises(InvalidArgument, match="all_reduce: a kernel is forced.*spans 2 nodes"):
+        decide(Site("cuda", 8, 2, None, "nccl"), "all_reduce", torch.float32, "sum", 8, True)
+
+
+def test_on_a_cpu_nobody_is_behind_the_kernels(url):
+    native, missing = bootstrap.behind(torch.device("cpu"), tricomm.Options())
+    assert native is None and "Gloo" in missing
+    assert bootstrap.behind(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
+    with tricomm.init(url, 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024)) as comm:
+        with pytest.raises(InvalidArgument, match="band.*is not defined for float32.*Gloo"):
+            comm.all_reduce(torch.ones(2), "band")
+        with pytest.raises(InvalidArgument, match="no kernel takes torch.uint16; there is float64.*Gloo"):
+            comm.all_reduce(torch.ones(2, dtype=torch.uint16))
+        with pytest.raises(InvalidArgument, match="no kernel takes torch.uint16"):
+            comm.explain("all_reduce", 8, torch.uint16)
+        assert comm.explain("all_reduce", 1 << 30).route == backend_choice.KERNELS

@@ -1,0 +1,149 @@
+"""Selection is a pure function: equal inputs, equal choices, and a reason that names what decided."""
+
+import pytest
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collectives import registry
+from tricomm.policy import selection
+from tricomm.policy.selection import Site, choose
+from tricomm.policy.tables import Row, Table
+
+_ANY = ("all_reduce", 16, None)
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+DEVICES = ["cpu", "sm_80", "sm_90", "sm_100"]
+SIZES = [0, 1, 8, 4096, 16384, 16385, 65536, 1 << 20, 1 << 24, 1 << 31]
+
+
+def site(device="sm_90", world_size=4, arena=64 << 20, **more):
+    return Site(device, world_size, layout.plan(world_size, arena), more.pop("max_blocks", 64), **more)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_size_has_a_kernel_whose_tile_fits_its_room(device, world_size):
+    for collective in COLLECTIVES:
+        for nbytes in SIZES:
+            choice = choose(site(device, world_size), collective, nbytes)
+            kernel = registry.find(collective, choice.algorithm, choice.protocol)
+            assert 1 <= choice.blocks <= layout.MAX_BLOCKS
+            assert choice.block <= layout.plan(world_size, 64 << 20).largest_tile(kernel.algorithm, kernel.protocol)
+            assert choice.block & (choice.block - 1) == 0
+            assert choice == choose(site(device, world_size), collective, nbytes)
+
+
+def test_small_goes_by_ll_and_large_by_simple_two_shot():
+    assert (choose(site(), "all_reduce", 1024).algorithm, choose(site(), "all_reduce", 1024).protocol) == (
+        "one_shot",
+        "ll",
+    )
+    large = choose(site(), "all_reduce", 1 << 26)
+    assert (large.algorithm, large.protocol) == ("two_shot", "simple")
+
+
+def test_the_reason_names_table_and_row_or_who_forced_it():
+    choice = choose(site(), "all_reduce", 1024)
+    assert "'hopper' row 2" in choice.reason and choice.table == "hopper" and choice.row == 2
+    forced = choose(site(), "all_reduce", 1024, algorithm="two_shot")
+    assert "algorithm=two_shot forced" in forced.reason and forced.row is None
+    assert forced.protocol in ("ll", "simple")
+
+
+@pytest.mark.parametrize(
+    ("collective", "algorithm", "protocol", "words"),
+    [
+        ("all_reduce", "ring", None, "no ring/any kernel; there is one_shot/ll"),
+        ("all_reduce", None, "ll128", "no any/ll128 kernel"),
+        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/simple"),
+        ("all_to_nobody", None, None, "unknown; there is all_reduce"),
+    ],
+)
+def test_what_does_not_exist_is_refused_with_what_does(collective, algorithm, protocol, words):
+    with pytest.raises(InvalidArgument, match=words):
+        choose(site(), collective, 1024, algorithm, protocol)
+
+
+def test_the_grid_is_never_larger_than_what_is_resident():
+    assert choose(site(max_blocks=3), "all_reduce", 1 << 24).blocks == 3
+    assert choose(site(max_blocks=3, blocks=9), "all_reduce", 1 << 24).blocks == 3
+
+
+def test_the_shipped_table_is_sound():
+    for table in selection._shipped():
+        for collective in set(COLLECTIVES) - {"barrier"}:
+            last = [r for r in table.rows if r.collective == collective][-1]
+            assert last.max_bytes is None
+            assert last.world_size == layout.MAX_WORLD_SIZE or table.topology == "hybrid_cube_mesh"
+
+
+def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
+    for kind in ("", "nvswitch", "fully_connected", "pairs", "pcie", "partial", "hybrid_cube_mesh"):
+        for nbytes in SIZES:
+            for collective in ("all_reduce", "all_gather"):
+                choice = choose(site("sm_70", 8, topology=kind), collective, nbytes)
+                assert choice.algorithm.startswith("hybrid_cube_mesh") == (kind == "hybrid_cube_mesh"), (kind, choice)
+
+
+def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left():
+    here = site("sm_70", 8, topology="hybrid_cube_mesh", reachable=False)
+    assert choose(here, "all_gather", 1024).algorithm == "hybrid_cube_mesh"
+    for collective, algorithm in (("broadcast", None), ("all_reduce", "one_shot"), ("barrier", None)):
+        with pytest.raises(InvalidArgument, match="reach|cube mesh"):
+            choose(here, collective, 1024, algorithm)
+
+
+def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
+    with pytest.raises(InvalidArgument, match="needs 8 ranks on a hybrid cube mesh; here are 4 ranks"):
+        choose(site(), "all_reduce", 1024, "hybrid_cube_mesh")
+
+
+def test_the_runner_up_is_named():
+    assert choose(site(), "all_reduce", 1024).runner_up == "two_shot/ll"
+    assert choose(site(), "all_reduce", 1 << 30).runner_up == ""
+
+
+def test_a_row_may_be_for_graphs_only(monkeypatch):
+    rows = (Row(*_ANY, "one_shot", "simple", mode="graph"), Row(*_ANY, "one_shot", "ll"))
+    monkeypatch.setattr(selection, "_shipped", lambda: (Table("mine", "cpu", rows),))
+    found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
+    assert found == ["simple", "ll"]
+
+
+# The user's own rows
+
+
+def tuned(*rows, **more):
+    return site(tuned=rows, tuned_name="tuned abc", **more)
+
+
+def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
+    here = tuned(Row("all_reduce", 4, 4096, "two_shot", "simple", blocks=5, warps=16, tile=1024))
+    choice = choose(here, "all_reduce", 4096)
+    assert (choice.algorithm, choice.protocol) == ("two_shot", "simple")
+    assert (choice.blocks, choice.warps, choice.block) == (5, 16, 1024)
+    assert choice.reason == "table 'tuned abc' row 0: all_reduce, up to 4 ranks, up to 4096 bytes"
+    assert (choice.table, choice.row) == ("tuned abc", 0)
+    assert choose(here, "all_reduce", 4097).table == "hopper"
+    assert choose(here, "all_gather", 1).table == "hopper"
+
+
+def test_a_tuned_row_may_be_for_a_width_and_a_mode():
+    narrow = Row("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
+    found = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
+    assert found == ["tuned abc", "hopper", "hopper", "hopper"]
+
+
+def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
+    cube = Row("all_reduce", 4, None, "hybrid_cube_mesh", "ll")
+    assert choose(tuned(cube), "all_reduce", 8).table == "hopper"
+    assert choose(tuned(cube), "all_reduce", 8, algorithm="one_shot").algorithm == "one_shot"
+
+
+def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
+    greedy = Row("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
+    choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
+    assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
+    small = choose(tuned(Row("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
+    assert (small.block, small.warps) == (512, 8)  # two words a thread: every thread has a part of each tile

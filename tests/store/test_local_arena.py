@@ -1,0 +1,144 @@
+"""Ranks of one process: on the CPU for real, on a GPU against the fake driver."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tests.store.fake_driver import FakeCuda, FakeDriver
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.local_arena import LocalGroup, open_local, raw_view
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda:0")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool]
+
+
+def test_all_ranks_see_the_same_zeroed_blocks() -> None:
+    arenas = open_local(3, 10_000, CPU)
+    assert len({arena.bases for arena in arenas}) == 1
+    for rank, arena in enumerate(arenas):
+        assert (arena.kind, arena.rank, arena.nbytes, arena.stream) == ("local", rank, 10_000, None)
+        assert all(base % 4096 == 0 for base in arena.bases) and len(set(arena.bases)) == 3
+        assert not arena.tensor(rank, 0, (10_000,), torch.uint8).any()
+        arena.tensor(rank, 8, (2, 2), torch.float32).fill_(rank)
+    for arena in arenas:
+        for rank in range(3):
+            view = arena.tensor(rank, 8, (4,), torch.float32)
+            assert view.data_ptr() == arena.bases[rank] + 8
+            assert torch.equal(view, torch.full((4,), float(rank)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_has_views(dtype: torch.dtype) -> None:
+    (arena,) = open_local(1, 4096, CPU)
+    view = arena.tensor(0, 16, (2, 3), dtype)
+    assert (view.dtype, view.shape, view.data_ptr()) == (dtype, (2, 3), arena.bases[0] + 16)
+    raw = raw_view(arena.bases[0] + 16, (2, 3), dtype, CPU)
+    assert (raw.dtype, raw.shape, raw.stride(), raw.data_ptr()) == (dtype, (2, 3), (3, 1), view.data_ptr())
+    raw.view(torch.uint8).fill_(1)
+    assert torch.equal(view.view(torch.uint8), raw.view(torch.uint8))
+    assert not arena.tensor(0, 16 + 6 * dtype.itemsize, (8,), torch.uint8).any()
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    (arena,) = open_local(1, 64, CPU)
+    assert arena.tensor(0, 64 if 0 in shape else 60, shape, torch.int32).shape == shape
+    assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
+
+
+@pytest.mark.parametrize(
+    "rank, offset, shape",
+    [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, 64, (1,)), (0, 60, (2,)), (0, 2, (1,)), (0, 0, (-1,))],
+)
+def test_views_stay_inside(rank: int, offset: int, shape: tuple[int, ...]) -> None:
+    arenas = open_local(2, 64, CPU)
+    with pytest.raises(InvalidArgument):
+        arenas[0].tensor(rank, offset, shape, torch.float32)
+
+
+def test_control_words_are_a_page_of_their_own() -> None:
+    arenas = open_local(2, 64, CPU)
+    assert all(arena.control_address == arena.control_host_address for arena in arenas)
+    assert len({arena.control_address for arena in arenas}) == 2
+    for arena in arenas:
+        assert arena.control_address % 4096 == 0
+        ctypes.memset(arena.control_address, 1, 4096)
+
+
+def test_one_rank_may_close_before_the_others_are_done() -> None:
+    arenas = open_local(2, 64, CPU)
+    view = arenas[1].tensor(0, 0, (16,), torch.float32)
+    with arenas[0]:
+        pass
+    arenas[0].close()
+    view.fill_(1.0)
+    assert arenas[1].tensor(0, 0, (16,), torch.float32).sum() == 16
+    with pytest.raises(GroupAborted):
+        arenas[0].tensor(0, 0, (1,), torch.float32)
+    arenas[1].close()
+    view.fill_(2.0)  # a tensor keeps host memory alive, so nothing can crash
+
+
+@pytest.mark.parametrize("world_size, nbytes, device", [(0, 64, "cpu"), (1, 0, "cpu"), (1, -1, "cpu"), (1, 64, "meta")])
+def test_bad_arguments(world_size: int, nbytes: int, device: str) -> None:
+    with pytest.raises(InvalidArgument):
+        open_local(world_size, nbytes, torch.device(device))
+
+
+def test_memory_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ResourceError, match="smaller arena"):
+        open_local(4, 1 << 46, CPU)
+
+
+def fake_gpu() -> tuple[FakeCuda, FakeDriver]:
+    world = FakeCuda()
+    return world, world.process()
+
+
+def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
+    world, driver = fake_gpu()
+    group = LocalGroup(2, GPU, driver)
+    first, second = group.open(4096), group.open(64)
+    for arenas in (first, second):
+        assert len(set(arenas[0].bases)) == 2 and arenas[0].bases == arenas[1].bases
+        assert len({a.control_address for a in arenas} | {a.control_host_address for a in arenas}) == 4
+        with driver.current(1000):
+            assert driver.read(arenas[1].bases[0], arenas[0].nbytes) == bytes(arenas[0].nbytes)
+    first[0].close()
+    first[0].close()
+    assert "cuMemFree" not in driver.calls
+    driver.process.kernel_running = True
+    first[1].close()
+    assert driver.calls.count("cuMemFree") == 2
+    for arena in second:
+        arena.close()
+    world.verify()
+
+
+def calls_of_open() -> list[tuple[str, int]]:
+    _, driver = fake_gpu()
+    open_local(2, 4096, GPU, driver)
+    return [(name, nth) for name in set(driver.calls) for nth in range(1, driver.calls.count(name) + 1)]
+
+
+@pytest.mark.parametrize("name, nth", sorted(calls_of_open()))
+def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
+    world, driver = fake_gpu()
+    driver.fail_at(name, nth)
+    with pytest.raises(ResourceError, match=name):
+        open_local(2, 4096, GPU, driver)
+    world.verify()
+
+
+def test_a_failing_close_frees_what_it_can() -> None:
+    world, driver = fake_gpu()
+    arenas = open_local(2, 4096, GPU, driver)
+    driver.fail_at("cuCtxSynchronize")
+    arenas[0].close()
+    with pytest.raises(ResourceError, match="cuCtxSynchronize"):
+        arenas[1].close()
+    world.verify()

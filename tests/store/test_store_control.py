@@ -1,0 +1,117 @@
+"""Ranks that share no memory and speak through the Store: exchanges, bounds, records of others, tokens."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore
+
+from tricomm import errors
+from tricomm.store import process
+from tricomm.store.control import State
+from tricomm.store.store_control import Apart, meet_apart
+
+
+def everywhere(world_size, body, store=None):
+    """`body(rank, store)` on every rank; what it gave, or the error that it raised."""
+    store = store or HashStore()
+
+    def run(rank):
+        try:
+            return body(rank, store)
+        except errors.TricommError as error:
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(run, range(world_size)))
+
+
+def test_exchanges_in_order_and_again_over_the_same_store():
+    store = HashStore()
+
+    def body(rank, store):
+        control, nodes = meet_apart(store, rank, 3, 10.0, 5)
+        said = [control.exchange(f"{step} {rank}".encode(), f"step {step}", 10.0) for step in range(3)]
+        group = control.group
+        control.close()
+        return said, nodes, group, control.peers
+
+    for _ in range(2):
+        found = everywhere(3, body, store)
+        want = [[f"{step} {rank}".encode() for rank in range(3)] for step in range(3)]
+        assert all(said == want and nodes == 1 and peers == () for said, nodes, _, peers in found)
+        assert len({group for _, _, group, _ in found}) == 1
+
+
+def test_nodes_are_counted(monkeypatch):
+    names = iter([b"a" * 16, b"b" * 16, b"a" * 16])
+    monkeypatch.setattr(process, "node_id", lambda: next(names))
+    assert everywhere(3, lambda rank, store: meet_apart(store, rank, 3, 10.0, 5)[1]) == [2, 2, 2]
+
+
+def test_other_options_are_named():
+    for error in everywhere(2, lambda rank, store: meet_apart(store, rank, 2, 10.0, rank)):
+        assert isinstance(error, errors.RendezvousError) and "have other options than rank" in str(error)
+
+
+def test_who_does_not_come_is_named_when_the_time_is_up():
+    began = time.monotonic()
+    with pytest.raises(errors.RendezvousError, match=r"timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
+        meet_apart(HashStore(), 0, 3, 0.3, 1)
+    assert time.monotonic() - began < 3
+
+
+def test_a_rank_elsewhere_is_named():
+    def body(rank, store):
+        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        return control.exchange(b"", "split" if rank else "symmetric", 10.0)
+
+    for error in everywhere(2, body):
+        assert isinstance(error, errors.CollectiveMismatch) and "instead" in str(error)
+
+
+def test_an_error_of_one_is_everybodys():
+    def body(rank, store):
+        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        control.agree(errors.ResourceError("no memory") if rank else None, "split", 10.0)
+
+    for error in everywhere(2, body):
+        assert isinstance(error, errors.ResourceError) and "rank 1: no memory" in str(error)
+
+
+def test_what_others_write_is_not_believed(monkeypatch):
+    store = HashStore()
+    store.set("tricomm/apart/1/1/1", b"nonsense")
+    with pytest.raises(errors.RendezvousError, match="rank 1's record: bad length"):
+        meet_apart(store, 0, 2, 5.0, 1)
+    monkeypatch.setenv("TRICOMM_TOKEN", "secret")
+    other = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        peer = pool.submit(meet_apart, other, 1, 2, 2.0, 1)
+        while not other.check(["tricomm/apart/1/1/1"]):
+            time.sleep(0.01)
+        monkeypatch.setenv("TRICOMM_TOKEN", "another")
+        with pytest.raises(errors.RendezvousError, match="bad MAC"):
+            meet_apart(other, 0, 2, 5.0, 1)
+        with pytest.raises(errors.RendezvousError, match="bad MAC"):
+            peer.result()
+
+
+def test_a_record_of_another_group_is_refused():
+    """A rank that wrote with another nonce than that of the meeting has not met with these ranks."""
+
+    def body(rank, store):
+        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        if rank:
+            control.nonce = b"x" * 16
+        return control.exchange(b"", "split", 10.0)
+
+    found = everywhere(2, body)
+    assert isinstance(found[0], errors.RendezvousError) and "in another group" in str(found[0])
+
+
+def test_nothing_is_known_of_the_others():
+    control = Apart(HashStore(), 0, 2, 1)
+    assert control.alive(1) and control.state(1) is State.READY and control.fault(1) is None
+    assert control.last(1) is None and control.called(1, 1) is None
+    control.close()

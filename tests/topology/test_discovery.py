@@ -1,0 +1,311 @@
+"""Discovery, on machines that a fake NVML and a fake CUDA make up: what is there is found, what is not is explained."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+import torch
+
+from tests.store.fake_driver import FakeCuda as FakeCudaWorld
+from tests.topology import fake_nvml
+from tests.topology.fake_ml_py import FakeMlPy, c_old_fabric_info
+from tests.topology.fake_nvml import Card, FakeCuda, FakeNvml, known, look, meshed, switched, uuid_of
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.topology import discovery, nvml
+from tricomm.topology import presets as shapes
+from tricomm.topology.discovery import Discovery
+
+DGX1V = shapes.dgx1v()
+UNLINKED = {frozenset({i, j}) for i in range(8) for j in range(8) if i != j and not DGX1V.links[i][j]}
+
+
+def dgx1v() -> FakeNvml:
+    fake = FakeNvml(meshed(DGX1V.links))
+    fake.forbidden = set(UNLINKED)
+    return fake
+
+
+def test_the_dgx_1() -> None:
+    found = look(dgx1v(), list(range(8)), UNLINKED)
+    topology = known(found)
+    assert topology.digest == DGX1V.digest and topology.kind == "hybrid_cube_mesh"
+    assert topology.names == ("Fake V100",) * 8 and found.notes == () and found.fabric == ()
+
+
+@pytest.mark.parametrize("visible", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 2, 5, 4], [5], [6, 2], [4, 5, 0, 3, 1]])
+def test_devices_are_numbered_as_cuda_does_whatever_order_nvml_has(visible: list[int]) -> None:
+    assert known(look(dgx1v(), visible, UNLINKED)).canonical == DGX1V.of(visible).canonical
+
+
+def test_cuda_in_the_drivers_own_words() -> None:
+    """`store.cuda_driver.Driver` is CUDA enough."""
+    driver = FakeCudaWorld(8, lambda a, b: frozenset({a, b}) not in UNLINKED).process([6, 1, 2, 5])
+    driver.init()
+    fake = dgx1v()
+    found = discovery.read(driver, fake.nvml())
+    assert known(found).canonical == DGX1V.of([6, 1, 2, 5]).canonical
+    fake.verify()
+
+
+def test_a_group_is_the_same_from_whatever_its_ranks_see() -> None:
+    ranks = [5, 1, 5, 7]
+    seen = set()
+    for visible in ([5, 1, 7], [7, 6, 5, 4, 3, 2, 1, 0], [5], [1], []):
+        fake = dgx1v()
+        fake.unreachable = set(UNLINKED)
+        found = discovery.of_devices([uuid_of(rank) for rank in ranks], FakeCuda(visible, UNLINKED), fake.nvml())
+        fake.verify()
+        seen.add(known(found).canonical)
+    assert seen == {DGX1V.of(ranks).canonical}
+
+
+@pytest.mark.parametrize("uuids", [[], [b"short"], ["GPU-1"], [uuid_of(1), None]])
+def test_what_names_no_devices(uuids: list[Any]) -> None:
+    with pytest.raises(InvalidArgument, match="16 bytes"):
+        discovery.of_devices(uuids, FakeCuda([]), dgx1v().nvml())
+
+
+@pytest.mark.parametrize("instance", [True, False])
+def test_mig_has_no_links_and_no_peers(instance: bool) -> None:
+    """CUDA may name an instance, or the GPU that is split; NVML knows both."""
+    cards = switched(3)
+    cards[1].mig, cards[1].instance = not instance, instance
+    found = look(FakeNvml(cards), [0, 1, 2])
+    assert known(found).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
+    assert known(found).peers == ((True, False, True), (False, True, False), (True, False, True))
+    assert found.notes == ("device 1: MIG, so no NVLink and no peer access or CUDA IPC with other instances",)
+
+
+def test_ranks_that_share_a_mig_instance_reach_each_other() -> None:
+    fake = FakeNvml([Card(0, instance=True), Card(1, instance=True)])
+    found = discovery.of_devices([uuid_of(0), uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    fake.verify()
+    assert known(found).peers == ((True, True, False), (True, True, False), (False, False, True))
+
+
+def test_peer_access_is_cudas_word_and_may_be_one_way() -> None:
+    cuda = FakeCuda([0, 1])
+    cuda.can_access_peer = lambda i, j: (i, j) == (0, 1)  # type: ignore[method-assign]
+    fake = FakeNvml([Card(0), Card(1)])
+    assert known(discovery.read(cuda, fake.nvml())).peers == ((True, True), (False, True))
+    fake.verify()
+
+
+def test_peer_access_of_cards_that_this_process_does_not_see_may_go_over_pcie() -> None:
+    fake = FakeNvml(meshed(shapes.pairs(4).links))
+    fake.forbidden = {frozenset({0, 2}), frozenset({1, 2})}
+    fake.unreachable = {frozenset({1, 2})}
+    found = discovery.of_devices([uuid_of(0), uuid_of(2), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    fake.verify()
+    assert known(found).peers == ((True, True, True), (True, True, False), (True, False, True))
+    assert known(found).links == ((0, 0, 4), (0, 0, 0), (4, 0, 0)) and found.notes == ()
+
+
+def test_nobody_tells_of_peer_access() -> None:
+    fake = FakeNvml([Card(0), Card(1)])
+    fake.silent = True
+    found = discovery.of_devices([uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    fake.verify()
+    assert not known(found).all_peers
+    assert found.notes[0] == "device 0 to 1: no peer access, for neither CUDA nor NVML tells" and len(found.notes) == 2
+
+
+def test_cuda_that_fails_at_peer_access() -> None:
+    cuda = FakeCuda([0, 1])
+
+    def broken(*_: int) -> bool:
+        raise RuntimeError("CUDA error: system not yet initialized")
+
+    cuda.can_access_peer = broken  # type: ignore[method-assign]
+    found = discovery.read(cuda, FakeNvml(meshed(((0, 1), (1, 0)))).nvml())
+    assert known(found).peers == ((True, False), (False, True))
+    assert "device 0 to 1: no peer access" in found.notes[0] and "not yet initialized" in found.notes[0]
+    cuda.device_uuid = broken  # type: ignore[assignment,method-assign]
+    found = discovery.of_devices([uuid_of(0), uuid_of(1)], cuda, FakeNvml([Card(0), Card(1)]).nvml())
+    assert known(found).all_peers and found.notes[0].startswith("peer access is NVML's word")
+    found = discovery.read(cuda, FakeNvml([]).nvml())
+    assert found.topology is None and "not yet initialized" in found.reason
+
+
+def test_no_devices() -> None:
+    fake = FakeNvml([Card(0)])
+    assert look(fake, []) == Discovery(None, "this process sees no CUDA device")
+    assert not fake.calls
+
+
+def test_two_devices_of_one_uuid() -> None:
+    found = look(FakeNvml([Card(0)]), [0, 0])
+    assert found.topology is None and "same UUID" in found.reason
+
+
+def test_more_devices_than_there_may_be() -> None:
+    found = discovery.of_devices([uuid_of(0)] * 65, FakeCuda([0]), FakeNvml([Card(0)]).nvml())
+    assert found.topology is None and found.reason == "65 devices; 64 are the most"
+
+
+FATAL = ["init_v2", "device_get_handle_by_uuid", "device_get_pci_info_v3", "device_get_nvlink_capability",
+         "device_get_nvlink_state"]  # fmt: skip
+
+
+@pytest.mark.parametrize("call", FATAL)
+def test_a_call_that_fails_leaves_the_links_unknown_with_the_reason(call: str) -> None:
+    fake = FakeNvml(meshed(DGX1V.links))
+    fake.failures[call, 0] = fake_nvml.GpuIsLostError
+    if call == "device_get_handle_by_uuid":
+        fake.missing = (call,)
+    found = look(fake, [1, 0])
+    assert found.topology is None
+    assert found.reason.startswith("NVML: ") and ("Lost" in found.reason or "not found" in found.reason)
+
+
+@pytest.mark.parametrize("call", FATAL)
+def test_one_device_needs_no_links_to_be_known(call: str) -> None:
+    fake = FakeNvml(meshed(DGX1V.links))
+    fake.failures[call, 0] = fake_nvml.GpuIsLostError
+    if call == "device_get_handle_by_uuid":
+        fake.missing = (call,)
+    found = discovery.of_devices([uuid_of(0)] * 2, FakeCuda([0]), fake.nvml())
+    assert known(found).canonical == shapes.pcie(1).of([0, 0]).canonical
+    assert found.notes[0].startswith("NVML: ")
+    fake.verify()
+
+
+def test_every_optional_call_may_fail() -> None:
+    every = {name for name in dir(FakeNvml) if name.startswith("device_")} - set(FATAL)
+    assert len(every) == 9
+    fake = FakeNvml(meshed(DGX1V.links), tuple(every - {"device_get_nvlink_remote_pci_info_v2"}))
+    assert known(look(fake, list(range(8)), UNLINKED)).canonical == DGX1V.canonical
+    assert known(look(FakeNvml(meshed(DGX1V.links), tuple(every)), [0, 1])).links == ((0, 0), (0, 0))
+
+
+def test_a_device_that_nvml_does_not_have() -> None:
+    found = look(FakeNvml(meshed(((0, 1), (1, 0)))), [0, 3])
+    assert found.topology is None
+    assert str(UUID(bytes=uuid_of(3))) in found.reason and "container" in found.reason
+
+
+def test_an_answer_that_nobody_expects_is_a_reason() -> None:
+    class Strange(FakeNvml):
+        def device_get_pci_info_v3(self, device: int) -> Any:
+            return SimpleNamespace()
+
+    found = look(Strange([Card(0), Card(1)]), [0, 1])
+    assert found.topology is None and "bus_id" in found.reason
+
+
+def test_names_that_would_move_the_cursor() -> None:
+    found = look(FakeNvml([Card(0, name="Tesla\x1b[2J V100")]), [0])
+    assert known(found).names == ("Tesla[2J V100",)
+
+
+def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+    monkeypatch.delattr("cuda.bindings.nvml", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ResourceError, match="pip install nvidia-ml-py"):
+        nvml.load_nvml()
+    found = discovery.read(FakeCuda([0, 1]))
+    assert found.topology is None and "pip install nvidia-ml-py" in found.reason
+
+
+def test_nvidia_ml_py_stands_in_for_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeMlPy(dgx1v()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", dgx1v())
+    assert nvml.load_nvml().source.startswith("cuda-bindings ")  # the first choice, where it is there
+    monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
+    found = nvml.load_nvml()
+    assert found.source == "nvidia-ml-py"
+    with found.session():
+        assert [len(found.links(device)) for device in found.handles()] == [6] * 8
+
+
+MACHINES: list[tuple[FakeNvml, int]] = [
+    (dgx1v(), 8),
+    (FakeNvml(switched(4)), 4),
+    (FakeNvml([Card(0, mig=True), Card(1)]), 2),
+    (FakeNvml([Card(0, instance=True), Card(1, instance=True)]), 2),
+    (FakeNvml([Card(n, fabric=(3, 0, b"ab\0cdefghijklmno", 7)) for n in range(2)]), 2),
+    (FakeNvml([Card(n, fabric=(2, 0, bytes(16), 0)) for n in range(2)]), 2),
+]
+
+
+@pytest.mark.parametrize("fake, cards", MACHINES)
+def test_nvidia_ml_py_and_the_bindings_say_the_same(fake: FakeNvml, cards: int) -> None:
+    seen = list(range(cards))
+    found = discovery.read(FakeCuda(seen), FakeMlPy(fake).nvml())
+    fake.verify()
+    assert found == look(fake, seen) and found.topology is not None
+
+
+def test_an_nvidia_ml_py_whose_structure_is_wrong_tells_nothing_of_fabrics() -> None:
+    fake = FakeNvml([Card(n, fabric=(3, 0, bytes(16), 7)) for n in range(2)])
+    module = FakeMlPy(fake)
+    module.c_nvmlGpuFabricInfoV_t = c_old_fabric_info
+    found = discovery.read(FakeCuda([0, 1]), module.nvml())
+    assert found.topology is not None and found.fabric == ()
+
+
+def test_the_real_nvidia_ml_py_has_all_that_is_called() -> None:
+    module = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeMlPy) if name.startswith(("nvmlD", "NVML", "c_nvml"))]
+    assert [name for name in (*names, "nvmlInit", "nvmlShutdown") if not hasattr(module, name)] == []
+    assert module.c_nvmlGpuFabricInfoV_t.clusterUuid.size == 16
+    with pytest.raises(ResourceError, match="NVMLError"):
+        nvml.Nvml(nvml.MlPy(module)).handle(bytes(16))
+
+
+def test_the_real_bindings_have_all_that_is_called() -> None:
+    bindings = pytest.importorskip("cuda.bindings.nvml")
+    called = [name for name in dir(FakeNvml) if name.startswith(("device_", "init_", "shutdown"))]
+    assert len(called) == 15
+    for name in (*called, "NotSupportedError", "InvalidArgumentError", "NotFoundError", "NVLINK_MAX_LINKS"):
+        assert hasattr(bindings, name), name
+    assert hasattr(bindings.PciInfo(), "bus_id")
+    fabric = bindings.GpuFabricInfo_v3()
+    assert len(bytes(bytearray(fabric.cluster_uuid))) == 16
+    assert (int(fabric.state), int(fabric.status), int(fabric.clique_id)) == (0, 0, 0)
+    for kind, number, name in [
+        ("IntNvLinkDeviceType", 0, "GPU"), ("IntNvLinkDeviceType", 2, "SWITCH"),
+        ("IntNvLinkDeviceType", 255, "UNKNOWN"), ("NvLinkCapability", 0, "P2P_SUPPORTED"),
+        ("GpuP2PCapsIndex", 0, "READ"), ("GpuP2PCapsIndex", 1, "WRITE"), ("GpuP2PCapsIndex", 2, "NVLINK"),
+        ("GpuP2PStatus", 0, "OK"), ("GpuFabricState", 3, "COMPLETED"),
+    ]:  # fmt: skip
+        assert getattr(bindings, kind)(number).name.endswith(name)
+
+
+def test_torch_says_the_same_of_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [SimpleNamespace(uuid=text + str(UUID(bytes=uuid_of(3)))) for text in ("", "GPU-")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (1, 0))
+    cuda = discovery.TorchCuda()
+    assert cuda.device_count() == 2 and {cuda.device_uuid(0), cuda.device_uuid(1)} == {uuid_of(3)}
+    assert cuda.can_access_peer(1, 0) and not cuda.can_access_peer(0, 1)
+
+
+def test_pci_addresses_are_as_sys_has_them(tmp_path: Any) -> None:
+    assert nvml.pci_class("ffff:ff:1f.7") is None
+    assert nvml.pci_class("../nowhere") is None
+    assert nvml._address("00000000:0A:00.0") == "0000:0a:00.0"
+    assert nvml._address("0001:0A:1F.1") == "0001:0a:1f.1"
+    assert nvml._address("0007C2DE:04:00.0") == "7c2de:04:00.0"
+    assert nvml._address("ffffffff:ffff:ff") is None and nvml._address("") is None
+
+
+def test_the_fake_bites() -> None:
+    fake = FakeNvml(switched(1))
+    with pytest.raises(fake_nvml.UninitializedError):
+        fake.device_get_name(1000)
+    fake.init_v2()
+    old = fake.device_get_handle_by_uuid(f"GPU-{UUID(bytes=uuid_of(0))}")
+    fake.shutdown()
+    fake.init_v2()
+    with pytest.raises(fake_nvml.UninitializedError):
+        fake.device_get_name(old)
+    assert len(fake.complaints) == 2
+    with pytest.raises(AssertionError):
+        fake.verify()

@@ -1,0 +1,120 @@
+"""What surrounds every call of a group: interrupts, and tensors that wrap other tensors.
+
+Ctrl-C, or an exception that a signal handler raises, may come at any line of a call. The other ranks may be waiting for
+this one then, so the group is given up and they are told.
+
+Only a tensor subclass that wraps other tensors, as TwoTensor and AsyncCollectiveTensor do, knows what a call means for
+the tensors inside of it. So the tensors of such a call pass through an operator of torch's: its dispatcher hands them
+to the subclass, the subclass calls the operator with the inner tensors (waits for them first, calls once for each of
+them, or refuses), and the operator makes the group's call with these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.library import Library
+from torch.utils import _pytree as pytree
+
+from tricomm.c10d.handles import AllOf, FinishedWork
+from tricomm.errors import InvalidArgument, TricommError
+
+# What a call says of its arguments before anything is sent; the group goes on.
+_REFUSALS = (TricommError, TypeError, ValueError, NotImplementedError)
+NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception that a native backend refuses a call with
+_lib = Library("tricomm", "FRAGMENT")
+_pending: dict[int, Callable[[list[torch.Tensor]], None]] = {}
+_tokens = itertools.count()
+
+
+def guarded(*names: str) -> Callable[[type], type]:
+    """Class decorator: the methods `names` take wrapper tensors, and call `self.interrupted(error)` if a foreign
+    exception leaves them."""
+
+    def decorate(kind: type) -> type:
+        for name in names:
+            setattr(kind, name, _guarded(getattr(kind, name)))
+        return kind
+
+    return decorate
+
+
+def _guarded(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **keywords: Any) -> Any:
+        # On one line: Python then looks for interrupts inside of the `try` only.
+        try: return _run(method, self, args, keywords)  # noqa: E701 # fmt: skip
+        except BaseException as error:
+            if not refused(error):
+                self.interrupted(error)
+            raise
+
+    return call
+
+
+def refused(error: BaseException) -> bool:
+    """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
+    return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
+
+
+def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:
+    try:
+        return method(group, *args, **keywords)
+    except WrapperTensor:
+        return unwrapped(method, group, args, keywords)
+
+
+class WrapperTensor(InvalidArgument):
+    """A tensor was given that wraps other tensors."""
+
+
+def check_plain(x: torch.Tensor, what: str) -> None:
+    """Raises `WrapperTensor` if the memory of `x` is not its own but that of tensors inside of it."""
+    kind = type(x)
+    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")
+
+
+def unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
+    """Call `method(group, *args, **keywords)` with the inner tensors, once or more often; returns one handle.
+
+    Raises `InvalidArgument` if the subclass does not know how to unwrap itself.
+    """
+    leaves, shape = pytree.tree_flatten((args, keywords))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[i] for i in places]
+    works: list[Any] = []
+
+    def call(inner: list[torch.Tensor]) -> None:
+        for place, tensor in zip(places, inner, strict=True):
+            leaves[place] = tensor
+        inner_args, inner_keywords = pytree.tree_unflatten(leaves, shape)
+        works.append(method(group, *inner_args, **inner_keywords))
+
+    token = next(_tokens)
+    _pending[token] = call
+    try:
+        with torch.no_grad():
+            torch.ops.tricomm.unwrapped_(tensors, token)
+    except NotImplementedError as error:
+        names = ", ".join(sorted({type(t).__name__ for t in tensors}))
+        raise InvalidArgument(
+            f"the tensors ({names}) wrap other tensors and do not say how to unwrap them; pass the plain ones, as "
+            "x.to_local() has"
+        ) from error
+    finally:
+        del _pending[token]
+    return AllOf(works) if works else FinishedWork([])
+
+
+def _unwrapped(tensors: list[torch.Tensor], token: int) -> None:
+    _pending[token](tensors)
+
+
+_lib.define("unwrapped_(Tensor(a!)[] tensors, int token) -> ()")
+_lib.impl("unwrapped_", _unwrapped, "CompositeExplicitAutograd")
+_lib.impl("unwrapped_", lambda tensors, token: None, "Meta")  # fake tensors, when something is traced: no data, no call

@@ -1,0 +1,186 @@
+"""What the ranks of a c10d group agree on when it is made, over the group's own store.
+
+Each rank says who it is and what it was told by its environment; all read all of it, so all come to one conclusion.
+Node membership is the boot id, never the host name; `TRICOMM_NODE_ID` overrides it. Whether the ranks of one node
+really share memory shows when the kernels' communicator is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tricomm import env
+from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.kernels.launch import compiler, interpreter
+from tricomm.store import process, records
+from tricomm.store.deadline import Bounded
+from tricomm.store.gather import Arrived, gather, missing, next_generation
+from tricomm.store.records import Capabilities, Failure, Kind, Record, Said, said_of
+
+_CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
+_GRACE_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank's process: where it lives, and how to see whether it still does."""
+
+    node: bytes
+    pid: int
+    started: int
+    namespace: int
+    descriptors: int  # that it had left when the group was made
+
+    def ended(self) -> bool:
+        """True where this process can see that the other one is gone; False says nothing across hosts."""
+        here = self.node == process.node_id() and self.namespace == process.pid_namespace()
+        return here and not process.alive(self.pid, self.started)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The conclusion, equal on all ranks. `no_kernels` says by device why there are none; `check` is TRICOMM_CHECK."""
+
+    members: tuple[Member, ...]
+    nodes: int
+    check: bool
+    no_kernels: dict[str, str | None]
+
+
+def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
+    """Exchange facts; every rank of the group calls it.
+
+    Raises `RendezvousError` that names who did not come in `timeout` seconds, or whose record is wrong and in which
+    respect. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same records, written for this group
+    and not before: whoever writes to the store without the token can end the making of a group, and change nothing.
+    """
+    token, end, generation = env.token(), time.monotonic() + timeout, 0
+    bounded = Bounded(store, timeout + _GRACE_SECONDS)
+    try:
+        generation = next_generation(bounded, f"tricomm/facts/{rank}")
+        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _mine())
+        said = _gather(bounded, own, token, "facts", timeout, end)
+        if token is not None:
+            _confirm(bounded, own, said, token, timeout, end)
+    except BaseException as error:
+        if generation:
+            _tell(bounded, rank, world_size, generation, token, error)
+        raise
+    finally:
+        bounded.close()
+    return _conclude([_capabilities(record) for record in said])
+
+
+def _tell(
+    store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
+) -> None:
+    """Say why this rank gives up, so that nobody waits for it. Who failed first knows best why."""
+    failure = Failure(os.getpid(), type(error).__name__, str(error))
+    record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
+    try:
+        store.extend(_GRACE_SECONDS)
+        if store.usable and not store.check(_failed(generation)):
+            store.set(_failed(generation), record.pack(token))
+    except RendezvousError:
+        pass  # the store is gone; the error that brought us here matters more
+
+
+def _failed(generation: int) -> str:
+    return f"tricomm/facts/failed/{generation}"
+
+
+def _mine() -> Capabilities:
+    switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
+    switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
+    switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
+    pid = os.getpid()
+    left = process.descriptors_left()
+    return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches, left)
+
+
+def cpu_through_kernels() -> bool:
+    """TRICOMM_CPU: "kernels" or "gloo" (unset: gloo); raises `InvalidArgument` for anything else."""
+    found = env.text("TRICOMM_CPU")
+    if found not in (None, "kernels", "gloo"):
+        raise InvalidArgument(f"TRICOMM_CPU={found!r}: kernels or gloo is needed")
+    return found == "kernels"
+
+
+def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeout: float, end: float) -> list[Record]:
+    who = f"rank {mine.rank} of {mine.world_size}"
+
+    def late(said: Arrived) -> RendezvousError:
+        return RendezvousError(
+            f"{who}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make the "
+            "group; do all of its ranks run, and make their groups in the same order?"
+        )
+
+    def check(record: Record) -> None:
+        if record.world_size != mine.world_size:
+            raise RendezvousError(
+                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {mine.world_size}: "
+                "one store for one group"
+            )
+
+    next_look = time.monotonic() + _LOOK_SECONDS
+
+    def look(said: Arrived) -> None:
+        nonlocal next_look
+        if time.monotonic() < next_look:
+            return
+        next_look = time.monotonic() + _LOOK_SECONDS
+        if data := store.read(_failed(mine.generation)):
+            found = records.parse(data, Kind.FAILURE, mine.generation, None, token)
+            assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
+            who = f"rank {found.rank} (pid {failure.pid})"
+            raise RendezvousError(f"{who} gave the making of the group up: {failure.kind}: {failure.text}")
+
+    return gather(
+        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look
+    )  # fmt: skip
+
+
+def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
+    """All ranks have read the same: a record of a rank's own choice is in it, so none can be an old one."""
+    digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
+    mine = replace(own, body=Said(1, "c10d group", digest))
+    for record in _gather(store, mine, token, "confirmed", timeout, end):
+        if said_of(record) != mine.body:
+            raise RendezvousError(
+                f"rank {record.rank} read other records of this group than rank {own.rank}: an old record, or one "
+                "that was exchanged; who else writes to this store?"
+            )
+
+
+def _capabilities(record: Record) -> Capabilities:
+    assert isinstance(record.body, Capabilities), "gather gives records of the kind that it was given"
+    return record.body
+
+
+def _conclude(said: list[Capabilities]) -> Facts:
+    members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
+    everybody = ~0
+    for one in said:
+        everybody &= one.switches
+    cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
+    if everybody & _CPU_KERNELS:
+        cpu = None if everybody & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
+    cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
+    cuda = None if everybody & _CUDA_KERNELS else cuda
+    nodes = len({member.node for member in members})
+    return Facts(members, nodes, bool(everybody & _CHECK), {"cpu": cpu, "cuda": cuda})
+
+
+def torch_backend(device: str) -> str | None:
+    """Who serves `device` natively in this torch: gloo, nccl, or nobody."""
+    if device == "cpu":
+        return "gloo" if torch.distributed.is_gloo_available() else None
+    return "nccl" if torch.distributed.is_nccl_available() else None

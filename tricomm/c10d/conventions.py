@@ -1,0 +1,273 @@
+"""c10d's calling conventions, made one: whatever way a collective is called, a `Call` comes out, or a refusal.
+
+Everything here is checked before anything is sent, so that a refused call leaves the group as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from tricomm import arguments
+from tricomm.c10d.call_guard import check_plain
+from tricomm.c10d.dtype_emulation import check_reduction
+from tricomm.c10d.normalized_call import Call
+from tricomm.errors import InvalidArgument
+
+_UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+        "BXOR": "bxor", "PREMUL_SUM": "premul_sum"}  # fmt: skip
+
+
+def operation(op: Any) -> str:
+    """The name of a `ReduceOp`; raises `InvalidArgument` for what is none."""
+    kind = getattr(op, "op", op)
+    name = _OPS.get(getattr(kind, "name", ""))
+    if name is None:
+        raise InvalidArgument(f"op={op!r}: a torch.distributed.ReduceOp is needed")
+    return name
+
+
+def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
+    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
+    if hasattr(given, "asyncOp"):
+        return given
+    made = kind()
+    if isinstance(given, timedelta):
+        timeout = given
+    elif given is not None and field is not None:
+        try:
+            setattr(made, field, given)
+        except TypeError:
+            needed = "a torch.distributed.ReduceOp" if field == "reduceOp" else "a rank of the group"
+            raise InvalidArgument(f"{field}={given!r}: {needed} is needed") from None
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
+    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
+    name = operation(op)
+    if name == "premul_sum" and x.device.type == "cpu":
+        factor = op.__getstate__()[1]
+        x.mul_(factor)
+        return x, "sum"
+    return x, name
+
+
+def one(tensors: Any, what: str) -> torch.Tensor:
+    """The only tensor of a list, or the tensor itself. c10d's lists are for several devices per rank, long gone."""
+    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(found) != 1:
+        raise InvalidArgument(f"{what}: {len(found)} tensors were given; one per rank is needed")
+    return checked(found[0], what)
+
+
+def checked(x: Any, what: str) -> torch.Tensor:
+    """`x` detached, if it is a dense tensor with data; raises `InvalidArgument` otherwise."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
+    check_plain(x, what)
+    if x.layout in _UNSUPPORTED or x.is_nested or x.is_quantized:
+        raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
+    if x.device.type == "meta":
+        raise InvalidArgument(f"{what}: a meta tensor has no data; materialise it first")
+    return x.detach() if x.requires_grad else x
+
+
+def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
+    """One tensor per rank; c10d wraps the list in another one."""
+    found = list(tensors)
+    if len(found) == 1 and isinstance(found[0], list | tuple):
+        found = list(found[0])
+    if len(found) != length:
+        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(found)}")
+    return [checked(x, f"{what}[{i}]") for i, x in enumerate(found)]
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _same(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
+    for other in others:
+        if other.dtype != x.dtype:
+            raise InvalidArgument(f"{what}: tensors of {x.dtype} and {other.dtype} are mixed; give one dtype")
+        if other.device != x.device:
+            raise InvalidArgument(
+                f"{what}: tensors on {x.device} and {other.device} are mixed; move them to one device"
+            )
+
+
+def _output(x: torch.Tensor, what: str) -> torch.Tensor:
+    if not x.is_contiguous():
+        raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
+    return x.view(-1)
+
+
+def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> Call:
+    """all_reduce, broadcast, reduce: one tensor, in place, of any strides."""
+    arguments.check_writable(x, collective)
+    if op != "none":
+        check_reduction(op, x.dtype, collective)
+    flat = _flat(x)
+    call = Call(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
+    call.result = [x] if result is None else result
+    if flat.data_ptr() != x.data_ptr() and x.numel():
+        call.finish = lambda: (x.copy_(flat.view(x.shape)), None)[1]
+    return call
+
+
+def barrier(device: torch.device) -> Call:
+    return Call("barrier", device=device)
+
+
+def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> Call:
+    """all_gather into a list; where its tensors differ in size, each rank gives as many elements as its own."""
+    what = "all_gather"
+    _same(what, x, *outs)
+    sizes = tuple(out.numel() for out in outs)
+    if sizes[rank] != x.numel():
+        raise InvalidArgument(
+            f"{what}: this rank gives {x.numel()} elements, and its place in the output list has {sizes[rank]}"
+        )
+    flat = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
+
+    def finish() -> None:
+        for out, part in zip(outs, flat.split(list(sizes)), strict=True):
+            out.copy_(part.view(out.shape))
+
+    even = len(set(sizes)) == 1
+    return Call(
+        "all_gather" if even else "all_gather_v", _flat(x), flat, count=x.numel() if even else 0,
+        sizes=() if even else sizes, result=result, finish=finish, device=x.device, keep=[x, flat, *outs],
+    )  # fmt: skip
+
+
+def gathered_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
+    """all_gather into one tensor."""
+    what = "all_gather_into_tensor"
+    _same(what, x, out)
+    if out.numel() != world_size * x.numel():
+        raise InvalidArgument(
+            f"{what}: the output has {out.numel()} elements; {world_size} ranks with {x.numel()} each need "
+            f"{world_size * x.numel()}"
+        )
+    flat = _output(out, what)
+    return Call("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+
+
+def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> Call:
+    """reduce_scatter from a list, of tensors of any sizes."""
+    what = "reduce_scatter"
+    _same(what, out, *parts)
+    check_reduction(op, out.dtype, what)
+    sizes = tuple(part.numel() for part in parts)
+    if sizes[rank] != out.numel():
+        raise InvalidArgument(f"{what}: the output has {out.numel()} elements, this rank's input {sizes[rank]}")
+    even = len(set(sizes)) == 1
+    into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    return Call(
+        what if even else "reduce_scatter_v", torch.cat([_flat(p) for p in parts]), into, op,
+        count=sum(sizes) if even else 0, sizes=() if even else sizes, result=[out], device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
+    )  # fmt: skip
+
+
+def reduced_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> Call:
+    """reduce_scatter from one tensor."""
+    what = "reduce_scatter_tensor"
+    _same(what, x, out)
+    check_reduction(op, x.dtype, what)
+    if x.numel() != world_size * out.numel():
+        raise InvalidArgument(
+            f"{what}: the input has {x.numel()} elements; {world_size} ranks with an output of {out.numel()} need "
+            f"{world_size * out.numel()}"
+        )
+    flat = _output(out, what)
+    return Call("reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+
+
+def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> Call:
+    """gather; `outs` is empty on all ranks but `root`."""
+    _same("gather", x, *outs)
+    for i, out in enumerate(outs):
+        if out.numel() != x.numel():
+            raise InvalidArgument(f"gather: output {i} has {out.numel()} elements, the input {x.numel()}")
+    call = Call("gather", _flat(x), None, root=root, count=x.numel(), result=[outs], device=x.device, keep=[x, *outs])
+    if outs:
+        flat = torch.empty(len(outs) * x.numel(), dtype=x.dtype, device=x.device)
+        call.out = flat
+        call.keep.append(flat)
+
+        def finish() -> None:
+            for out, part in zip(outs, flat.chunk(len(outs)) if flat.numel() else [], strict=False):
+                out.copy_(part.view(out.shape))
+
+        call.finish = finish
+    return call
+
+
+def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
+    """scatter; `parts` is empty on all ranks but `root`."""
+    _same("scatter", out, *parts)
+    for i, part in enumerate(parts):
+        if part.numel() != out.numel():
+            raise InvalidArgument(f"scatter: input {i} has {part.numel()} elements, the output {out.numel()}")
+    into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
+    x = torch.cat([_flat(p) for p in parts]) if parts else None
+    return Call(
+        "scatter", x, into, root=root, count=out.numel(), result=[out], device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
+    )  # fmt: skip
+
+
+def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call:
+    """all_to_all of lists, of tensors of any sizes."""
+    _same("all_to_all", outs[0], *outs, *parts)
+    sent, received = [p.numel() for p in parts], [o.numel() for o in outs]
+    flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
+
+    def finish() -> None:
+        for out, part in zip(outs, flat.split(received), strict=True):
+            out.copy_(part.view(out.shape))
+
+    return Call(
+        "all_to_all_v", torch.cat([_flat(p) for p in parts]), flat, splits=(sent, received), result=list(outs),
+        finish=finish, device=flat.device, keep=[flat, *outs, *parts],
+    )  # fmt: skip
+
+
+def exchanged_single(
+    out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], world_size: int
+) -> Call:
+    """all_to_all of one tensor, in rows of dimension 0; without splits, in equal parts."""
+    what = "all_to_all_single"
+    _same(what, x, out)
+    flat = _output(out, what)
+    received = _counts(out, out_splits, world_size, f"{what} output")
+    sent = _counts(x, in_splits, world_size, f"{what} input")
+    return Call(
+        "all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
+    )  # fmt: skip
+
+
+def _counts(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:
+    """Elements per rank."""
+    rows = x.shape[0] if x.dim() else 1
+    if not len(splits):
+        if rows % world_size:
+            raise InvalidArgument(f"{what}: {rows} rows cannot be split evenly over {world_size} ranks; give splits")
+        splits = [rows // world_size] * world_size
+    if len(splits) != world_size or any(n < 0 for n in splits) or sum(splits) != rows:
+        raise InvalidArgument(
+            f"{what}: splits {list(splits)} do not fit {rows} rows and {world_size} ranks: one number per rank is "
+            "needed, and they add up to the rows"
+        )
+    row = math.prod(x.shape[1:])
+    return [n * row for n in splits]

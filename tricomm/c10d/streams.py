@@ -1,0 +1,120 @@
+"""CUDA calls over the kernels: on the caller's stream where it waits anyway, else on a stream of the group's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.futures import Future
+
+from tricomm import env
+from tricomm.c10d.handles import FinishedWork, bounded, failed
+from tricomm.communicator import Communicator
+from tricomm.errors import CollectiveTimeout, TricommError
+from tricomm.gpu import Gpu
+
+_POLL = 5e-5
+
+
+class CudaWork(Work):
+    """A call on the group's stream. `wait` orders the current stream after it and does not block the host.
+
+    With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too.
+    """
+
+    def __init__(
+        self, what: str, result: list[Any], event: Any, future: Any, comm: Communicator, gpu: Gpu, limit: float | None
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._what, self._result, self._event, self._future = what, result, event, future
+        self._comm, self._gpu, self._limit = comm, gpu, limit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._event.wait(self._gpu.stream())
+        limit = bounded(timeout)
+        if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
+            try:
+                self._on_host(limit or self._limit)
+            except TricommError:
+                raise
+            except BaseException as error:
+                self._comm.interrupted(error)
+                raise
+        self._comm.check()
+        return True
+
+    def _on_host(self, limit: float | None) -> None:
+        end = None if limit is None else time.monotonic() + limit
+        while not self._event.query():
+            self._comm.check()
+            if end is not None and time.monotonic() > end:
+                raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
+            time.sleep(_POLL)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Any:
+        try:
+            self._comm.check()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Any]:
+        return self._result
+
+    def get_future(self) -> Any:
+        """Done when the call is launched, as NCCL's; of a group whose fault is known, a failed one."""
+        error = self.exception()
+        return self._future if error is None else failed(error)
+
+
+class Streams:
+    """One group's stream on the device of `comm`."""
+
+    def __init__(self, comm: Communicator) -> None:
+        assert comm.gpu is not None, "calls on a CPU have no streams"
+        self._comm, self._gpu = comm, comm.gpu
+        self._stream: Any = None
+
+    def run(
+        self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
+        timeout: timedelta | None,
+    ) -> Any:  # fmt: skip
+        """Launch `action`; the memory of `keep` is not given to others before the stream has passed it.
+
+        Works whatever device is current, and leaves that as it was.
+        """
+        run = self._gpu.under(self._run) if self._gpu.elsewhere() else self._run
+        return run(action, what, result, keep, async_op, timeout)
+
+    def _run(
+        self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
+        timeout: timedelta | None,
+    ) -> Any:  # fmt: skip
+        gpu = self._gpu
+        if not async_op or gpu.capturing():
+            action()
+            return FinishedWork(result)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(gpu.device)
+        self._stream.wait_stream(gpu.stream())
+        with torch.cuda.stream(self._stream):
+            action()
+            event = gpu.recorded(self._stream)
+            future: Any = Future(devices=[gpu.device])
+            future.set_result(result)  # here, so that the future's event is on this stream
+        for tensor in keep:
+            tensor.record_stream(self._stream)
+        return CudaWork(what, result, event, future, self._comm, gpu, bounded(timeout))

@@ -1,0 +1,119 @@
+"""How groups are made: for `init_process_group`, and over a group that a framework already made; and DDP's hook."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tricomm.c10d import fallback_backends
+from tricomm.c10d.capabilities import agree
+from tricomm.c10d.dispatch import Place
+from tricomm.c10d.process_group import TricommGroup
+from tricomm.c10d.torch_names import c10d
+from tricomm.errors import InvalidArgument
+from tricomm.options import Options
+
+_wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class WrappedGroup(TricommGroup):
+    """A second group over the same native backends. Names are its own: torch keeps them in the backends."""
+
+    def setGroupName(self, name: str) -> None:
+        pass
+
+    def getGroupDesc(self) -> str:
+        return "tricomm over another group"
+
+    def setGroupDesc(self, text: str) -> None:
+        pass
+
+
+def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
+    """A group of the same ranks that goes through tricomm where its kernels cover a call, else through `group`'s own.
+
+    Every rank of `group` calls it. The result goes wherever c10d takes a group (`group=`, `DDP(process_group=)`,
+    `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends the wrapper alone. Wrapping
+    twice gives the same one. Raises `InvalidArgument` where this process is no member, `RendezvousError` where some
+    rank does not come.
+    """
+    if group is None:
+        group = dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise InvalidArgument(f"wrap: a process group that this process is in is needed, found {group!r}")
+    if isinstance(group, TricommGroup):
+        return group
+    found = _wrapped.get(group)
+    world: Any = distributed_c10d._world
+    if found is not None and found in world.pg_map:
+        return found
+    if group not in world.pg_map:
+        raise InvalidArgument(f"wrap: {group!r} was destroyed, or torch.distributed did not make it")
+    return _wrap(group, world, options)
+
+
+def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
+    count = _counts[group] = _counts.get(group, 0) + 1
+    name = f"{group.group_name}/tricomm{count}"
+    backends = {device.type: group._get_backend(device) for device in group._device_types}
+    timeout = next((b.options._timeout for b in backends.values() if hasattr(b, "options")), timedelta(minutes=30))
+    ranks = dist.get_process_group_ranks(group)
+    store = c10d.PrefixStore(name, world.pg_map[group][1])
+    place = Place(store, group.rank(), group.size(), timeout, ranks, name)
+    facts = agree(store, place.rank, place.world_size, timeout.total_seconds())
+    found = WrappedGroup(place, facts, backends, options)
+    found._own = False
+    world.pg_map[found] = ("tricomm", store)
+    world.pg_names[found] = name
+    world.pg_group_ranks[found] = dict(world.pg_group_ranks[group])
+    world.pg_backend_config[found] = world.pg_backend_config[group]
+    world.pg_to_tag[found] = f"tricomm:{name}"
+    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(found)
+    c10d._register_process_group(name, found)
+    _wrapped[group] = found
+    return found
+
+
+def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: the mean of a bucket over tricomm. `model.register_comm_hook(None, tricomm.ddp_hook)`.
+
+    `state` is the group (None: the default one), which keeps its backend; it is wrapped at the first bucket.
+    """
+    group = wrap(state)
+    options = c10d.AllreduceOptions()
+    options.reduceOp = c10d.ReduceOp.AVG
+    future = group.allreduce([bucket.buffer()], options).get_future()
+    return future.then(_first)  # type: ignore[no-any-return]
+
+
+# DDP compares the annotations themselves, which are strings in this file.
+ddp_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+def _first(future: Any) -> torch.Tensor:
+    return future.value()[0]  # type: ignore[no-any-return]
+
+
+def create(opts: Any, pg_options: Any) -> TricommGroup:
+    """Make a group for c10d; called by all its ranks. `pg_options` is a `tricomm.Options`, or None."""
+    if pg_options is not None and not isinstance(pg_options, Options):
+        raise InvalidArgument(f"pg_options={pg_options!r}: tricomm.Options or None is needed")
+    ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
+    name = str(opts.group_id)
+    return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, ranks, name, pg_options)
+
+
+def make(
+    store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str, options: Options | None
+) -> TricommGroup:
+    """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
+    place = Place(c10d.PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
+    facts = agree(place.store, rank, world_size, timeout.total_seconds())
+    backends = fallback_backends.make(place.store, rank, world_size, timeout, ranks, name, facts.members, options)
+    return TricommGroup(place, facts, backends, options)

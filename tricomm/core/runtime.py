@@ -1,0 +1,91 @@
+"""What a group needs from the world that its ranks live in: who runs kernels, who watches, where memory comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tricomm.core.monitor import Monitor
+from tricomm.core.symmetric import nbytes_of
+from tricomm.gpu import Gpu
+from tricomm.kernels.launch import kernel_launch
+from tricomm.policy import user_tables
+from tricomm.policy.tables import Tuned
+from tricomm.store.arena import Arena, open_arena
+from tricomm.store.control import ControlPage
+from tricomm.topology.model import Topology
+
+
+class Runtime(Protocol):
+    """A world of ranks. There are two: processes (or streams) of their own, and tasks of the schedule explorer."""
+
+    @property
+    def no_symmetric(self) -> str | None:
+        """Why there is no symmetric memory, where there is none."""
+
+    def gpu(self, device: torch.device) -> Gpu | None:
+        """The GPU whose streams the kernels run on; None where they are interpreted."""
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        """As `launch.prepare`."""
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+    ) -> kernel_launch.Call:  # fmt: skip
+        """As `launch.bind`."""
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        """Who will watch over a group; not started yet."""
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        """Memory for a tensor on every rank; called by all ranks together."""
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> Tuned | None:
+        """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
+
+
+class Processes:
+    """Ranks that run by themselves."""
+
+    no_symmetric: str | None = None
+
+    def gpu(self, device: torch.device) -> Gpu | None:
+        return Gpu(device) if device.type == "cuda" else None
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        return kernel_launch.prepare(kernel, grid, args, constexprs, device, timeout)
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+    ) -> kernel_launch.Call:  # fmt: skip
+        return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return Monitor(control, timeout, stall_timeout)
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> Tuned | None:
+        return user_tables.agree(control, user_tables.fingerprint(kind, device, control.world_size, topology), timeout)
+
+
+PROCESSES = Processes()

@@ -1,0 +1,142 @@
+"""How the devices of a group are linked, agreed by all of its ranks before any memory is shared."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from uuid import UUID
+
+import torch
+
+from tricomm import env
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.options import Options
+from tricomm.store.control import ControlPage
+from tricomm.topology import discovery, mesh
+from tricomm.topology.model import Topology
+from tricomm.topology.presets import dgx1v
+
+log = logging.getLogger("tricomm")
+_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
+Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
+
+
+@cache
+def _found(uuids: tuple[bytes, ...]) -> discovery.Discovery:
+    """Asked once a process: it takes several hundred calls of NVML, and links do not change."""
+    return discovery.of_devices(uuids)
+
+
+def agree(
+    control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
+    uuid: bytes | None = None,
+) -> Topology | None:  # fmt: skip
+    """The topology of the group's devices, by rank; None where nothing is known, or ranks find different things.
+
+    Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, but in tests. Raises
+    `InvalidArgument` on all ranks where several are on one GPU and one of these has not said that it may be so.
+    """
+    check(options, control.world_size)
+    if device.type != "cuda":
+        return options.topology
+    mine = uuid if uuid is not None else discovery.TorchCuda().device_uuid(device.index)
+    may_share = options.share_device or env.share_device()
+    answers = control.exchange(mine + bytes([may_share]), "device UUIDs", timeout)
+    uuids = tuple(answer[:-1] for answer in answers)
+    _refuse_shared(uuids, [answer[-1] > 0 for answer in answers])
+    if options.topology is not None:
+        return options.topology
+    found = find(uuids)
+    said = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
+    digests = control.exchange(hashlib.sha256(said.encode()).digest(), "topology", timeout)
+    if len(set(digests)) > 1:
+        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
+        return None
+    return found.topology
+
+
+def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
+    """The same on all ranks: raises `InvalidArgument` where ranks are on one GPU without all of them having said so."""
+    for uuid in dict.fromkeys(uuids):
+        ranks = [rank for rank, found in enumerate(uuids) if found == uuid]
+        if len(ranks) > 1 and not all(may_share[rank] for rank in ranks):
+            raise InvalidArgument(
+                f"ranks {', '.join(map(str, ranks))} are on one GPU (UUID {UUID(bytes=uuid)}), where their kernels "
+                "wait for each other in turns; give each rank a GPU of its own (device=, LOCAL_RANK; "
+                "CUDA_VISIBLE_DEVICES may hide some), or say on each of these ranks that it is meant: "
+                "Options(share_device=True) or TRICOMM_SHARE_DEVICE=1"
+            )
+
+
+def agree_on_devices(
+    control: ControlPage, device: torch.device, most_blocks: int | None, timeout: float
+) -> tuple[str, int]:  # fmt: skip
+    """What the ranks' devices have in common, and the largest grid whose blocks are surely resident together on each.
+
+    Called by all ranks together. The first is "cpu", an architecture such as "sm_90", or "cuda" for different ones;
+    the second is at most `most_blocks`.
+    """
+    uuid, architecture, processors = b"cpu", "cpu", layout.MAX_BLOCKS
+    if device.type == "cuda":
+        facts = torch.cuda.get_device_properties(device)
+        uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
+        architecture = f"sm_{facts.major}{facts.minor}"
+    mine = _DEVICE.pack(uuid, architecture.encode(), processors)
+    answers = control.exchange(mine, "device facts", timeout)
+    uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
+    kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
+    most = layout.MAX_BLOCKS
+    if kind != "cpu":  # ranks that share a device share its processors
+        most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
+    return kind, min(most, most_blocks or layout.MAX_BLOCKS)
+
+
+def check(options: Options, world_size: int) -> None:
+    """Refuse a topology of another number of devices; raises `InvalidArgument`."""
+    if options.topology is not None and len(options.topology) != world_size:
+        raise InvalidArgument(
+            f"Options.topology is of {len(options.topology)} devices, the group has {world_size} ranks; one device a "
+            "rank is needed, as Topology.of(devices) gives"
+        )
+
+
+def places(topology: Topology | None, world_size: int) -> tuple[mesh.Place, ...] | None:
+    """Who is where in a hybrid cube mesh; on other links, or unknown ones, as on a DGX-1V. None unless eight ranks."""
+    if world_size != mesh.RANKS:
+        return None
+    found = mesh.tables(topology) if topology is not None else None
+    return found or mesh.tables(dgx1v())
+
+
+def group_table(
+    rank: int, bases: Sequence[int], control: int, memory: layout.Layout, topology: Topology | None, first_epoch: int
+) -> list[int]:  # fmt: skip
+    """The words of the group table at the head of an arena: who this rank is, and where everything lies.
+
+    `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.
+    """
+    values = [0] * (layout.HEADERS // 8)
+    values[layout.RANK], values[layout.CONTROL], values[layout.EPOCH] = rank, control, first_epoch
+    values[layout.LL_BASE], values[layout.LL_ROOM] = memory.ll, memory.ll_room
+    values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = memory.simple, memory.simple_room
+    values[layout.LINES], values[layout.CHANNELS] = memory.lines, memory.channels
+    values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = memory.slots, memory.slot
+    values[layout.PEERS : layout.PEERS + len(bases)] = bases
+    by_rank = places(topology, len(bases))
+    if by_rank is not None:
+        here = by_rank[rank]
+        values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
+        values[layout.OTHER : layout.OTHER + 4] = by_rank[here.relay].quad_by_position
+        values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(rank)
+    return values
+
+
+def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
+    """Whose memory `rank` maps on a hybrid cube mesh where not every rank can reach every other one's; else None."""
+    if topology is None or topology.all_peers or mesh.tables(topology) is None:
+        return None
+    return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))

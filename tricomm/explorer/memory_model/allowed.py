@@ -1,0 +1,38 @@
+"""Accesses of tricomm's own primitives that the detector's rules would refuse, each with the reason why it is right.
+
+put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
+            3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
+get_ll      A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
+            word is one naturally aligned 64-bit access that carries its own flag: whoever sees the flag has the
+            payload, so it needs no order with any other word. What it does need, that nobody overwrites a word before
+            its reader has taken it, is checked instead (`Detector._ll_overwritten`).
+enter,      The busy word of a rank's own table: all blocks of a launch store the same value, whoever reads it takes
+leave       any of them, and a foreign value, which is what it is read for, is reported whichever way it came.
+"""
+
+from __future__ import annotations
+
+from tricomm.explorer.memory_model.source_lines import Site
+from tricomm.kernels import primitives
+from tricomm.kernels.device import channels
+
+_files = {primitives.__file__, channels.__file__}
+
+
+def copy_of(file: str) -> None:
+    """Let another copy of `kernels/primitives.py` or `channels.py` have the same rights (for mutants of it)."""
+    _files.add(file)
+
+
+def is_ll(site: Site) -> bool:
+    file, name = site.function
+    return name in ("put_ll", "get_ll") and file in _files
+
+
+def is_busy_word(site: Site) -> bool:
+    file, name = site.function
+    return name in ("enter", "leave") and file in _files
+
+
+def may_stay_unread(site: Site) -> bool:
+    return any(name == "give_back" and file in _files for file, _, name in site.chain)

@@ -1,0 +1,343 @@
+"""Finds what the order of accesses does not promise, whatever the schedule made of it.
+
+Every access is compared with what was last done to the same bytes (`shadow`), under what its block knows (`clocks`).
+Two conflicting accesses that nothing orders are a race in this schedule and in others; that this schedule happened to
+do them in one order does not matter.
+
+A strong access (an atomic, a volatile load) may meet another strong one of the same size, if the scopes of both
+include both. Everything else has to be ordered.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.memory_model import allowed
+from tricomm.explorer.memory_model.clocks import SEEN, STRICT, THREAD, Message, Thread
+from tricomm.explorer.memory_model.regions import Array, Place, Region
+from tricomm.explorer.memory_model.shadow import PLAIN, SCOPES, Clash, Index, Shadow
+from tricomm.explorer.memory_model.source_lines import Site
+from tricomm.explorer.report import diagnosis
+from tricomm.explorer.report.findings import Finding, Record
+from tricomm.explorer.schedule.tasks import Launch, Task
+from tricomm.kernels import layout
+from tricomm.kernels.launch.memory_access import Access
+
+_MOST = 20
+_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
+_RELEASES = ("release", "acq_rel")
+
+
+@dataclass(slots=True)
+class Stamp:
+    """A store at the moment at which its block made it, for when it reaches memory later."""
+
+    thread: Thread
+    record: int
+    message: int
+    time: int
+
+
+class Detector:
+    """The happens-before checks of one execution of `world_size` ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self.findings: list[Finding] = []
+        self.records: list[Record] = []
+        self.step = 0
+        self._slots = 4 * world_size
+        self._threads: dict[tuple[int, int], Thread] = {}
+        self._messages: list[Message] = []
+        self._ranks = np.zeros(self._slots, np.int32)
+        self._meetings: dict[int, list[Array]] = {}
+        self._shadowed: list[Region] = []
+        for rank in range(world_size):
+            self.thread(rank, -1)
+
+    # Who knows what
+
+    def thread(self, rank: int, block: int) -> Thread:
+        """The clock of a block, or of a rank's host code (block -1)."""
+        found = self._threads.get((rank, block))
+        if found is None:
+            slot = len(self._threads)
+            if slot >= self._slots:
+                self._widen()
+            self._ranks[slot] = rank
+            found = self._threads[rank, block] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
+        return found
+
+    def begin(self, launch: Launch) -> None:
+        """A launch begins with what its rank's host code knows, earlier launches included."""
+        host = self.thread(launch.rank, -1)
+        blocks = [self.thread(task.rank, task.block) for task in launch.blocks]  # may make room for more clocks
+        known = host.now
+        host.tick()
+        for block in blocks:
+            block.begin(known)
+
+    def end(self, launch: Launch) -> None:
+        host = self.thread(launch.rank, -1)
+        for task in launch.blocks:
+            np.maximum(host.now, self.thread(task.rank, task.block).finish(), out=host.now)
+        host.tick()
+
+    def met(self, rank: int, step: int, after: bool) -> None:
+        """Host code has come to exchange number `step` of the group, or has left it with everybody's answer."""
+        host = self.thread(rank, -1)
+        if not after:
+            self._meetings.setdefault(step, []).append(host.now.copy())
+            host.tick()
+        else:
+            for known in self._meetings[step]:
+                np.maximum(host.now, _fitting(known, self._slots), out=host.now)
+
+    def barrier(self, task: Task) -> None:
+        self.thread(task.rank, task.block).barrier()
+
+    # Accesses
+
+    def access(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> None:
+        """An access that has been done; `changed` is False for a read-modify-write that left everything as it was."""
+        thread = self.thread(task.rank, task.block)
+        record = self._note(task, access, places, site, changed)
+        time = _time(thread, access)
+        if access.reads:
+            for place in places:
+                self._read(thread, access, place, record, time)
+        if access.writes and (changed or access.sem in _RELEASES):
+            message = self._message(thread, access, places, site) if access.sem is not None else -1
+            for place in places:
+                self._write(thread, access, place, record, message, changed, time)
+
+    def stamp(self, task: Task, access: Access, places: list[Place], site: Site) -> Stamp:
+        """A store that its block has made and that has not reached memory yet."""
+        thread = self.thread(task.rank, task.block)
+        frozen = copy(thread)
+        frozen.now, frozen.joins = thread.now.copy(), list(thread.joins)
+        record = self._note(task, access, places, site, True)
+        message = self._message(thread, access, places, site) if access.sem is not None else -1
+        return Stamp(frozen, record, message, frozen.time)
+
+    def held(self, stamp: Any, access: Access, places: list[Place]) -> None:
+        """Now it does, or some of its elements."""
+        thread = stamp.thread
+        if thread.now.shape[1] < self._slots:
+            for name in ("now", "birth", "fenced", "pending"):
+                setattr(thread, name, _fitting(getattr(thread, name), self._slots))
+        for place in places:
+            self._write(thread, access, place, stamp.record, stamp.message, True, stamp.time)
+
+    def host_access(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
+        """Host code has read or written shared memory."""
+        thread = self.thread(rank, -1)
+        nothing = np.zeros(0, bool)
+        access = Access("store" if write else "load", nothing, offsets, itemsize, None, None, lambda lanes: None)
+        label = region.label(int(offsets[0]))
+        place = Place(region, offsets)
+        self.records.append(
+            Record(self.step, rank, -1, 0, access.kind, None, None, site, label, len(offsets), itemsize, region.rank)
+        )
+        if write:
+            self._write(thread, access, place, len(self.records) - 1, -1, True, thread.time)
+        else:
+            self._read(thread, access, place, len(self.records) - 1, thread.time)
+
+    def out_of_bounds(self, task: Task, access: Access, site: Site, text: str) -> None:
+        record = Record(
+            self.step, task.rank, task.block, _number(task), access.kind, access.sem, access.scope, site, "nowhere",
+            len(access.addresses), access.itemsize, -1,
+        )  # fmt: skip
+        self.records.append(record)
+        self.report(diagnosis.out_of_bounds(record, text))
+
+    def report(self, finding: Finding) -> None:
+        """Keep a finding, unless the same two lines have been found at odds already."""
+        if len(self.findings) < _MOST and all(f.key != finding.key for f in self.findings):
+            self.findings.append(finding)
+
+    def leftovers(self, arenas: list[Region]) -> None:
+        """At the end of an execution in which all went well: flags that nobody has read, words not as they were."""
+        for region in self._shadowed:
+            shadow = region.shadow
+            # A word that is 0, as memory begins, is at rest: a lock let go, a signal taken back.
+            left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
+            for start in left.tolist():
+                record = self.records[shadow.record[start // shadow.granule]]
+                if allowed.may_stay_unread(record.site):
+                    continue
+                if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
+                    self.report(diagnosis.leftover(record, region.label(start)))
+                    break
+        epochs = []
+        for region in arenas:
+            words = region.bytes[: layout.HEADERS].view(np.int64)
+            epochs.append(int(words[layout.EPOCH]))
+            for word, name in _AT_REST.items():
+                if words[word]:
+                    self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
+        if len(set(epochs)) > 1:
+            self.report(diagnosis.epochs_differ(epochs))
+
+    # Inside
+
+    def _note(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> int:
+        place = places[0]
+        self.records.append(
+            Record(
+                self.step,
+                task.rank,
+                task.block,
+                _number(task),
+                access.kind if changed or not access.writes else "load",
+                access.sem,
+                access.scope,
+                site,
+                place.region.label(int(place.offsets[0])),
+                len(access.addresses),
+                access.itemsize,
+                place.region.rank,
+            )  # fmt: skip
+        )
+        return len(self.records) - 1
+
+    def _shadow(self, region: Region) -> Shadow:
+        if region.shadow is None:
+            region.shadow = Shadow(region.nbytes, self._slots)
+            if region.shared:
+                self._shadowed.append(region)
+        elif region.shadow.slots < self._slots:
+            region.shadow.widen(self._slots)
+        return region.shadow  # type: ignore[no-any-return]
+
+    def _read(self, thread: Thread, access: Access, place: Place, record: int, time: int) -> None:
+        shadow = self._shadow(place.region)
+        index = shadow.index(place.offsets, access.itemsize)
+        known, strong = thread.now[STRICT], access.sem is not None
+        unordered = shadow.unordered_write(index, known)
+        if unordered.any():
+            self._clashed(thread, access, shadow, index, unordered, record, strong)
+        if not strong:
+            if place.region.shared and (shadow.writer[index] < 0).any():
+                self.report(diagnosis.uninitialised(self.records[record]))
+        else:
+            for number in np.unique(shadow.message[index]).tolist():
+                if number >= 0:
+                    message = self._fit(self._messages[number])
+                    thread.observe(message, access.sem or "", access.scope or "", self.records[record].site)
+            shadow.take(index, thread.slot, thread.time)
+        shadow.note_read(index, thread.slot, time, record, strong)
+
+    def _write(
+        self, thread: Thread, access: Access, place: Place, record: int, message: int, changed: bool, time: int
+    ) -> None:
+        shadow = self._shadow(place.region)
+        index = shadow.index(place.offsets, access.itemsize)
+        if not changed:  # a read-modify-write that only hands on
+            shadow.message[index] = message
+            return
+        known, strong = thread.now[STRICT], access.sem is not None
+        site = self.records[record].site
+        if self._busy(place, site):
+            return
+        unordered = shadow.unordered_write(index, known)
+        if unordered.any():
+            self._clashed(thread, access, shadow, index, unordered, record, strong)
+        clash = shadow.clash_with_read(index, known, strong=not strong)
+        if clash is not None:
+            self._race(thread, clash, record)
+        if allowed.is_ll(site):
+            self._ll_overwritten(thread, shadow, index, record)
+        scope = SCOPES[access.scope or "sys"] if strong else PLAIN
+        shadow.note_write(index, thread.slot, time, record, scope, access.itemsize)
+        if strong:
+            shadow.message[index] = message
+            # A counter's last ticket need not be read by anybody; a signal must be.
+            shadow.taken[index] = access.kind == "rmw" and access.op != "XCHG"
+            if allowed.is_ll(site) and not _any_byte(place, access.itemsize):  # a cleared word is no message
+                shadow.taken[index], shadow.taking[index], shadow.cleared[index] = True, 0, True
+
+    def _clashed(
+        self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int, strong: bool
+    ) -> None:
+        """The last write is not ordered before this access: a race, unless both are strong and fit together."""
+        if strong:
+            unordered = unordered & self._misfits(thread, access, shadow, index)
+            if not unordered.any():
+                return
+        clash = shadow.clash_with_write(index, unordered)
+        self._race(thread, clash, record)
+
+    def _misfits(self, thread: Thread, access: Access, shadow: Shadow, index: Index) -> Array:
+        """Where a strong access and the last write may not meet unordered."""
+        scope, owner = shadow.scope[index], self._ranks[shadow.writer[index]]
+        narrow = np.minimum(scope, SCOPES[access.scope or "sys"])
+        apart = (narrow < SCOPES["sys"]) & (owner != thread.rank) | (narrow < SCOPES["gpu"])
+        return (scope == PLAIN) | (shadow.size[index] != access.itemsize) | apart  # type: ignore[no-any-return]
+
+    def _race(self, thread: Thread, clash: Clash, record: int) -> None:
+        self.report(diagnosis.race(thread, clash, self.records[clash.record], self.records[record]))
+
+    def _ll_overwritten(self, thread: Thread, shadow: Shadow, index: Index, record: int) -> None:
+        """An LL word may be overwritten only by who knows that it was read: the reader says so in its next header."""
+        lost = ~shadow.taken[index]
+        early = shadow.taking[index] > thread.now[SEEN][shadow.taker[index]]
+        for which, never in ((lost, True), (early & ~lost, False)):
+            if which.any():
+                clash = shadow.clash_with_write(index, which)
+                self.report(diagnosis.ll_overwritten(self.records[clash.record], self.records[record], never))
+                return
+        # The block's reduction over what its lanes have acquired stands for a block barrier here.
+        late = shadow.cleared[index] & shadow.unordered_write(index, thread.now[THREAD])
+        if late.any():
+            clash = shadow.clash_with_write(index, late)
+            self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))
+
+    def _busy(self, place: Place, site: Site) -> bool:
+        return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY
+
+    def _message(self, thread: Thread, access: Access, places: list[Place], site: Site) -> int:
+        before = None
+        if access.kind != "store" and access.op != "XCHG":
+            for place in places:
+                shadow = self._shadow(place.region)
+                numbers = np.unique(shadow.message[shadow.index(place.offsets, access.itemsize)]).tolist()
+                before = next((self._fit(self._messages[n]) for n in numbers if n >= 0), before)
+        self._messages.append(thread.publish(access.sem or "", access.scope or "", site, before))
+        return len(self._messages) - 1
+
+    def _fit(self, message: Message) -> Message:
+        if message.any.shape[0] < self._slots:
+            message.any, message.seen = _fitting(message.any, self._slots), _fitting(message.seen, self._slots)
+            for part in message.parts:
+                part.strict, part.thread = _fitting(part.strict, self._slots), _fitting(part.thread, self._slots)
+        return message
+
+    def _widen(self) -> None:
+        self._slots *= 2
+        self._ranks = _fitting(self._ranks, self._slots)
+        for thread in self._threads.values():
+            for name in ("now", "birth", "fenced", "pending"):
+                setattr(thread, name, _fitting(getattr(thread, name), self._slots))
+
+
+def _fitting(clock: Array, slots: int) -> Array:
+    missing = slots - clock.shape[-1]
+    return clock if missing <= 0 else np.pad(clock, [(0, 0)] * (clock.ndim - 1) + [(0, missing)])
+
+
+def _time(thread: Thread, access: Access) -> int:
+    """When a write counts as made. A flag that releases does so with its own lane, which need not wait for others."""
+    return int(thread.fenced[thread.slot]) if access.sem in _RELEASES else thread.time
+
+
+def _number(task: Task) -> int:
+    return task.launch.number if task.launch is not None else 0
+
+
+def _any_byte(place: Place, itemsize: int) -> bool:
+    return bool(place.region.bytes[place.offsets[:, None] + np.arange(itemsize)].any())

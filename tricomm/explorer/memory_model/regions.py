@@ -1,0 +1,162 @@
+"""What the ranks of one execution can reach: named regions, and where in them an access goes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tricomm.kernels import layout
+from tricomm.store.local_arena import host_view
+
+Array = NDArray[Any]
+
+_TABLE = {
+    layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_ROOM: "ll_room",
+    layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_ROOM: "simple_room", layout.EPOCH: "epoch",
+    layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.LINES: "lines", layout.SLOT_DATA: "slot_data",
+    layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
+    layout.MESSAGE_ARRIVALS: "message_arrivals",
+}  # fmt: skip
+_CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
+
+
+@dataclass(eq=False)
+class Region:
+    """A run of bytes. `kind` is arena, symmetric, control (the host's words, not examined) or private (one launch's).
+
+    `rank` is whose memory it is; `plan` is how an arena is divided."""
+
+    kind: str
+    rank: int
+    base: int
+    nbytes: int
+    name: str
+    plan: layout.Layout | None = None
+    shadow: Any = None
+    bytes: Array = field(init=False, repr=False)  # a repr that comes late would read memory that is gone
+
+    def __post_init__(self) -> None:
+        self.end = self.base + self.nbytes
+        self.bytes = host_view(self.base, self.nbytes)
+
+    @property
+    def shared(self) -> bool:
+        """True where other ranks' kernels reach it."""
+        return self.kind in ("arena", "symmetric")
+
+    def label(self, offset: int) -> str:
+        """What lies at byte `offset`, for people."""
+        if self.plan is None:
+            return f"{self.name} byte {offset}"
+        return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
+
+    def constant(self, lowest: int, highest: int) -> bool:
+        """True for words of a group table that no kernel writes: reading them is no event."""
+        return (
+            self.plan is not None
+            and highest < layout.HEADERS
+            and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
+        )
+
+
+def _arena_label(plan: layout.Layout, offset: int) -> str:
+    if offset < layout.HEADERS:
+        word = offset // 8
+        peer = f"peer {word - layout.PEERS}" if word >= layout.PEERS else f"word {word}"
+        return f"group table, {_TABLE.get(word, peer)}"
+    if offset < plan.ll:
+        row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
+        row, source = divmod(row, plan.world_size)
+        return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
+    if offset >= plan.lines:
+        return _message_label(plan, offset)
+    kind, start = ("ll", plan.ll) if offset < plan.simple else ("simple", plan.simple)
+    part, at = divmod(offset - start, plan.ll_room if kind == "ll" else plan.simple_room)
+    return f"{kind} mailbox, parity {part // plan.world_size}, from rank {part % plan.world_size}, byte {at}"
+
+
+def _message_label(plan: layout.Layout, offset: int) -> str:
+    if offset < plan.slots:
+        line, at = divmod(offset - plan.lines, layout.LINE)
+        rank, channel = divmod(line, plan.channels)
+        word, heads = at // 8, 2 * layout.SLOTS
+        own = {layout.SENT: "number to send", layout.NEXT: "number to take", layout.TAKEN: "taken ahead",
+               layout.PLAIN: "slots with plain data"}  # fmt: skip
+        name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
+        return f"messages with rank {rank}, channel {channel}, {name}"
+    slot, at = divmod(offset - plan.slots, plan.slot)
+    queue, slot = divmod(slot, layout.SLOTS)
+    return f"messages from rank {queue // plan.channels}, channel {queue % plan.channels}, slot {slot}, byte {at}"
+
+
+@dataclass(slots=True)
+class Place:
+    """The part of an access that lies in one region: `offsets` (int64, bytes) of its elements.
+
+    `lanes` picks them among the access's elements; None: all of them."""
+
+    region: Region
+    offsets: Array
+    lanes: Array | None = None
+
+
+class Memory:
+    """All regions of one execution."""
+
+    def __init__(self) -> None:
+        self._regions: list[Region] = []
+        self._bases: list[int] = []
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._regions)
+
+    def add(self, region: Region) -> None:
+        at = bisect.bisect(self._bases, region.base)
+        self._regions.insert(at, region)
+        self._bases.insert(at, region.base)
+
+    def remove(self, base: int) -> None:
+        at = bisect.bisect(self._bases, base) - 1
+        if at >= 0 and self._bases[at] == base:
+            del self._regions[at], self._bases[at]
+
+    def region(self, low: int, high: int, private: list[Region]) -> Region | None:
+        """The region that holds all bytes from `low` to before `high`."""
+        at = bisect.bisect(self._bases, low) - 1
+        if at >= 0 and high <= self._regions[at].end:
+            return self._regions[at]
+        return next((r for r in private if r.base <= low and high <= r.end), None)
+
+    def places(self, addresses: Array, itemsize: int, private: list[Region]) -> list[Place] | int:
+        """Where the elements lie, one place a region; the first address that lies nowhere, if there is one."""
+        low, high = int(addresses.min()), int(addresses.max()) + itemsize
+        whole = self.region(low, high, private)
+        if whole is not None:
+            return [Place(whole, (addresses - np.uint64(whole.base)).astype(np.int64))]
+        found: dict[int, tuple[Region, list[int]]] = {}
+        for lane, address in enumerate(addresses.tolist()):
+            region = self.region(address, address + itemsize, private)
+            if region is None:
+                return int(address)
+            found.setdefault(id(region), (region, []))[1].append(lane)
+        places = []
+        for region, chosen in found.values():
+            lanes = np.zeros(len(addresses), bool)
+            lanes[chosen] = True
+            places.append(Place(region, (addresses[lanes] - np.uint64(region.base)).astype(np.int64), lanes))
+        return places
+
+    def nearest(self, address: int, private: list[Region]) -> str:
+        """Which known memory an address that lies nowhere is closest to."""
+        known = [*self._regions, *private]
+        if not known:
+            return "no memory is known"
+        region = min(known, key=lambda r: max(r.base - address, address - r.end))
+        gap = region.base - address if address < region.base else address - region.end
+        side = "before" if address < region.base else "past the end of"
+        return f"{gap} bytes {side} {region.name}"

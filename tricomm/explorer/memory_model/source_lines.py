@@ -1,0 +1,98 @@
+"""Which line of a kernel is running: the device functions on the stack, innermost first."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+
+import greenlet
+import numpy as np
+import torch
+import triton
+
+from tricomm.kernels.launch import interpreter, memory_access, triton_adapter
+
+_HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, np, torch, greenlet)) + tuple(
+    str(Path(m.__file__ or "")) for m in (memory_access, triton_adapter, interpreter)
+)
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_HERE = str(Path(__file__).parent)
+_ROOT = interpreter.Program.__call__.__code__
+_PACKAGE = str(Path(interpreter.__file__).parent.parent)
+_KERNELS = str(Path(interpreter.__file__).parent)
+_hidden: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a kernel: (file, line, function) of the access and of what called it, up to the kernel itself."""
+
+    chain: tuple[tuple[str, int, str], ...]
+
+    @cached_property
+    def where(self) -> str:
+        """file:line in the file of the kernel that was launched: its own line, or its call of a helper elsewhere."""
+        if not self.chain:
+            return "?"
+        home = self.chain[-1][0]
+        file, line, _ = next(entry for entry in self.chain if entry[0] == home)
+        return f"{file}:{line}"
+
+    @property
+    def short(self) -> str:
+        """`where` without the folders."""
+        file, _, line = self.where.rpartition(":")
+        return f"{Path(file).name}:{line}" if file else self.where
+
+    @cached_property
+    def text(self) -> str:
+        """The whole chain, outermost first."""
+        return " > ".join(f"{Path(f).name}:{line} {function}" for f, line, function in reversed(self.chain)) or "?"
+
+    @property
+    def function(self) -> tuple[str, str]:
+        """(file, name) of the innermost device function."""
+        return (self.chain[0][0], self.chain[0][2]) if self.chain else ("", "")
+
+
+def is_users(file: str) -> bool:
+    """True for kernels, and for code that is neither tricomm's own nor an installed library's."""
+    kernels = file.startswith(_KERNELS) and not file.startswith(_HIDDEN)
+    return kernels or not file.startswith((*_HIDDEN, *_LIBRARIES, _PACKAGE, "<"))
+
+
+NOWHERE = Site(())
+_sites: dict[tuple[tuple[str, int, str], ...], Site] = {}
+
+
+def current() -> Site:
+    """The site of the access that is being made."""
+    frame: FrameType | None = sys._getframe(1)
+    key = []
+    while frame is not None and frame.f_code is not _ROOT:
+        file = frame.f_code.co_filename
+        hidden = _hidden.get(file)
+        if hidden is None:
+            hidden = _hidden[file] = file.startswith((*_HIDDEN, _HERE))
+        if not hidden:
+            key.append((file, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    found = _sites.get(tuple(key))
+    if found is None:
+        found = _sites[tuple(key)] = Site(tuple(key))
+    return found
+
+
+def of_host() -> Site:
+    """The user's line that is running on the host: the innermost frame outside of tricomm and torch."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(name):
+            return Site(((name, frame.f_lineno, frame.f_code.co_name),))
+        frame = frame.f_back
+    return NOWHERE

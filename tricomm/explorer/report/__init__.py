@@ -1,0 +1,1 @@
+"""Findings, in words, in files and as pictures."""

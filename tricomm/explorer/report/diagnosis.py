@@ -1,0 +1,148 @@
+"""From two accesses that nothing orders to words: what they are, which ordering is missing, and what would give it."""
+
+from __future__ import annotations
+
+from tricomm.explorer.memory_model.clocks import ANY, SEEN, STRICT, THREAD, Joined, Part, Thread
+from tricomm.explorer.memory_model.shadow import Clash
+from tricomm.explorer.report.findings import Finding, Record
+
+_STRONG = ("acquire", "release", "acq_rel", "relaxed")
+
+
+def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
+    """`second`, which `thread` makes now, conflicts with `first`, and its block does not know of `first`."""
+    written = second.kind != "load"
+    name = "write-after-write" if clash.written and written else "read-after-write"
+    name = name if clash.written else "write-after-read"
+    mixed = ""
+    if (first.sem is None) != (second.sem is None):
+        mixed = ", an atomic against a plain access"
+    elif first.sem is not None and first.itemsize != second.itemsize:
+        mixed = f", atomics of different sizes ({first.itemsize} and {second.itemsize} bytes)"
+    kind, advice = _missing(thread, clash, first, second)
+    text = f"{name}{mixed} on {second.place}: {_said(first)}; then {_said(second)}; nothing orders the two"
+    return _finding(kind, (first, second), text, advice)
+
+
+def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tuple[str, str]:
+    slot, time = clash.slot, clash.time
+    if first.sem is not None and second.sem is not None and first.itemsize == second.itemsize:
+        return "scope", _wider(first, second)
+    join = next((j for j in thread.joins if j.seen[slot] >= time), None)
+    if join is None or time > thread.now[SEEN][slot]:
+        return "race", _flag_needed(clash, first, second)
+    part = next((p for p in join.parts if p.slot == slot), join.parts[-1])
+    flag = (
+        f"the flag stored at {part.site.short} ({part.sem}, .{part.scope}) and read at {join.site.short} "
+        f"({join.sem}, .{join.scope})"
+    )
+    if time <= thread.now[THREAD][slot]:
+        return "race", _block_barrier(thread, slot, time, flag, part, join)
+    if time <= thread.now[ANY][slot]:
+        return "scope", f"{flag} would order them if its scope reached both ranks: say scope='sys' at both ends"
+    return "race", f"{flag} would order them, but {_weak(part, join)}"
+
+
+def _block_barrier(thread: Thread, slot: int, time: int, flag: str, part: Part, join: Joined) -> str:
+    if time <= max(thread.now[STRICT][slot], thread.pending[slot]):
+        return (
+            f"{flag} orders only the thread that read it; the block's other threads run on: put tl.debug_barrier() "
+            f"after the acquire at {join.site.short}"
+        )
+    return (
+        f"{flag} releases only what came before the last block barrier: put tl.debug_barrier() before the release at "
+        f"{part.site.short}, so that the whole block's accesses are behind it"
+    )
+
+
+def _weak(part: Part, join: Joined) -> str:
+    wrong = []
+    if part.sem not in ("release", "acq_rel"):
+        wrong.append(
+            f"the store at {part.site.short} is {part.sem}: make it sem='release', behind a tl.debug_barrier()"
+        )
+    if join.sem not in ("acquire", "acq_rel"):
+        wrong.append(
+            f"the load at {join.site.short} is {join.sem}: make it sem='acquire', with a tl.debug_barrier() after it"
+        )
+    return " and ".join(wrong) or "the release that it continues is not of this access"
+
+
+def _wider(first: Record, second: Record) -> str:
+    return (
+        f"atomics meet only where the scopes of both include both: .{first.scope} and .{second.scope} do not; say "
+        "scope='sys' for memory that other ranks touch"
+    )
+
+
+def _flag_needed(clash: Clash, first: Record, second: Record) -> str:
+    a, b = f"rank {first.rank}", f"rank {second.rank}"
+    if clash.written and second.kind == "load":
+        return (
+            f"no flag tells {b} that {a} has written: let {a} release one after its store (tl.debug_barrier(), then a "
+            f"store with sem='release', scope='sys') and {b} acquire it before its load"
+        )
+    if clash.written:
+        return f"no flag tells {b} that {a} has finished with this memory: let {a} release one that {b} acquires first"
+    return (
+        f"no flag tells {b} that {a} has read: a trailing barrier would, or two buffers used in turn, so that {b} "
+        "writes only after it has acquired a flag that was released after the read"
+    )
+
+
+def ll_overwritten(first: Record, second: Record, never: bool) -> Finding:
+    state = "before anybody had read it" if never else "while its reader may still be polling for it"
+    text = f"LL word overwritten {state}, {second.place}: {_said(first)}; then {_said(second)}"
+    advice = (
+        "write an epoch's words only after the reader's header of the epoch between has been seen (wait_headers), and "
+        "rotate the mailboxes by the epoch's parity"
+    )
+    return _finding("race", (first, second), text, advice)
+
+
+def zero_may_come_late(first: Record, second: Record) -> Finding:
+    """An LL word is written over a zero that may still be on its way."""
+    text = f"the zero of a clearing may still land on an LL word, {second.place}: {_said(first)}; then {_said(second)}"
+    advice = "release the header that follows a clearing, and acquire it before the word is written"
+    return _finding("race", (first, second), text, advice)
+
+
+def uninitialised(record: Record) -> Finding:
+    text = f"{_said(record)} from {record.place}, which nobody has ever written"
+    advice = "write it first, or wait for who does; where the zeros that memory starts with are meant, store them"
+    return _finding("uninitialised", (record,), text, advice)
+
+
+def out_of_bounds(record: Record, text: str) -> Finding:
+    return _finding("out_of_bounds", (record,), text, "mask the lanes that have no element, and check the offsets")
+
+
+def leftover(record: Record, place: str) -> Finding:
+    text = f"{_said(record)} to {place}, and nobody has read it when all is over"
+    return _finding("leftover", (record,), text, "the next call may take it for its own: wait for every signal sent")
+
+
+def dirty_word(rank: int, name: str, value: int) -> Finding:
+    text = f"rank {rank}'s {name} word is {value} when all is over, not 0"
+    return Finding("leftover", (rank,), (), text, "a launch has not ended as `leave` ends one")
+
+
+def epochs_differ(epochs: list[int]) -> Finding:
+    text = f"the ranks' epochs differ when all is over: {epochs}"
+    advice = "every rank must advance by the same number of chunks"
+    return Finding("leftover", tuple(range(len(epochs))), (), text, advice)
+
+
+def _said(record: Record) -> str:
+    return f"{record.who}: {record.what} of {record.count} x {record.itemsize} bytes ({record.site.text})"
+
+
+def _finding(kind: str, records: tuple[Record, ...], text: str, advice: str) -> Finding:
+    return Finding(
+        kind,
+        tuple(r.rank for r in records),
+        tuple(r.site.where for r in records),
+        text,
+        advice,
+        accesses=tuple(r.as_json() for r in records),
+    )

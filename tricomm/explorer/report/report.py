@@ -1,0 +1,125 @@
+"""What a campaign came to, in memory and in a file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import triton
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.world.execution import Subject
+from tricomm.options import Options
+
+if TYPE_CHECKING:
+    from tricomm.explorer.campaign import Plan
+
+SCHEMA = 1
+
+
+@dataclass
+class Report:
+    """The outcome of `tricomm.check`.
+
+    ok        True where no schedule showed anything wrong
+    findings  what was found, the first first
+    ran       schedules that were run; `complete`: none of those asked for is missing
+    steps     accesses to symmetric memory, over all of them; `seconds` they took
+    subject   what was checked, for `tricomm check --replay`
+    """
+
+    world_size: int
+    strategy: str
+    schedules: int | None
+    preemptions: int
+    seed: int
+    faults: tuple[str, ...]
+    residency: int | None
+    options: dict[str, Any]
+    subject: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+    ran: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+    identical: bool | None = None
+
+    @classmethod
+    def of(cls, subject: Subject, plan: Plan) -> Report:
+        fn = subject.fn
+        code = getattr(fn, "__code__", None)
+        file = getattr(code, "co_filename", None)
+        name = {"file": file, "function": getattr(fn, "__qualname__", repr(fn)), "sha256": digest(file)}
+        name = getattr(fn, "subject", name)
+        return cls(
+            subject.world_size, plan.strategy, plan.schedules, plan.preemptions, plan.seed, plan.faults,
+            subject.residency, asdict(subject.options), name, identical=plan.identical,
+        )  # fmt: skip
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        versions = {"python": platform.python_version(), "triton": triton.__version__}
+        values = {**asdict(self), "findings": [f.as_json() for f in self.findings]}
+        return {
+            "schema": SCHEMA,
+            "tool": "tricomm check",
+            "simulated": True,
+            "versions": versions,
+            "ok": self.ok,
+            **values,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read what `save` wrote; raises `InvalidArgument` for a file that is something else."""
+        try:
+            values = json.loads(Path(path).read_text())
+            if values["schema"] != SCHEMA or values["tool"] != "tricomm check":
+                raise ValueError(f"schema {values['schema']!r} of {values['tool']!r}")
+            findings = [Finding.from_json(f) for f in values["findings"]]
+            Options(**values["options"])
+            if not isinstance(values["subject"], dict):
+                raise TypeError(f"subject {values['subject']!r}")
+            fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
+            return cls(**fields, findings=findings, faults=tuple(values["faults"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidArgument(f"{path}: no report of tricomm check ({type(error).__name__}: {error})") from None
+
+    def __str__(self) -> str:
+        ran = f"{self.ran} schedules ({self.strategy}), {self.steps} steps, {self.seconds:.1f} s, simulated"
+        if self.ok:
+            all_of_them = ", all there are" if self.strategy == "exhaustive" and self.complete else ""
+            return f"no finding in {ran}{all_of_them}"
+        lines = [f"{len(self.findings)} finding(s) in {ran}"]
+        for n, f in enumerate(self.findings, 1):
+            lines += [f"{n}. {f}", f"   ranks {list(f.ranks)}, schedule {f.schedule}, seed {f.seed}"]
+            lines.append(f"   {_choices(f)}")
+        return "\n".join(lines)
+
+
+def digest(file: str | None) -> str | None:
+    """What tells two states of a file apart; None where there is none to read."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    except OSError:
+        return None
+
+
+def _choices(finding: Finding) -> str:
+    choices = finding.execution.choices
+    if not choices:
+        return "no choice needed: every block runs on for as long as it can"
+    shown = ", ".join(f"{step}: {task}" for step, task in choices[:12])
+    return f"choices (step: task) {shown}" + (f", ... {len(choices)} in all" if len(choices) > 12 else "")

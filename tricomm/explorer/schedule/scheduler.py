@@ -1,0 +1,289 @@
+"""Runs the tasks of all ranks, one step at a time, as a strategy says. A step is an access to shared memory.
+
+Host code runs first, whenever it can: it touches nothing that a kernel polls except through a launch. So the choice
+is always between blocks, of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import greenlet
+
+from tricomm.errors import CollectiveTimeout
+from tricomm.explorer.memory_model import source_lines
+from tricomm.explorer.memory_model.regions import Array, Region
+from tricomm.explorer.schedule.tasks import Launch, State, Task
+from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch.interpreter import Program
+from tricomm.kernels.launch.memory_access import Director
+
+_RETRIES = 8
+
+
+class Strategy(Protocol):
+    """Says who is next."""
+
+    def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
+        """One of `ready` (in rank and block order, never empty); `current` ran last, and may not be among them."""
+
+
+class Ended(Exception):
+    """The execution is over before its tasks are: a finding, or no step left."""
+
+
+class Scheduler:
+    """`residency` is how many blocks of a launch can be on a rank's device at once; None: all of them."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        director: Director,
+        residency: int | None = None,
+        most_steps: int = 1_000_000,
+        interpreter_timeout: float = 600.0,
+        host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
+    ) -> None:
+        self.step = 0
+        self.turns = 0  # grows while anything goes on at all
+        self.progress = 0  # grows when memory changes or host code goes on: polling alone is none
+        self.choices: list[tuple[int, str]] = []  # where a strategy departed from running on
+        self.current: Task | None = None
+        self.hosts: list[Task] = []
+        self.blocks: list[Task] = []
+        self.before_step: Callable[[], None] = lambda: None
+        self.flush: Callable[[], bool] = lambda: False  # nobody can run: do what is still on its way
+        self.unfinished: Callable[[Task], bool] = lambda task: False
+        self.stuck: Callable[[], bool] = lambda: False  # nobody can run: change something, or return False
+        self.closing = False
+        self._strategy, self._director = strategy, director
+        self._residency, self._most = residency, most_steps
+        self._timeout, self._host_context = interpreter_timeout, host_context
+        self._engaged = False
+        self._launches = 0
+        self._main = greenlet.getcurrent()
+
+    def add_host(self, rank: int, run: Callable[[], Any]) -> Task:
+        task = Task(rank, -1, run)
+        self.hosts.append(task)
+        return task
+
+    # Called by tasks
+
+    def launch(self, rank: int, programs: list[Program], private: list[Region], begin: Callable[[Launch], None],
+               end: Callable[[Launch], None]) -> None:  # fmt: skip
+        """In a rank's host code: run a kernel, and return when it has run. Raises what it raises."""
+        self._refuse_when_closing()
+        host = self.hosts[rank]
+        self._launches += 1
+        launch = Launch(rank, self._launches, programs[0].kernel.fn.__name__, [], private)
+        for number, program in enumerate(programs):
+            task = Task(rank, number, program, program, launch)
+            task.run = lambda task=task: self._block(task)  # type: ignore[misc]
+            launch.blocks.append(task)
+        for task in launch.blocks:
+            task.greenlet.parent = self._main  # where control goes when it ends
+        begin(launch)
+        self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: (t.rank, t.block))
+        host.launch, host.state, host.host_site = launch, State.WAITING, source_lines.of_host()
+        self._main.switch()
+        host.launch = None
+        self._refuse_when_closing()
+        end(launch)
+        if launch.error is not None:
+            raise launch.error
+
+    def _block(self, task: Task) -> None:
+        assert task.program is not None
+        task.program()
+        while self.unfinished(task):  # its last stores are still on their way
+            self.take_turns()
+
+    def wait(self, rank: int) -> None:
+        """In a rank's host code: let the others get on; returns when something may have changed."""
+        self._refuse_when_closing()
+        host = self.hosts[rank]
+        host.state, host.host_site = State.WAITING, source_lines.of_host()
+        self._main.switch()
+        self._refuse_when_closing()
+
+    def take_turns(self) -> None:
+        """In a block, before an access to shared memory: somebody else may go first."""
+        task = self.current
+        self.step += 1
+        if self.step > self._most:
+            self._main.throw(Ended(f"no end after {self._most} steps"))
+        self.before_step()
+        ready = self._ready()
+        if task not in ready or (chosen := self._choose(ready)) is not task:
+            self._main.switch(None if task not in ready else chosen)
+
+    def park(self) -> None:
+        """In a block: nothing that it polls changes. Returns when something has."""
+        assert self.current is not None
+        self.current.state = State.PARKED
+        self._main.switch()
+
+    # Called by whoever looks on
+
+    def wrote(self, addresses: Array) -> None:
+        """Memory has changed: whoever polls it may run again."""
+        self.progress += 1
+        for task in self.blocks:
+            if task.state is State.PARKED:
+                task.retries = 0
+                if task.watches(addresses):
+                    self.wake(task)
+
+    def wake(self, task: Task) -> None:
+        task.state, task.retries, task.looks = State.READY, 0, []
+
+    def wake_hosts(self) -> None:
+        """Something that host code may wait for has changed."""
+        for host in self.hosts:
+            if host.state is State.WAITING and host.launch is None:
+                host.state = State.READY
+
+    def stop_rank(self, rank: int) -> None:
+        """The rank never runs again."""
+        for task in [self.hosts[rank], *self.blocks]:
+            if task.rank == rank and task.state is not State.DONE:
+                task.state = State.STOPPED
+
+    def fail_waiting(self, text: str) -> None:
+        """Raise `CollectiveTimeout` in everything that still waits."""
+        for task in list(self.blocks):
+            if task.state is State.PARKED:
+                self._throw(task, CollectiveTimeout(f"timeout: {text}"))
+
+    # The loop
+
+    def run(self) -> None:
+        """Until every rank's host code has ended. Raises `Ended` where it is cut short."""
+        try:
+            following = None
+            while True:
+                following = following if following is not None else self._next()
+                if following is None:
+                    return
+                following = self._resume(following)
+                self._settle()
+        finally:
+            self._close()
+
+    def _next(self) -> Task | None:
+        while True:
+            host = next((h for h in self.hosts if h.state is State.READY), None)
+            if host is not None:
+                return host
+            ready = self._ready()
+            if ready:
+                return self._choose(ready)
+            if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):
+                return None
+            if not self.flush() and not self._retry() and not self.stuck():
+                raise Ended("nobody can run")
+
+    def _ready(self) -> list[Task]:
+        return [t for t in self.blocks if t.state is State.READY and (t.started or self._may_start(t))]
+
+    def _may_start(self, task: Task) -> bool:
+        return self._residency is None or (task.launch is not None and task.launch.running < self._residency)
+
+    def _choose(self, ready: list[Task]) -> Task:
+        chosen = self._strategy.choose(self.step, self.current, ready)
+        if chosen is not default(self.current, ready):
+            self.choices.append((self.step, chosen.key))
+        return chosen
+
+    def _retry(self) -> bool:
+        """Nobody can run. A loop that re-reads a few times is not a poll: let those that look so go round again."""
+        again = [t for t in self.blocks if t.state is State.PARKED and t.retries < _RETRIES]
+        for task in again:
+            task.state, task.retries = State.READY, task.retries + 1
+        return bool(again)
+
+    def _resume(self, task: Task) -> Task | None:
+        self._engage(task)
+        self.current = task
+        self.turns += 1
+        if task.is_host:
+            self.progress += 1
+            with self._host_context(task.rank):
+                return self._switch(task)
+        return self._switch(task)
+
+    def _switch(self, task: Task) -> Task | None:
+        chosen = task.greenlet.switch()
+        return chosen if isinstance(chosen, Task) else None
+
+    def _engage(self, task: Task) -> None:
+        if task.program is None:
+            self._disengage()
+            return
+        if not self._engaged:
+            interpreter.engage(self._director, self._timeout)
+            self._engaged = True
+        task.program.select()
+
+    def _disengage(self) -> None:
+        if self._engaged:
+            self._engaged = False
+            interpreter.disengage()
+
+    def _settle(self) -> None:
+        """Take ended blocks away, and let host code go on whose launch has ended."""
+        task = self.current
+        if task is None or task.is_host or task.state is not State.DONE or task.launch is None:
+            return
+        launch = task.launch
+        self.blocks.remove(task)
+        if task.error is not None and launch.error is None:
+            launch.error = task.error
+            for other in launch.blocks:
+                if other.state is not State.DONE:
+                    self._throw(other, greenlet.GreenletExit())
+        self._finish(launch)
+
+    def _finish(self, launch: Launch) -> None:
+        host = self.hosts[launch.rank]
+        if launch.done and host.state is State.WAITING:
+            host.state = State.READY
+
+    def _throw(self, task: Task, error: BaseException) -> None:
+        """End a block that waits with `error`; greenlet.GreenletExit ends it quietly."""
+        if task.started:
+            self._engage(task)
+            task.greenlet.throw(error)
+        task.state = State.DONE
+        if task in self.blocks:
+            self.blocks.remove(task)
+        if task.launch is not None:
+            if task.error is not None and task.launch.error is None:
+                task.launch.error = task.error
+            self._finish(task.launch)
+
+    def _refuse_when_closing(self) -> None:
+        if self.closing:
+            raise greenlet.GreenletExit
+
+    def _close(self) -> None:
+        """Nothing half-done stays behind: every task that has begun is unwound, and Triton is as it was."""
+        self.closing = True
+        try:
+            for task in [*self.blocks, *self.hosts]:
+                if task.started and not task.greenlet.dead:
+                    self._engage(task)
+                    task.greenlet.throw(greenlet.GreenletExit)
+        finally:
+            self._disengage()
+            triton_adapter.refresh()
+
+
+def default(current: Task | None, ready: list[Task]) -> Task:
+    """Who runs where no strategy says otherwise: whoever ran last, else the next one in order."""
+    if current is None or current in ready:
+        return ready[0] if current is None else current
+    return next((t for t in ready if (t.rank, t.block) > (current.rank, current.block)), ready[0])

@@ -1,0 +1,68 @@
+"""Makes the list of choices that shows a finding shorter, as long as it still shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from tricomm.explorer.report.findings import Execution, Finding
+from tricomm.explorer.schedule.scheduler import Strategy
+from tricomm.explorer.schedule.strategies import Priorities
+from tricomm.explorer.world.execution import Outcome
+
+_STEPS = 6000  # for each of the two ways: some seconds. Steps, for a clock would not repeat itself
+
+Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
+
+
+def shrink(again: Again, finding: Finding, execution: Execution) -> Execution:
+    """A simpler execution that shows `finding` too, the simplest found in some steps: without late stores and from
+    epoch 1 where that will do, with few preemptions, with parts of the choices left out."""
+    spent = 0
+
+    def shows(tried: Execution) -> bool:
+        nonlocal spent
+        found, outcome = again(tried, None)
+        spent += outcome.steps
+        return any(f.key == finding.key for f in found)
+
+    for simpler in (replace(execution, choices=()), replace(execution, delays=None), replace(execution, first_epoch=1)):
+        if simpler != execution and shows(simpler):
+            execution = simpler
+            if not execution.choices:
+                return execution
+    execution = _few_preemptions(again, finding, execution)
+    spent = 0
+    return _left_out(shows, lambda: spent > _STEPS, execution)
+
+
+def _few_preemptions(again: Again, finding: Finding, execution: Execution) -> Execution:
+    """The best of some schedules with few switches: random priorities that drop at most twice."""
+    spent, best = 0, execution
+    steps = max((step for step, _ in execution.choices), default=1) + 1
+    for seed in range(60):
+        if spent > _STEPS or len(best.choices) <= 1:
+            break
+        found, outcome = again(execution, Priorities(seed, 1 + seed % 3, steps))
+        spent += outcome.steps
+        if len(outcome.choices) < len(best.choices) and any(f.key == finding.key for f in found):
+            best = replace(execution, choices=outcome.choices)
+    return best
+
+
+def _left_out(shows: Callable[[Execution], bool], enough: Callable[[], bool], execution: Execution) -> Execution:
+    part, smaller = max(2, len(execution.choices) // 2), True
+    while part and not enough():
+        before, at = len(execution.choices), 0
+        while at < len(execution.choices) and not enough():
+            fewer = replace(execution, choices=execution.choices[:at] + execution.choices[at + part :])
+            if shows(fewer):
+                execution = fewer
+            else:
+                at += 1 if part == 2 else part
+        smaller = smaller or len(execution.choices) < before
+        if part == 1 and smaller:  # two at once again: away and back is one move
+            part, smaller = 2, False
+        else:
+            part //= 2
+    return execution

@@ -1,0 +1,157 @@
+"""What takes turns: a rank's host code, and the blocks of its launches."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from greenlet import greenlet
+
+from tricomm.explorer.memory_model.regions import Array, Region
+from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
+from tricomm.kernels.launch.interpreter import Program
+from tricomm.kernels.launch.memory_access import Access
+
+
+class State(enum.Enum):
+    """Of a task."""
+
+    READY = "ready"
+    PARKED = "parked"  # polls what does not change
+    WAITING = "waiting"  # host code: for its launch, or for another rank's host code
+    STOPPED = "stopped"  # its rank will never run again
+    DONE = "done"
+
+
+@dataclass
+class Launch:
+    """One kernel over one grid on one rank. `private` is the memory that only this launch was given."""
+
+    rank: int
+    number: int
+    name: str
+    blocks: list[Task]
+    private: list[Region]
+    error: BaseException | None = None
+
+    @property
+    def running(self) -> int:
+        return sum(block.started and block.state is not State.DONE for block in self.blocks)
+
+    @property
+    def done(self) -> bool:
+        return all(block.state is State.DONE for block in self.blocks)
+
+
+@dataclass
+class Poll:
+    """What a task last saw at one place of its code, and how it went on: its first comparison, and the mask on it."""
+
+    access: Access
+    site: Site
+    values: bytes
+    relation: str = ""
+    found: Array | None = None
+    expected: Array | None = None
+    result: Array | None = None
+
+    def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
+        if not self.relation and relation != "&":
+            self.relation, self.found, self.expected, self.result = relation, left, right, result
+        elif relation == "&" and self.result is not None and (left is self.result or right is self.result):
+            self.result = result
+
+    def late(self) -> Array:
+        """bool per element of the access: not what the task waits for, as far as its comparison tells."""
+        lanes = self.access.lanes
+        if self.found is None or self.expected is None or self.result is None:
+            return np.zeros(len(self.access.addresses), bool)
+        result = np.broadcast_to(self.result, np.broadcast_shapes(self.result.shape, lanes.shape))
+        if result.shape != lanes.shape:
+            return np.zeros(len(self.access.addresses), bool)
+        result = result[lanes].astype(bool)
+        if self.relation == "==":
+            return ~result
+        return result if self.relation == "!=" else np.ones(len(result), bool)
+
+
+@dataclass(eq=False)
+class Task:
+    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1."""
+
+    rank: int
+    block: int
+    run: Callable[[], Any]
+    program: Program | None = None
+    launch: Launch | None = None
+    state: State = State.READY
+    started: bool = False
+    sync: bool = False  # what it will do next is a strong access
+    error: BaseException | None = None
+    result: Any = None
+    polls: dict[Any, Poll] = field(default_factory=dict)
+    looks: list[Any] = field(default_factory=list)  # keys of `polls`, since one last found something new
+    retries: int = 0
+    last_poll: Poll | None = None
+    host_site: Site = NOWHERE
+    greenlet: greenlet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = f"r{self.rank}" if self.program is None else f"r{self.rank}b{self.block}"
+        self.greenlet = greenlet(self._body)
+
+    def _body(self) -> None:
+        self.started = True
+        try:
+            self.result = self.run()
+        except Exception as error:
+            self.error = error
+        self.state = State.DONE
+
+    @property
+    def is_host(self) -> bool:
+        return self.program is None
+
+    # Polling: a task that has read everything in its loop again and seen nothing new need not run until something
+    # there changes.
+
+    def saw(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
+        """Note a read; True where the task has gone `rounds` times round a loop in which nothing changes."""
+        key = (site, access.addresses.tobytes())
+        seen = values.tobytes()
+        before = self.polls.get(key)
+        if before is None or before.values != seen:
+            self.last_poll = self.polls[key] = Poll(access, site, seen)
+            self.looks = [key]
+            return False
+        self.last_poll = before
+        self.looks.append(key)
+        round_ = len(self.loop())
+        return bool(round_) and len(self.looks) > round_ * rounds
+
+    def loop(self) -> list[Poll]:
+        """What it has looked at since it last looked at what it looked at just now: a round of the loop it is in."""
+        *before, last = self.looks
+        if last not in before:
+            return []
+        round_ = before[len(before) - 1 - before[::-1].index(last) :]
+        return [self.polls[key] for key in dict.fromkeys(round_)]
+
+    def forget_polls(self) -> None:
+        """It has written something: whatever it reads next, it is not going round in circles."""
+        if self.polls:
+            self.polls, self.looks = {}, []
+
+    def watches(self, addresses: Array) -> bool:
+        """True where one of `addresses` is among those that it polls."""
+        low, high = addresses.min(), addresses.max()
+        for poll in self.polls.values():
+            mine = poll.access.addresses
+            if mine[0] <= high and mine[-1] >= low and np.isin(mine, addresses).any():
+                return True
+            if mine.min() <= high and mine.max() >= low:  # other sizes, or not in ascending order
+                return True
+        return False

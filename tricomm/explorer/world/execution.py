@@ -1,0 +1,260 @@
+"""One execution: every rank's function from beginning to end, under one schedule, and what came of it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tricomm.communicator import Communicator
+from tricomm.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    PeerDied,
+    PeerStalled,
+    TricommError,
+)
+from tricomm.explorer.memory_model import source_lines
+from tricomm.explorer.memory_model.delays import Delays
+from tricomm.explorer.memory_model.detector import Detector
+from tricomm.explorer.memory_model.machine import Machine, OutOfBounds
+from tricomm.explorer.memory_model.regions import Array, Memory, Region
+from tricomm.explorer.report.findings import Execution, Finding, Record
+from tricomm.explorer.schedule import deadlocks
+from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
+from tricomm.explorer.schedule.scheduler import Ended, Scheduler, Strategy
+from tricomm.explorer.schedule.tasks import Launch, State
+from tricomm.explorer.world.host_state import Hosts
+from tricomm.explorer.world.oracle import Oracle
+from tricomm.explorer.world.world import World
+from tricomm.options import Options
+
+_NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
+
+
+@dataclass
+class Outcome:
+    """What an execution came to. `results` are those of the ranks that came to their end; `errors` are those that
+    other ranks ended with, the first that came first."""
+
+    results: dict[int, Any]
+    errors: dict[int, Exception]
+    findings: list[Finding]
+    records: list[Record]
+    choices: tuple[tuple[int, str], ...]
+    steps: int
+    deadlock: str | None = None
+
+
+@dataclass
+class Subject:
+    """What is executed: `fn(comm)` for `world_size` ranks, under `options`. `residency`: blocks of a launch at once."""
+
+    fn: Callable[[Communicator], Any]
+    world_size: int
+    options: Options
+    residency: int | None = None
+    most_steps: int = 1_000_000
+
+
+class Ranks:
+    """All ranks of one execution. With `detect` every access is examined, and the first deadlock ends it."""
+
+    def __init__(
+        self, subject: Subject, execution: Execution, strategy: Strategy, detect: bool,
+        contention: Contention | None = None,
+    ) -> None:  # fmt: skip
+        size = subject.world_size
+        self._subject, self._fault = subject, execution.fault
+        self._detector = Detector(size) if detect else None
+        self._oracle = Oracle(size) if detect else None
+        self._comms: dict[int, Communicator] = {}
+        self._errors: dict[int, Exception] = {}
+        self._deadlock: Finding | None = None
+        self._stuck_at = -1
+        delays = Delays(execution.delays) if execution.delays is not None else None
+        self._memory = Memory()
+        self._machine = Machine(self._memory, self._detector, delays, contention, execution.patience)
+        # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
+        hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
+        self._scheduler = Scheduler(
+            strategy, self._machine, subject.residency, subject.most_steps, subject.options.timeout, hosts.of
+        )
+        self._machine.scheduler = self._scheduler
+        self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
+        self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
+        self._scheduler.flush = lambda: self._machine.release_held(now=True)
+        self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met)
+
+    def execute(self) -> Outcome:
+        """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
+        scheduler, ended = self._scheduler, ""
+        for rank in range(self._subject.world_size):
+            scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
+        try:
+            try:
+                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout):
+                    scheduler.run()
+            except Blocked as error:
+                raise self._blocked(error) from None
+            except Ended as error:
+                ended = str(error)
+            if ended and self._deadlock is None and not (self._detector and self._detector.findings):
+                self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, ended)
+            return self._outcome()
+        finally:
+            self._close()
+
+    # What the scheduler and the machine call
+
+    def _rank(self, rank: int) -> Any:
+        try:
+            make = self._oracle.communicator() if self._oracle is not None else Communicator
+            self._comms[rank] = self._world.join(rank, make)
+            return self._subject.fn(self._comms[rank])
+        except SystemExit as leave:
+            error = RuntimeError(f"it called sys.exit({leave.code!r})")
+            self._failed(rank, error)
+            raise error from leave
+        except Exception as error:
+            self._failed(rank, error)
+            raise
+        finally:
+            self._scheduler.wake_hosts()
+
+    def _failed(self, rank: int, error: Exception) -> None:
+        self._errors[rank] = error
+        self._world.dead.add(rank)  # as a process would be that this error ends
+
+    def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
+        self._scheduler.launch(rank, programs, private, self._begin, self._end)
+
+    def _begin(self, launch: Launch) -> None:
+        if self._detector is not None:
+            self._detector.begin(launch)
+
+    def _end(self, launch: Launch) -> None:
+        if self._detector is not None:
+            self._detector.end(launch)
+
+    def _met(self, rank: int, step: int, after: bool) -> None:
+        if self._detector is not None:
+            self._detector.met(rank, step, after)
+
+    def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
+        assert self._detector is not None
+        self._detector.host_access(rank, write, region, offsets, itemsize, source_lines.of_host())
+        if self._machine.contention is not None:
+            self._machine.contention.host()
+
+    def _before_step(self) -> None:
+        step = self._scheduler.step
+        if self._detector is not None:
+            self._detector.step = step
+        self._machine.release_held()
+        if self._fault is not None and step >= self._fault[2]:
+            (kind, rank, _), self._fault = self._fault, None
+            if self._scheduler.hosts[rank].state is not State.DONE:
+                (self._world.dead if kind == "drop" else self._world.stopped).add(rank)
+                self._scheduler.stop_rank(rank)
+
+    def _stuck(self) -> bool:
+        """Nobody can run, and nothing is on its way: a deadlock, which time turns into a named error."""
+        scheduler, world = self._scheduler, self._world
+        expected = bool(world.dead or world.stopped)
+        if self._deadlock is None and not expected:
+            why = "nobody can go on"
+            self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
+            if self._detector is not None:
+                return False
+        again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
+        if world.pass_time() or not again:
+            for rank in range(world.world_size):
+                self._machine.tell_to_leave(rank)
+            scheduler.wake_hosts()
+            return True
+        why = "told to leave, and does not"
+        self._deadlock = self._deadlock or deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
+        if not any(task.state is State.PARKED for task in scheduler.blocks):
+            return False
+        scheduler.fail_waiting(self._deadlock.text)
+        return True
+
+    # The end
+
+    def _close(self) -> None:
+        for comm in self._comms.values():
+            try:
+                comm.close()
+            except TricommError:
+                pass  # a rank that was stopped in the middle of something
+        self._world.close()
+
+    def _blocked(self, error: BaseException) -> InvalidArgument:
+        task = self._scheduler.current
+        rank = task.rank if task is not None else -1
+        where = _line(error)
+        return InvalidArgument(
+            f"rank {rank} has not come back to tricomm for {self._subject.options.stall_timeout:g} s, at {where}. "
+            "All ranks take turns in one process: what waits for another rank must go through the communicator"
+        )
+
+    def _outcome(self) -> Outcome:
+        hosts = self._scheduler.hosts
+        findings = list(self._detector.findings) if self._detector is not None else []
+        for rank, error in self._errors.items():
+            note(error, rank)
+        if self._detector is not None:
+            findings += self._judged()
+        return Outcome(
+            {h.rank: h.result for h in hosts if h.state is State.DONE and h.error is None},
+            dict(self._errors),
+            findings,
+            self._detector.records if self._detector is not None else [],
+            tuple(self._scheduler.choices),
+            self._scheduler.step,
+            self._deadlock.text if self._deadlock is not None else None,
+        )
+
+    def _judged(self) -> list[Finding]:
+        """What the detector could not see from single accesses."""
+        assert self._detector is not None and self._oracle is not None
+        for rank, error in self._errors.items():
+            if not isinstance(error, TricommError):
+                return [_raised(rank, error)]  # that others wait for this rank then is a consequence
+        if self._deadlock is not None:
+            return [self._deadlock]
+        faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
+        for rank, error in self._errors.items():
+            if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
+                return [_raised(rank, error)]  # what others ended with is most likely a consequence
+        found = self._oracle.findings()
+        if not self._errors and not faulty and not found and not self._detector.findings:
+            self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
+            found = list(self._detector.findings)
+        return found
+
+
+def note(error: BaseException, rank: int) -> None:
+    """Name the rank, and the user's line, in an error that came out of it."""
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
+        error.args = (f"rank {rank}: {error.args[0]}",)
+    error.add_note(f"on rank {rank}, at {_line(error)}")
+
+
+def _line(error: BaseException) -> str:
+    """file:line of the innermost frame that is neither Triton's, nor torch's, nor tricomm's host code."""
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if source_lines.is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "?"
+
+
+def _raised(rank: int, error: Exception) -> Finding:
+    kind = "wrong_result" if isinstance(error, AssertionError) else "exception"
+    text = f"rank {rank} raised {type(error).__name__}: {error}"
+    return Finding(kind, (rank,), (_line(error),), text, "see the line; the schedule below repeats it")

@@ -1,0 +1,108 @@
+"""What belongs to a rank's host code while it runs: random numbers, torch's modes, its touching of shared memory.
+
+In a world of processes each rank has these to itself; here they are put in place before a rank's host code runs, and
+taken away after it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tricomm.explorer.memory_model.regions import Array, Memory, Region
+
+
+class Hosts:
+    """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, where given, is told of accesses."""
+
+    def __init__(
+        self, seed: int, world_size: int, memory: Memory,
+        touched: Callable[[int, bool, Region, Array, int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._states = [_seeded(seed * 64 + rank) for rank in range(world_size)]
+        self._memory, self._touched = memory, touched
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """While this rank's host code runs."""
+        outside = _State()
+        self._states[rank].put()
+        try:
+            if self._touched is None:
+                yield
+            else:
+                with _Watch(rank, self._memory, self._touched):
+                    yield
+        finally:
+            self._states[rank] = _State()
+            outside.put()
+
+
+class _State:
+    """Random number generators and grad mode, as they are now."""
+
+    def __init__(self) -> None:
+        self.torch, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        self.grad = torch.is_grad_enabled()
+
+    def put(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_grad_enabled(self.grad)
+
+
+def _seeded(seed: int) -> _State:
+    outside = _State()
+    try:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return _State()
+    finally:
+        outside.put()
+
+
+_NO_DATA = ("empty", "new_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "is_same_size", "set_")
+
+
+class _Watch(TorchDispatchMode):
+    """Tells of every torch operation that reads or writes shared memory."""
+
+    def __init__(self, rank: int, memory: Memory, touched: Callable[[int, bool, Region, Array, int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rank, self._memory, self._touched = rank, memory, touched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and not name.startswith(_NO_DATA):
+            for n, argument in enumerate(func._schema.arguments):
+                value = args[n] if n < len(args) else kwargs.get(argument.name)
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                only_written = written and name.rstrip("_") in ("copy", "fill", "zero", "uniform", "normal", "random")
+                for tensor in tree_leaves(value):
+                    if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
+                        self._tell(tensor, written, only_written)
+        return func(*args, **kwargs)
+
+    def _tell(self, tensor: torch.Tensor, written: bool, only_written: bool) -> None:
+        address = tensor.data_ptr()
+        region = self._memory.region(address, address + tensor.itemsize, [])
+        if region is None or not region.shared:
+            return
+        offsets = np.zeros(1, np.int64)
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            offsets = (offsets[:, None] + np.arange(length) * stride).reshape(-1)
+        offsets = np.unique(offsets) * tensor.itemsize + (address - region.base)
+        if not only_written:
+            self._touched(self._rank, False, region, offsets, tensor.itemsize)
+        if written:
+            self._touched(self._rank, True, region, offsets, tensor.itemsize)

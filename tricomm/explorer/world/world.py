@@ -1,0 +1,257 @@
+"""A world of ranks in one process: their control pages, memory and time. Nothing here runs by itself.
+
+Time stands still until nobody can run; then it passes (`pass_time`), and the monitors, which are those of any other
+group except that they have no thread, find who is dead, stopped or late.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.core.monitor import Monitor
+from tricomm.core.symmetric import nbytes_of
+from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.kernels import layout
+from tricomm.kernels.launch import interpreter, kernel_launch
+from tricomm.options import Options
+from tricomm.store import page, process
+from tricomm.store.arena import Arena
+from tricomm.store.control import ControlPage, Member, Record, State
+from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
+from tricomm.topology.model import Topology
+
+CPU = torch.device("cpu")
+
+
+class Turns(Protocol):
+    """The part of the scheduler that a rank's host code needs."""
+
+    def wait(self, rank: int) -> None: ...
+
+    def wake_hosts(self) -> None: ...
+
+
+class World:
+    """What the ranks of one execution share. `run(rank, blocks, private)` runs a launch to its end."""
+
+    def __init__(
+        self,
+        world_size: int,
+        options: Options,
+        memory: Memory,
+        turns: Turns,
+        run: Callable[[int, list[interpreter.Program], list[Region]], None],
+        met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
+    ) -> None:
+        self.world_size, self.options, self.memory = world_size, options, memory
+        self.turns, self.run, self.met = turns, run, met
+        self.now = 0.0
+        self.dead: set[int] = set()
+        self.stopped: set[int] = set()
+        self.plan = layout.plan(world_size, options.arena_bytes)
+        self.monitors: dict[int, SimulatedMonitor] = {}
+        self._opened: dict[int, list[LocalArena]] = {}
+        self._made = [0] * world_size
+        self._pages = mmap.mmap(-1, page.NBYTES * world_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = host_page_address(self._pages)
+        segments = [
+            _Segment(memoryview(self._pages)[r * page.NBYTES :][: page.NBYTES], address + r * page.NBYTES)
+            for r in range(world_size)
+        ]
+        nonce = hashlib.blake2s(repr((world_size, options)).encode(), digest_size=16).digest()
+        started = process.start_time(os.getpid()) or 0
+        members = [Member(segment, os.getpid(), started) for segment in segments]  # type: ignore[arg-type]
+        for rank, segment in enumerate(segments):
+            page.Page(segment.buffer, segment.address).identify(rank, world_size, nonce, os.getpid(), started)
+        self.controls = [SimulatedControl(rank, nonce, members, self) for rank in range(world_size)]
+        for rank, control in enumerate(self.controls):
+            control.set_state(State.READY)
+            words = Region("control", rank, control.device_words, page.PAGE_BYTES, f"rank {rank}'s control words")
+            self.memory.add(words)
+        self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
+        self.arenas = self._group.open(self.plan.nbytes)
+        for rank, base in enumerate(self.arenas[0].bases):
+            name = f"rank {rank}'s arena"
+            self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
+
+    def join(self, rank: int, make: type[Communicator]) -> Communicator:
+        """In a rank's host code: its communicator."""
+        return make.over(
+            self.controls[rank], self.arenas[rank], self.plan, CPU, self.options.timeout, self.options,
+            RankRuntime(self, rank),
+        )  # fmt: skip
+
+    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Arena:
+        """In a rank's host code: its end of the memory that all ranks ask for in the same order."""
+        number = self._made[rank]
+        self._made[rank] += 1
+        if number not in self._opened:
+            arenas = self._opened[number] = self._group.open(nbytes_of(shape, dtype))
+            exact = max(1, int(np.prod(shape)) * dtype.itemsize)
+            for owner, base in enumerate(arenas[0].bases):
+                name = f"rank {owner}'s symmetric memory {number} ({dtype} {list(shape)})".replace("torch.", "")
+                self.memory.add(Region("symmetric", owner, base, exact, name))
+        return self._opened[number][rank]
+
+    def close(self) -> None:
+        """Let the memory go."""
+        for arenas in [self.arenas, *self._opened.values()]:
+            for arena in arenas:
+                arena.close()
+
+    def leaving(self, rank: int) -> bool:
+        """True where the rank's kernels have been told to leave."""
+        words = self.controls[rank].words()
+        return bool(words[layout.ABORT] or words[layout.STATUS])
+
+    def pass_time(self) -> bool:
+        """Let as much time pass as it takes until some rank's monitor finds something; False where none does."""
+        before = [m.fault for m in self.monitors.values()]
+        options = self.options
+        for seconds in (0.0, 1e-3, 2.0, options.stall_timeout + 1, options.timeout + 1, 0.0, 0.0):
+            self.now += seconds
+            living = [r for r in self.monitors if r not in self.dead | self.stopped]
+            for rank in living:
+                self.controls[rank].beat()
+            for rank in living:
+                self.monitors[rank].look(seconds)
+            if [m.fault for m in self.monitors.values()] != before:
+                return True
+        return False
+
+
+class _Segment:
+    """Memory that stands for a rank's control segment."""
+
+    def __init__(self, buffer: memoryview, address: int) -> None:
+        self.buffer, self.address = buffer, address
+
+    def close(self) -> None:
+        pass
+
+
+class _Alive:
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def alive(self) -> bool:
+        return self._rank not in self._world.dead
+
+    def close(self) -> None:
+        pass
+
+
+class SimulatedControl(ControlPage):
+    """A control page whose waits let the other ranks run."""
+
+    def __init__(self, rank: int, nonce: bytes, members: Sequence[Member], world: World) -> None:
+        self._world = world
+        super().__init__(rank, nonce, members)
+
+    def announcer(self) -> Callable[[int, Record], None]:
+        announce = super().announcer()
+
+        def said(sequence: int, record: Record) -> None:
+            announce(sequence, record)
+            self._said()
+
+        return said
+
+    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
+        step = self._step + 1
+        self._world.met(self.rank, step, False)
+        answers = super().exchange(payload, what, timeout, heed_faults)
+        self._world.met(self.rank, step, True)
+        return answers
+
+    def _watch(self, rank: int) -> Any:
+        return _Alive(self._world, rank)
+
+    def _now(self) -> float:
+        return self._world.now
+
+    def _pause(self, seconds: float) -> None:
+        self._world.turns.wait(self.rank)
+
+    def _said(self) -> None:
+        self._world.turns.wake_hosts()
+
+
+class SimulatedMonitor(Monitor):
+    """A monitor without a thread: it looks when time passes."""
+
+    def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
+        self._diagnose, self._describe = diagnose, describe
+
+    def look(self, tick: float) -> None:
+        if not self.stopped:
+            super().look(tick)
+
+
+class RankRuntime:
+    """One rank's end of a world."""
+
+    no_symmetric: str | None = None
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def gpu(self, device: torch.device) -> None:
+        """None: the kernels are interpreted."""
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        blocks = kernel_launch.programs(kernel, grid, args, constexprs)
+        private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
+        return lambda: self._world.run(self._rank, blocks, private)
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+    ) -> kernel_launch.Call:  # fmt: skip
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
+            args = kernel_launch.arguments(x, y, bits, group, count, call, rows, more)
+            self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()
+
+        return run
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        self._world.monitors[self._rank] = SimulatedMonitor(control, timeout, stall_timeout)
+        return self._world.monitors[self._rank]
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        return self._world.symmetric(self._rank, shape, dtype)
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> None:
+        """None: what is explored must not depend on what somebody has measured on this machine."""
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+    return found
+
+
+def _region(rank: int, tensor: torch.Tensor) -> Region:
+    """The bytes that a tensor's elements span."""
+    span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    name = f"rank {rank}'s tensor ({tensor.dtype} {list(tensor.shape)})".replace("torch.", "")
+    return Region("private", rank, tensor.data_ptr(), span * tensor.itemsize, name)

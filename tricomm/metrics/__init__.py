@@ -1,0 +1,1 @@
+"""What calls cost: counters, timers, and the file that publishes them."""

@@ -1,0 +1,134 @@
+"""A job's statistics in a file of its own, for whoever looks at it from outside (`tricomm dashboard`).
+
+Nothing is written unless TRICOMM_STATS says how often, in seconds. One file per process, replaced whole; the last one
+is written when the process ends, and stays until its numbers are in the history. A job never fails for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tricomm import env
+from tricomm.errors import InvalidArgument
+from tricomm.metrics import routes
+from tricomm.metrics.counters import Activity
+from tricomm.store import process
+
+SCHEMA = 1
+log = logging.getLogger("tricomm")
+_MOST = 64  # communicators of a process, the latest: one that makes and closes many must not grow
+_known: deque[Activity] = deque(maxlen=_MOST)
+_lock = threading.Lock()
+_publisher: _Publisher | None = None
+
+
+def folder() -> Path:
+    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory.
+
+    Raises `InvalidArgument` where neither is known.
+    """
+    given = env.text("TRICOMM_STATS_DIR")
+    if given is not None:
+        return Path(given)
+    try:
+        import platformdirs
+    except ImportError:
+        raise InvalidArgument("TRICOMM_STATS: set TRICOMM_STATS_DIR, or pip install platformdirs") from None
+    return Path(platformdirs.user_state_dir("tricomm")) / "live"
+
+
+def add(activity: Activity) -> None:
+    """Publish what this communicator does, where TRICOMM_STATS is set. Raises `InvalidArgument` for what is no number
+    of seconds."""
+    global _publisher
+    seconds = interval()
+    if seconds is None:
+        return
+    with _lock:
+        if _publisher is None or _publisher.pid != os.getpid():  # a forked child's own
+            _known.clear()
+            _publisher = _Publisher(seconds)
+            _publisher.start()
+        _known.append(activity)
+
+
+def interval() -> float | None:
+    """TRICOMM_STATS in seconds; None where it is not set. Raises `InvalidArgument`."""
+    value = env.text("TRICOMM_STATS")
+    try:
+        seconds = None if value is None else float(value)
+    except ValueError:
+        seconds = -1.0
+    if seconds is not None and not 0.1 <= seconds <= 86400:
+        raise InvalidArgument(f"TRICOMM_STATS={value!r}: seconds between two writings are needed, 0.1 to 86400")
+    return seconds
+
+
+def snapshot() -> dict[str, Any]:
+    """Everything that this process's published communicators and c10d groups have done, as plain JSON values."""
+    with _lock:
+        known = list(_known)
+    routed = [
+        {"route": path, "collective": collective, "bucket": bucket, "calls": calls, "nbytes": nbytes}
+        for (path, collective, bucket), (calls, nbytes) in routes.by_size().items()
+    ]
+    return {
+        "schema": SCHEMA, "pid": os.getpid(), "started": process.start_time(os.getpid()) or 0,
+        "host": socket.gethostname(), "written": time.time(), "every": interval() or 0.0, "routed": routed,
+        "communicators": [asdict(activity.statistics()) for activity in known],
+    }  # fmt: skip
+
+
+def _after_fork() -> None:
+    """In a child: the parent's thread may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Publisher:
+    """The thread that writes this process's file."""
+
+    def __init__(self, interval: float) -> None:
+        self.pid = os.getpid()
+        self.file = folder() / f"{self.pid}-{process.start_time(self.pid) or 0}.json"
+        self._interval, self._stop, self._said = interval, threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="tricomm-publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        atexit.register(self._end)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval):
+            self.write()
+
+    def _end(self) -> None:
+        if os.getpid() == self.pid:
+            self._stop.set()
+            self._thread.join(timeout=5.0)
+            self.write()
+
+    def write(self) -> None:
+        """Replace the file; what goes wrong is said once."""
+        partial = self.file.with_suffix(".part")
+        try:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            partial.write_text(json.dumps(snapshot()))
+            os.replace(partial, self.file)
+        except Exception as error:  # watching must not end what is watched
+            if not self._said:
+                self._said = True
+                log.warning("statistics cannot be written to %s: %s", self.file, error)

@@ -1,0 +1,1 @@
+"""Which GPU reaches which, and by what."""
