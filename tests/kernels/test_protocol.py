@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-# Real processes take turns on a few cores: the simulated worlds of tests/tricomm have the other sizes.
+# Real processes take turns on a few cores: the simulated worlds of tests/core have the other sizes.
 WORLDS = [(name, 3) for name in NAMES] + [("all_reduce_two_shot_ll", 4)]
 WORLDS += [
     pytest.param(name, world_size, marks=pytest.mark.soak)
