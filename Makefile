@@ -16,7 +16,7 @@ MINUTES ?= 10
 BUDGET ?= 25m
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test browser lint soak soak-faults gpu-evidence clean
+.PHONY: help venv demo test test-all browser lint soak soak-faults gpu-evidence clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -35,14 +35,18 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 		--sizes 1K:64K:8 --iters 5 --check
 
 # Many tests wait: more workers than cores. They start hundreds of processes, for which bytecode is kept.
-test: venv  ## the tests, without those that need a GPU or hours
+test: venv  ## every kernel, protocol, fault and command, in minutes
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25
+
+test-all: test  ## the same, and then all variants and long campaigns (marked exhaustive)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 -m "exhaustive and not gpu"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser
 
 lint: venv  ## style, types, import directions
 	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 

@@ -1,0 +1,89 @@
+"""The tree stays readable: the budgets of `house_rules`, and that each of them does complain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests import house_rules
+from tests.wheel_gate import ROOT
+
+EVERYWHERE = (*house_rules.ROOMS, "devtools", "tests")
+
+
+def test_no_file_is_too_long() -> None:
+    assert house_rules.long_files(ROOT, EVERYWHERE) == []
+
+
+def test_no_folder_is_crowded() -> None:
+    assert house_rules.crowded_folders(house_rules.sources(ROOT, EVERYWHERE)) == []
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        house_rules.long_signatures,
+        house_rules.repeated_classes,
+        house_rules.repeated_modules,
+        house_rules.unsorted_exports,
+        house_rules.import_circles,
+    ],
+)
+def test_a_rule_is_kept(rule: Callable[[house_rules.Sources], list[str]]) -> None:
+    assert rule(house_rules.sources(ROOT)) == []
+
+
+def _tree(root: Path, files: dict[str, str]) -> house_rules.Sources:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return house_rules.sources(root)
+
+
+def test_a_long_file_and_a_crowded_folder_are_named(tmp_path: Path) -> None:
+    crowd = {f"perf/m{number}.py": "" for number in range(house_rules.MODULES + 1)}
+    sources = _tree(tmp_path, {**crowd, "store/long.py": "x = 1\n" * (house_rules.LINES + 1)})
+    assert house_rules.long_files(tmp_path, house_rules.ROOMS) == ["store/long.py: 401 lines"]
+    assert house_rules.crowded_folders(sources) == ["perf: 21 modules"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "files", "complaint"),
+    [
+        (
+            house_rules.long_signatures,
+            {"store/a.py": "class A:\n    def f(self, a, b, c, d, e, f, *, g, h, i): ...\n"},
+            "store/a.py:2 f: 9 parameters",
+        ),
+        (
+            house_rules.long_signatures,
+            {"kernels/a.py": f"@triton.jit\ndef k({', '.join(f'a{n}' for n in range(13))}): ...\n"},
+            "kernels/a.py:2 k: 13 parameters",
+        ),
+        (
+            house_rules.repeated_classes,
+            {"store/a.py": "class A: ...\n", "perf/b.py": "class A: ...\n"},
+            "class A: store/a.py, perf/b.py",
+        ),
+        (house_rules.repeated_modules, {"perf/x/a.py": "", "perf/y/a.py": ""}, "a: perf/x/a.py, perf/y/a.py"),
+        (house_rules.unsorted_exports, {"store/a.py": '__all__ = ["b", "a"]\n'}, "store/a.py: __all__ is not sorted"),
+        (
+            house_rules.import_circles,
+            {
+                "store/a.py": "from tricomm.store import b\n",
+                "store/b.py": "if TYPE_CHECKING:\n    from tricomm.store.c import C\n",
+                "store/c.py": "import tricomm.store.a\n",
+            },
+            "tricomm.store.a -> tricomm.store.b -> tricomm.store.c",
+        ),
+    ],
+)
+def test_a_broken_rule_is_named(
+    tmp_path: Path,
+    rule: Callable[[house_rules.Sources], list[str]],
+    files: dict[str, str],
+    complaint: str,
+) -> None:
+    assert rule(_tree(tmp_path, files)) == [complaint]
