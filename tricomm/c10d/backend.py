@@ -57,7 +57,9 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             self._engine.use(cpu.transport)
             self._points = points.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
         for device, backend in backends.items():
-            native = None if isinstance(backend, natives.CpuBackend) else backend
+            native = backend
+            if isinstance(backend, natives.CpuBackend):
+                native = natives.stand_in(place.rank, place.world_size)
             self._register_backend(torch.device(device), _TYPES[device], native)
         self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
 
