@@ -22,8 +22,8 @@ _STALL = 30.0
 class CpuBackend:
     """What torch is told stands behind a group on the CPU, and gets from `_get_backend`: the group itself.
 
-    There is no backend object of C++'s: a `ProcessGroupGloo` that runs collectives needs threads of its own, and in one
-    without threads they never end. C++ that asks for the object is refused by torch, with an error.
+    C++ has no backend that works: a `ProcessGroupGloo` that runs collectives needs threads of its own, and in one
+    without threads they never end. A collective of the `stand_in` that C++ asks is refused by torch, with an error.
     """
 
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
@@ -47,6 +47,22 @@ class CpuBackend:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group(), name)
+
+
+def stand_in(rank: int, world_size: int) -> Any:
+    """A backend object for the CPU whose every collective is an error; None if this torch's cannot be made.
+
+    From 2.15 on, torch asks the object of each device for the rank, the size, and whether it has hooks.
+    """
+    try:
+        return _StandIn(rank, world_size)
+    except TypeError:
+        return None
+
+
+class _StandIn(c10d.Backend):  # type: ignore[misc]
+    def getBackendName(self) -> str:
+        return "tricomm"
 
 
 def make(

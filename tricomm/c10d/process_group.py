@@ -57,7 +57,9 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             self._engine.use(cpu.transport)
             self._points = checked_point_to_point.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
         for device, backend in backends.items():
-            native = None if isinstance(backend, fallback_backends.CpuBackend) else backend
+            native = backend
+            if isinstance(backend, fallback_backends.CpuBackend):
+                native = fallback_backends.stand_in(place.rank, place.world_size)
             self._register_backend(torch.device(device), _TYPES[device], native)
         self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
 
