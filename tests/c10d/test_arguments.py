@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from tricomm import InvalidArgument, ResourceError
 from tricomm.c10d import conventions, group_over
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 
 ones = torch.ones
@@ -75,7 +76,8 @@ def test_refused(group, what):
 
 
 def test_tensors_of_a_device_that_the_group_does_not_serve(group):
-    cuda_only = TricommGroup(group._place, group._engine._facts, {"cuda": group._backends["cpu"]})
+    other = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
+    cuda_only = TricommGroup(group._place, group._engine._facts, Backends({"cuda": other}))
     for call in (
         lambda: cuda_only.allreduce([ones(3)]),
         lambda: cuda_only.all_gather_single(ones(3), ones(3)),

@@ -211,7 +211,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
         Monitor._diverging = lambda monitor: False
     said, aborted = [], threading.Event()
     with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
-        world._backends["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
+        world._backends.native["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
         engine = world._engine
         engine._streams[torch.device("cpu")] = Inline()
         if not first:
@@ -224,7 +224,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
                 engine.on_cuda([call], lambda: said.append("left" if aborted.wait(30) else "stuck"))
             except tricomm.TricommError as error:
                 said.append((type(error).__name__, str(error)))
-        del world._backends["cuda"]
+        del world._backends.native["cuda"]
         return said, time.monotonic() - began
 
 

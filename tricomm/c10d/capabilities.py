@@ -12,9 +12,11 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError
@@ -27,6 +29,21 @@ from tricomm.store.records import Capabilities, Failure, Kind, Record, Said, sai
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _GRACE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Place:
+    """A group's coordinates: who we are in it, and the store that is its own."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    ranks: list[int]
+    name: str
+
+    def __str__(self) -> str:
+        return f"c10d group {self.name!r}, rank {self.rank} of {self.world_size}"
 
 
 @dataclass(frozen=True)

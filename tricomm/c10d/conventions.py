@@ -19,14 +19,16 @@ from tricomm.c10d.normalized_call import Call
 from tricomm.errors import InvalidArgument
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-        "BXOR": "bxor", "PREMUL_SUM": "premul_sum"}  # fmt: skip
+OPERATIONS = {  # c10d's names and tricomm's
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor", "PREMUL_SUM": "premul_sum",
+}  # fmt: skip
 
 
 def operation(op: Any) -> str:
     """The name of a `ReduceOp`; raises `InvalidArgument` for what is none."""
     kind = getattr(op, "op", op)
-    name = _OPS.get(getattr(kind, "name", ""))
+    name = OPERATIONS.get(getattr(kind, "name", ""))
     if name is None:
         raise InvalidArgument(f"op={op!r}: a torch.distributed.ReduceOp is needed")
     return name

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,6 +52,11 @@ class Call:
             return None
         return 0 if self.dtype is None else self.count * self.dtype.itemsize
 
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What decides who runs the call; equal on all ranks, but for the number of the device."""
+        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes
+
     def text(self) -> str:
         """What all ranks must agree on, in words."""
         words = [self.collective]
@@ -71,14 +75,7 @@ class Call:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
 
     def record(self, path: str) -> Record:
-        """What a control page shows of it where it goes to `path`, which is not the kernels."""
-        return _record(
-            path, self.fingerprint(), self.collective, self.op, str(self.dtype).removeprefix("torch."), self.count,
-            self.root,
-        )  # fmt: skip
-
-
-@lru_cache(1024)
-def _record(path: str, fingerprint: int, collective: str, op: str, dtype: str, count: int, root: int) -> Record:
-    found = Descriptor(0, fingerprint, collective, op, dtype, path, path, count, root, 0, "eager")
-    return found.record()
+        """What a control page shows of it if it goes to `path`, which is not the kernels."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        text = (self.collective, self.op, dtype, path, path)
+        return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").record()

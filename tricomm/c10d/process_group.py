@@ -13,21 +13,18 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d import checked_point_to_point, conventions, fallback_backends
-from tricomm.c10d.call_guard import guarded
-from tricomm.c10d.capabilities import Facts
-from tricomm.c10d.dispatch import Engine, Place
+from tricomm.c10d import checked_point_to_point, conventions
+from tricomm.c10d.call_guard import guarded, refused
+from tricomm.c10d.capabilities import Facts, Place
+from tricomm.c10d.dispatch import Engine
 from tricomm.c10d.dtype_emulation import as_bytes
-from tricomm.c10d.fast_path import Quick
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
 from tricomm.c10d.normalized_call import Call
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-
-# Of one type for two devices, torch would take the first backend for both.
-_TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
 @guarded(
@@ -40,28 +37,22 @@ _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.B
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
-    def __init__(self, place: Place, facts: Facts, backends: dict[str, Any], options: Options | None = None) -> None:
+    # Of the backend object for the CPU, which is the group itself.
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    def __init__(self, place: Place, facts: Facts, backends: Backends, options: Options | None = None) -> None:
         super().__init__(place.rank, place.world_size)
-        self._place = place
-        self._quick = Quick(self._allreduce, self.interrupted)
-        self.allreduce = self._quick.all_reduce
-        self._engine = Engine(place, facts, options, self._quick, self._abort_nccl)
-        self._backends = backends
+        self._place, self._backends = place, backends
+        self._engine = Engine(place, facts, backends, options)
+        self._fast_path = self._engine.fast_path
         self._coalescing: list[Any] | None = None
-        self._own = True  # whether the native backends end with this group
         self._name, self._desc = place.name, ""
-        self._points: checked_point_to_point.Points | None = None
-        cpu = backends.get("cpu")
-        if isinstance(cpu, fallback_backends.CpuBackend):
-            cpu.serves(self)
-            self._engine.use(cpu.transport)
-            self._points = checked_point_to_point.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
-        for device, backend in backends.items():
-            native = backend
-            if isinstance(backend, fallback_backends.CpuBackend):
-                native = fallback_backends.stand_in(place.rank, place.world_size)
-            self._register_backend(torch.device(device), _TYPES[device], native)
-        self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
+        self._points = None
+        if backends.transport is not None:
+            self._points = checked_point_to_point.Points(
+                backends.transport, self._engine.checks, place.timeout, str(place)
+            )
+        backends.register(self)
 
     def getBackendName(self) -> str:
         return "tricomm"
@@ -86,7 +77,18 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _has_hooks(self) -> bool:
         return False
 
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
     # In place
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        # On one line: Python then looks for interrupts inside of the `try` only.
+        try: return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
+        except BaseException as error:
+            if not refused(error):
+                self.interrupted(error)
+            raise
 
     def _allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = conventions.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
@@ -260,8 +262,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = conventions.options(c10d.BarrierOptions, opts, None, timeout)
         device = opts.device
-        if device is None or device.type not in self._backends:
-            cuda = bool(opts.device_ids) or "cpu" not in self._backends
+        if device is None or device.type not in self._backends.devices:
+            cuda = bool(opts.device_ids) or "cpu" not in self._backends.devices
             device = torch.device("cpu")
             if cuda:
                 device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._engine.gpu()
@@ -298,24 +300,16 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Idempotent. What is under way gets a moment to end."""
         self._engine.close()
-        if self._own:
-            for backend in self._backends.values():
-                backend.shutdown()
+        self._backends.shutdown()
 
     def abort(self) -> None:
         self._engine.give_up(GroupAborted(f"rank {self.rank()} aborted the group"))
         self._engine.close()
-        if self._own and "cuda" in self._backends:
-            self._backends["cuda"].abort()
+        self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
         """A foreign exception has left a call of this group."""
         self._engine.interrupted(error)
-
-    def _abort_nccl(self) -> None:
-        backend = self._backends.get("cuda")
-        if self._own and backend is not None:
-            backend.abort()
 
     def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
@@ -327,12 +321,13 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
         backend = self._native(device)
+
+        def native() -> Any:
+            name = next((n for n in names if hasattr(backend, n)), names[0])
+            return getattr(backend, name)(*args)
+
         with _profiled(batch[0].collective):
-            if device.type == "cpu":
-                work = self._engine.on_cpu(batch)
-            else:
-                name = next((n for n in names if hasattr(backend, n)), names[0])
-                work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
+            work = self._engine.run(batch, native)
         if self._coalescing is not None:
             self._coalescing.append(work)
         if in_backward():
@@ -346,14 +341,17 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return AllOf([single(out, x, opts) for out, x in pairs])
 
     def _native(self, device: torch.device) -> Any:
-        found = self._backends.get(device.type)
-        if found is None:
-            there = ", ".join(self._backends) or "no device"
+        """torch's own backend for `device`; the group itself if its own connections serve it."""
+        native = self._backends.native.get(device.type)
+        if native is not None:
+            return native
+        served = self._backends.devices
+        if device.type not in served:
             raise InvalidArgument(
-                f"{self._place}: a tensor on {device} was given; this group serves {there}: move the tensor, or make a "
-                f"group with a backend for {device.type}"
+                f"{self._place}: a tensor on {device} was given; this group serves {', '.join(served) or 'no device'}: "
+                f"move the tensor, or make a group with a backend for {device.type}"
             )
-        return found
+        return self
 
     def _root(self, opts: Any, what: str) -> int:
         root = int(opts.rootRank)

@@ -74,14 +74,11 @@ class _Run:
 class CallQueue:
     """Runs one group's calls in the order in which they were made.
 
-    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a caller's wait for a call.
     `one_at_a_time`: its calls run alone among those of all such groups.
     """
 
-    def __init__(
-        self, name: str, interrupted: Callable[[BaseException], None] = lambda error: None, one_at_a_time: bool = False
-    ) -> None:
-        self._name, self._interrupted, self.one_at_a_time = name, interrupted, one_at_a_time
+    def __init__(self, name: str, one_at_a_time: bool = False) -> None:
+        self._name, self.one_at_a_time = name, one_at_a_time
         self._closed = self._used = False
         self.refusal: GroupAborted | None = None  # for the calls that are still in the queue
         self.current: _Run | None = None
@@ -90,8 +87,14 @@ class CallQueue:
         self.drained: Latch | None = None
         _workers.queues.add(self)
 
-    def run(self, action: Callable[[], None], what: str, result: list[Any], async_op: bool) -> Any:
-        """Run `action` in its turn; returns a handle, which is finished if the caller waits."""
+    def run(
+        self, action: Callable[[], None], what: str, result: list[Any], async_op: bool,
+        interrupted: Callable[[BaseException], None] = lambda error: None,
+    ) -> Any:  # fmt: skip
+        """Run `action` in its turn; returns a handle, which is finished if the caller waits.
+
+        `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
+        """
         if self._closed:
             raise GroupAborted(f"{what}: the group was destroyed; make a new one")
         current = self.current
@@ -99,7 +102,7 @@ class CallQueue:
             with torch.no_grad():
                 action()
             return FinishedWork(result)
-        work = PendingWork(what, result, self._interrupted)
+        work = PendingWork(what, result, interrupted)
         self._used = True
         nested = threading.current_thread() in _workers.threads
         _workers.put(("call", self, _Call(next(_numbers), action, work, not async_op, nested)))

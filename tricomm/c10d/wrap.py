@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
-from tricomm.c10d.capabilities import agree
-from tricomm.c10d.dispatch import Place
+from tricomm.c10d.capabilities import Place, agree
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
@@ -67,8 +67,7 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     place = Place(store, group.rank(), group.size(), timeout, ranks, name)
     facts = agree(store, place.rank, place.world_size, timeout.total_seconds())
-    found = WrappedGroup(place, facts, backends, options)
-    found._own = False
+    found = WrappedGroup(place, facts, Backends(backends, owned=False), options)
     world.pg_map[found] = ("tricomm", store)
     world.pg_names[found] = name
     world.pg_group_ranks[found] = dict(world.pg_group_ranks[group])
@@ -115,5 +114,5 @@ def make(
     """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
     place = Place(c10d.PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
     facts = agree(place.store, rank, world_size, timeout.total_seconds())
-    backends = fallback_backends.make(place.store, rank, world_size, timeout, ranks, name, facts.members, options)
+    backends = fallback_backends.make(place, facts.members, options)
     return TricommGroup(place, facts, backends, options)
