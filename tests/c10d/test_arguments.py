@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from tricomm import InvalidArgument, ResourceError
-from tricomm.c10d import conventions, group_over
+from tricomm.c10d import group_calls, group_over
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 
@@ -90,7 +90,7 @@ def test_tensors_of_a_device_that_the_group_does_not_serve(group):
 
 def test_devices_are_not_mixed():
     with pytest.raises(InvalidArgument, match="tensors on cpu and meta are mixed; move them to one device"):
-        conventions.gathered_single(torch.ones(2, device="meta"), ones(2), 1)
+        group_calls.gathered_single(torch.ones(2, device="meta"), ones(2), 1)
 
 
 def test_address_space_that_is_refused_is_named(group, monkeypatch):

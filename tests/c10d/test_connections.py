@@ -14,7 +14,6 @@ from tests import ranks
 from tests.c10d import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
-from tricomm.c10d import gloo_faults
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -183,11 +182,11 @@ def test_a_moment_that_needs_many_threads_does_not_keep_them():
         return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
 
     hold = threading.Event()
-    jobs = [gloo_faults.Job(lambda: hold.wait(30) and None) for _ in range(gloo_faults._SPARE + 6)]
-    assert helpers() >= gloo_faults._SPARE + 6
+    jobs = [gloo_threads.Job(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
+    assert helpers() >= gloo_threads._SPARE + 6
     hold.set()
     assert all(job.wait(30) for job in jobs)
     end = time.monotonic() + 30
-    while helpers() > gloo_faults._SPARE and time.monotonic() < end:
+    while helpers() > gloo_threads._SPARE and time.monotonic() < end:
         time.sleep(0.01)
-    assert helpers() == gloo_faults._SPARE
+    assert helpers() == gloo_threads._SPARE

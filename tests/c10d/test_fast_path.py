@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import tricomm
 from devtools import c10d_overhead
 from tricomm.c10d import group_over
-from tricomm.c10d.conventions import OPERATIONS
+from tricomm.c10d.group_calls import OPERATIONS
 
 
 class Recorder:

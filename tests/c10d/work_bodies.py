@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group, of, poisoned, refused, same
-from tricomm.c10d import conventions
-from tricomm.c10d.handles import FinishedWork
+from tricomm.c10d import group_calls
+from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.monitor import Monitor
 
 
@@ -218,7 +218,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
             dist.all_reduce(torch.ones(4))
         began = time.monotonic()
         for dtype in (torch.complex32 if rank else torch.float32, torch.float32):
-            call = conventions.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            call = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
             call.async_op = False
             try:
                 engine.on_cuda([call], lambda: said.append("left" if aborted.wait(30) else "stuck"))
@@ -245,7 +245,7 @@ def refused_by_nccl(rank, world_size, tell, url):
         engine._streams[torch.device("cpu")] = Inline()
 
         def call(dtype, run):
-            made = conventions.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            made = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
             made.async_op = False
             engine.on_cuda([made], run)
             return made.x

@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from tricomm.c10d import custom_ops
+from tricomm.c10d.group_creation import create, ddp_hook, make, wrap
 from tricomm.c10d.process_group import TricommGroup
-from tricomm.c10d.wrap import create, ddp_hook, make, wrap
 from tricomm.options import Options
 
 __all__ = ["TricommGroup", "custom_ops", "ddp_hook", "group_over", "register", "wrap"]

@@ -20,7 +20,7 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.handles import AllOf, FinishedWork, told
+from tricomm.c10d.work_handles import AllOf, FinishedWork, told
 from tricomm.errors import InvalidArgument, TricommError
 
 # What a call says of its arguments before anything is sent; the group goes on.

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.handles import bounded, told
+from tricomm.c10d.work_handles import bounded, told
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
 LONGEST_EXCESS = 1 << 30  # bytes that a message may be too long and still be refused, and not end the process

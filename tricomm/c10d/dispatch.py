@@ -13,16 +13,15 @@ from torch._C._distributed_c10d import PrefixStore
 
 from tricomm import env
 from tricomm.c10d import fallback_backends, gloo_collectives
-from tricomm.c10d.call_agreement import Records
 from tricomm.c10d.call_guard import NOTHING_SENT
 from tricomm.c10d.capabilities import Facts, Place, agree, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
-from tricomm.c10d.gloo_collectives import Turn
+from tricomm.c10d.gloo_collectives import Records, Turn
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.handles import bounded
-from tricomm.c10d.normalized_call import Call
+from tricomm.c10d.group_calls import Call
 from tricomm.c10d.streams import Streams
+from tricomm.c10d.work_handles import bounded
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import (

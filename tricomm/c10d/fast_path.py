@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d.conventions import OPERATIONS
-from tricomm.c10d.handles import FinishedWork
+from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import FinishedWork
 from tricomm.communicator import Communicator
 from tricomm.metrics import routes
 

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d import gloo_faults
+from tricomm.c10d import gloo_faults, gloo_threads
 from tricomm.c10d.capabilities import Member
-from tricomm.c10d.gloo_faults import Job, Waiting
-from tricomm.c10d.handles import Loss
+from tricomm.c10d.gloo_faults import Waiting
+from tricomm.c10d.gloo_threads import Job
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.deadline import first_line
@@ -159,7 +160,7 @@ class Transport:
 
     def _wait(self, waiting: Waiting) -> None:
         if self.error is None:
-            gloo_faults.watch(waiting)
+            gloo_threads.watch(waiting)
             try:
                 if waiting.ended is None:
                     waiting.run()
@@ -171,7 +172,7 @@ class Transport:
                     Job(waiting.run)
                     waiting.ended.wait()
             finally:
-                gloo_faults.unwatch(waiting)
+                gloo_threads.unwatch(waiting)
             if not waiting.lost:
                 return
         raise waiting.verdict()
@@ -229,7 +230,7 @@ class Transport:
             if entry is not None:
                 _shut(*entry)
         if rank is None:
-            gloo_faults.wake(self)
+            gloo_threads.wake(self)
 
     def connected(self, rank: int) -> bool:
         """False once Gloo has closed the connection to `rank`."""

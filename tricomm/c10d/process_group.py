@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d import checked_point_to_point, conventions
+from tricomm.c10d import checked_point_to_point, group_calls
 from tricomm.c10d.call_guard import guarded, refused
 from tricomm.c10d.capabilities import Facts, Place
 from tricomm.c10d.dispatch import Engine
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.fallback_backends import Backends
-from tricomm.c10d.handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
-from tricomm.c10d.normalized_call import Call
+from tricomm.c10d.group_calls import Call
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 from tricomm.policy import backend_choice
@@ -91,43 +91,43 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise
 
     def _allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
+        opts = group_calls.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
         x = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
         if x is not None and x.layout != torch.strided and x.device.type == "cpu":
-            call = Call("all_reduce_sparse", op=conventions.operation(opts.reduceOp), result=[x], keep=[x])
+            call = Call("all_reduce_sparse", op=group_calls.operation(opts.reduceOp), result=[x], keep=[x])
         else:
-            x, op = conventions.premultiplied(conventions.one(tensors, "all_reduce"), opts.reduceOp)
-            call = conventions.in_place("all_reduce", x, op, result=tensors)
+            x, op = group_calls.premultiplied(group_calls.one(tensors, "all_reduce"), opts.reduceOp)
+            call = group_calls.in_place("all_reduce", x, op, result=tensors)
         return self._submit([call], opts, ("allreduce",), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        op = conventions.operation(opts.reduceOp)
+        op = group_calls.operation(opts.reduceOp)
         batch = [
-            conventions.in_place("all_reduce", conventions.checked(x, "all_reduce"), op, result=[x]) for x in tensors
+            group_calls.in_place("all_reduce", group_calls.checked(x, "all_reduce"), op, result=[x]) for x in tensors
         ]
         return self._submit(batch, opts, ("allreduce_coalesced",), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
-        x = conventions.one(tensors, "broadcast")
-        call = conventions.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
+        opts = group_calls.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
+        x = group_calls.one(tensors, "broadcast")
+        call = group_calls.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
         return self._submit([call], opts, ("broadcast",), tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.ReduceOptions, opts, "rootRank", timeout)
+        opts = group_calls.options(c10d.ReduceOptions, opts, "rootRank", timeout)
         if op is not None:
             opts.reduceOp = op
-        x, name = conventions.premultiplied(conventions.one(tensors, "reduce"), opts.reduceOp)
-        call = conventions.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
+        x, name = group_calls.premultiplied(group_calls.one(tensors, "reduce"), opts.reduceOp)
+        call = group_calls.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
         return self._submit([call], opts, ("reduce",), tensors, opts)
 
     # Gathering
 
     def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllgatherOptions, opts, None, timeout)
-        rows = conventions.tensor_list(outs, "all_gather output list", self.size())
-        call = conventions.gathered(rows, conventions.one(xs, "all_gather"), self.rank(), result=outs)
+        opts = group_calls.options(c10d.AllgatherOptions, opts, None, timeout)
+        rows = group_calls.tensor_list(outs, "all_gather output list", self.size())
+        call = group_calls.gathered(rows, group_calls.one(xs, "all_gather"), self.rank(), result=outs)
         return self._submit([call], opts, ("allgather",), outs, xs, opts)
 
     def allgather_coalesced(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -140,14 +140,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             )
         batch = []
         for i, x in enumerate(xs):
-            rows = [conventions.checked(row[i], "all_gather_coalesced output") for row in outs]
-            batch.append(conventions.gathered(rows, conventions.checked(x, "all_gather_coalesced"), self.rank(), rows))
+            rows = [group_calls.checked(row[i], "all_gather_coalesced output") for row in outs]
+            batch.append(group_calls.gathered(rows, group_calls.checked(x, "all_gather_coalesced"), self.rank(), rows))
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        x, y = (conventions.checked(t, "all_gather_into_tensor") for t in (x, out))
-        call = conventions.gathered_single(y, x, self.size())
+        x, y = (group_calls.checked(t, "all_gather_into_tensor") for t in (x, out))
+        call = group_calls.gathered_single(y, x, self.size())
         return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
 
     def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
@@ -158,7 +158,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     ) -> Any:  # fmt: skip
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(outs, xs, strict=True)
-        return self._each([(out, x) for out, x in pairs], opts, conventions.gathered_single, self.all_gather_single)
+        return self._each([(out, x) for out, x in pairs], opts, group_calls.gathered_single, self.all_gather_single)
 
     def allgather_into_tensor_coalesced(
         self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
@@ -168,34 +168,34 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def gather(
         self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.GatherOptions, opts, "rootRank", timeout)
+        opts = group_calls.options(c10d.GatherOptions, opts, "rootRank", timeout)
         root = self._root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
-        call = conventions.gather(rows, conventions.one(xs, "gather"), root)
+        call = group_calls.gather(rows, group_calls.one(xs, "gather"), root)
         return self._submit([call], opts, ("gather",), outs, xs, opts)
 
     # Scattering
 
     def scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.ScatterOptions, opts, "rootRank", timeout)
+        opts = group_calls.options(c10d.ScatterOptions, opts, "rootRank", timeout)
         root = self._root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
-        call = conventions.scatter(conventions.one(outs, "scatter"), parts, root)
+        call = group_calls.scatter(group_calls.one(outs, "scatter"), parts, root)
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
     def reduce_scatter(
         self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
-        parts = conventions.tensor_list(xs, "reduce_scatter input list", self.size())
-        op = conventions.operation(opts.reduceOp)
-        call = conventions.reduced_list(conventions.one(outs, "reduce_scatter"), parts, op, self.rank())
+        opts = group_calls.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
+        parts = group_calls.tensor_list(xs, "reduce_scatter input list", self.size())
+        op = group_calls.operation(opts.reduceOp)
+        call = group_calls.reduced_list(group_calls.one(outs, "reduce_scatter"), parts, op, self.rank())
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        x, y = (conventions.checked(t, "reduce_scatter_tensor") for t in (x, out))
-        call = conventions.reduced_single(y, x, conventions.operation(opts.reduceOp), self.size())
+        x, y = (group_calls.checked(t, "reduce_scatter_tensor") for t in (x, out))
+        call = group_calls.reduced_single(y, x, group_calls.operation(opts.reduceOp), self.size())
         return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
 
     def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
@@ -205,10 +205,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
     ) -> Any:  # fmt: skip
         opts = opts or c10d.ReduceScatterOptions()
-        op = conventions.operation(opts.reduceOp)
+        op = group_calls.operation(opts.reduceOp)
 
         def make(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
-            return conventions.reduced_single(out, x, op, world_size)
+            return group_calls.reduced_single(out, x, op, world_size)
 
         return self._each(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
 
@@ -220,17 +220,17 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # All to all
 
     def alltoall(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllToAllOptions, opts, None, timeout)
-        rows = conventions.tensor_list(outs, "all_to_all output list", self.size())
-        parts = conventions.tensor_list(xs, "all_to_all input list", self.size())
-        return self._submit([conventions.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
+        opts = group_calls.options(c10d.AllToAllOptions, opts, None, timeout)
+        rows = group_calls.tensor_list(outs, "all_to_all output list", self.size())
+        parts = group_calls.tensor_list(xs, "all_to_all input list", self.size())
+        return self._submit([group_calls.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
 
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.AllToAllOptions, opts, None, None)
-        y, z = (conventions.checked(t, "all_to_all_single") for t in (out, x))
-        call = conventions.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
+        opts = group_calls.options(c10d.AllToAllOptions, opts, None, None)
+        y, z = (group_calls.checked(t, "all_to_all_single") for t in (out, x))
+        call = group_calls.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
         names = ("all_to_all_single", "alltoall_base")
         return self._submit([call], opts, names, out, x, out_splits or [], in_splits or [], opts)
 
@@ -260,14 +260,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._native(x.device).recv_anysource([_bare(x)], tag)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.BarrierOptions, opts, None, timeout)
+        opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
         device = opts.device
         if device is None or device.type not in self._backends.devices:
             cuda = bool(opts.device_ids) or "cpu" not in self._backends.devices
             device = torch.device("cpu")
             if cuda:
                 device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._engine.gpu()
-        return self._submit([conventions.barrier(device)], opts, ("barrier",), opts)
+        return self._submit([group_calls.barrier(device)], opts, ("barrier",), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.
@@ -278,7 +278,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = c10d.BarrierOptions()
         opts.asyncOp = False
         opts.timeout = self._place.timeout if bounded(timeout) is None else timeout
-        self._submit([conventions.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
+        self._submit([group_calls.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
     # Coalescing
 
@@ -362,7 +362,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _root_list(self, tensors: Any, root: int, what: str) -> list[torch.Tensor]:
         """A list of one tensor per rank on the root, and nothing on the others."""
         if self.rank() == root:
-            return conventions.tensor_list(tensors, f"{what} list", self.size())
+            return group_calls.tensor_list(tensors, f"{what} list", self.size())
         found = [x for row in tensors for x in (row if isinstance(row, list | tuple) else [row])]
         if found:
             raise InvalidArgument(
@@ -372,7 +372,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def _point(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
         self._engine.usable(what)
-        x = conventions.one(tensors, what)
+        x = group_calls.one(tensors, what)
         if peer is not None and not 0 <= peer < self.size():
             raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
         if peer == self.rank():

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
-from tricomm.c10d.handles import FinishedWork, bounded, failed
+from tricomm.c10d.work_handles import FinishedWork, bounded, failed
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d.handles import FinishedWork, Latch, PendingWork
+from tricomm.c10d.work_handles import FinishedWork, Latch, PendingWork
 from tricomm.errors import GroupAborted
 
 _PATIENCE_SECONDS = 0.1  # for an asynchronous call that blocks, while other groups have calls to run

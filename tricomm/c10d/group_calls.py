@@ -1,12 +1,15 @@
-"""c10d's calling conventions, made one: whatever way a collective is called, a `Call` comes out, or a refusal.
+"""One collective call of a group, whatever way of calling c10d's it came in: flat tensors, an operation, a root.
 
-Everything here is checked before anything is sent, so that a refused call leaves the group as it was.
+c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
+`Call` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group as it
+was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +18,82 @@ import torch
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_plain
 from tricomm.c10d.dtype_emulation import check_reduction
-from tricomm.c10d.normalized_call import Call
 from tricomm.errors import InvalidArgument
+from tricomm.store.control import Descriptor, Record
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 OPERATIONS = {  # c10d's names and tricomm's
     "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
     "BXOR": "bxor", "PREMUL_SUM": "premul_sum",
 }  # fmt: skip
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Call:
+    """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
+
+    `splits` are (elements sent to each rank, elements received from each); `finish` puts what came into the
+    caller's own tensors. `result` is what the future holds: the caller's list.
+    """
+
+    collective: str
+    x: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    op: str = "none"
+    root: int = -1
+    sizes: tuple[int, ...] = ()
+    splits: tuple[list[int], list[int]] | None = None
+    result: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] = _nothing
+    timeout: timedelta | None = None
+    async_op: bool = True
+    count: int = 0
+    device: torch.device = torch.device("cpu")
+    keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        tensor = self.x if self.x is not None else self.out
+        return None if tensor is None else tensor.dtype
+
+    @property
+    def nbytes(self) -> int | None:
+        """Input of one rank; None where ranks may differ in it."""
+        if self.splits is not None or self.sizes:
+            return None
+        return 0 if self.dtype is None else self.count * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """What decides who runs the call; equal on all ranks, but for the number of the device."""
+        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes
+
+    def text(self) -> str:
+        """What all ranks must agree on, in words."""
+        words = [self.collective]
+        if self.op != "none":
+            words.append(f"op={self.op}")
+        if self.dtype is not None:
+            words.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
+            words.append(
+                f"sizes={list(self.sizes)}" if self.sizes else f"count={self.count}" if not self.splits else ""
+            )
+        if self.root >= 0:
+            words.append(f"root={self.root}")
+        return " ".join(word for word in words if word)
+
+    def fingerprint(self) -> int:
+        return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
+
+    def record(self, path: str) -> Record:
+        """What a control page shows of it if it goes to `path`, which is not the kernels."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        text = (self.collective, self.op, dtype, path, path)
+        return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").record()
 
 
 def operation(op: Any) -> str:
