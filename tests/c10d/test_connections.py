@@ -14,6 +14,7 @@ from tests import ranks
 from tests.c10d import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
+from tricomm.c10d import gloo_threads
 
 ROOT = Path(__file__).parents[2]
 FORK = """
