@@ -106,11 +106,12 @@ def test_without_the_watcher_only_gloo_ends_the_wait(url):
 @pytest.mark.parametrize(
     "how, kind, words, within",
     [
-        ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0), ("exits", "PeerDied", "has ended", 3.0),
+        ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0),
+        ("exits", "PeerDied", "has ended", 3.0),
         ("interrupted", "GroupAborted", "rank 2 was interrupted by KeyboardInterrupt", 4.0),
         ("fails", "GroupAborted", "rank 2 has no more data", 3.0),
     ],
-)  # fmt: skip
+)
 def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, within, url):
     with ranks.start(3, bodies.leaves, url, how) as started:
         first, late, gone = started.results()

@@ -118,9 +118,12 @@ def mismatches(rank, world_size, tell, url, route):
             lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(8)),
             lambda: dist.all_gather([torch.ones(3 + odd)] * world_size, torch.ones(3 + odd)),
             lambda: dist.all_to_all_single(
-                torch.ones(2 * world_size + odd), torch.ones(2 * world_size),
-                [2] * (world_size - 1) + [2 + odd], [2] * world_size),
-        ):  # fmt: skip
+                torch.ones(2 * world_size + odd),
+                torch.ones(2 * world_size),
+                [2] * (world_size - 1) + [2 + odd],
+                [2] * world_size,
+            ),
+        ):
             said.append(refused(call, "rank", "call", kind=tricomm.CollectiveMismatch))
             x = torch.ones(4)
             dist.all_reduce(x)

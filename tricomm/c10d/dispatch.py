@@ -1,4 +1,4 @@
-"""What a c10d group runs its calls with: routes, Gloo or the kernels on the CPU, the kernels or NCCL on CUDA."""
+"""Runs the calls of a c10d group: by the kernels or Gloo on the CPU, by the kernels or NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tricomm.store.deadline import first_line
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
-# Every collective over a communicator. All uneven exchanges and all even ones are one row: no rank knows alone which.
+# Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
 _KERNELS: dict[str, Callable[[Any, Call], Any]] = {
     "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
     "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
@@ -58,18 +58,18 @@ _KERNELS: dict[str, Callable[[Any, Call], Any]] = {
 
 @dataclass(frozen=True)
 class _Routed:
-    """What the shape of a call decides: who runs it, and, if it is not the kernels, what the peers read of it."""
+    """What the shape of a call decides: its route, and the record for the peers if that is not to the kernels."""
 
     route: Route
     record: Record | None
 
 
 class Engine:
-    """Runs one group's calls. Collective only where a call is; what it needs is made at the first that needs it.
+    """Runs one group's calls. It makes what they need at the first call that needs it.
 
-        call -> run -> fast path (known calls over the kernels), or
-                       worker thread (CPU) -> communicator or Gloo's connections, or
-                       caller's or group's stream (CUDA) -> communicator or NCCL
+    call -> run -> fast path (known calls over the kernels), or
+                   worker thread (CPU) -> communicator or Gloo's connections, or
+                   caller's or group's stream (CUDA) -> communicator or NCCL
     """
 
     def __init__(self, place: Place, facts: Facts, backends: Backends, options: Options | None) -> None:
@@ -104,13 +104,20 @@ class Engine:
     def site(self, device: str) -> Site:
         """The facts that decide a route; the same on all ranks."""
         return Site(
-            device, self._place.world_size, self._facts.nodes, self._no_kernels.get(device, f"no {device} kernels"),
-            torch_backend(device), reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
-        )  # fmt: skip
+            device,
+            self._place.world_size,
+            self._facts.nodes,
+            self._no_kernels.get(device, f"no {device} kernels"),
+            torch_backend(device),
+            reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
+        )
 
     def _route(self, call: Call) -> _Routed:
-        """Who runs `call`, which is counted. The first call makes the kernels' communicator, wherever it goes itself:
-        a rank that means another route would not come otherwise."""
+        """The route of `call`, which is counted.
+
+        The first call makes the kernels' communicator, whatever its own route is. Otherwise ranks that disagree about
+        the call, and so about its route, would wait for each other.
+        """
         key = call.shape
         routed = self._routed.get(key)
         if routed is None:
@@ -136,10 +143,10 @@ class Engine:
     def took(self, call: Call, route: Route) -> None:
         backend_choice.took(
             route, self._place.name, self._place.rank, call.collective, call.dtype, call.op, call.nbytes
-        )  # fmt: skip
+        )
 
     def _communicator(self, device: torch.device) -> None:
-        """Make the kernels' communicator; where they cannot share memory after all, all ranks know why."""
+        """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why."""
         if _capturing(device):
             raise InvalidArgument(
                 f"{self._place}: the first call of a group sets up its memory, and cannot be captured in a CUDA graph; "
@@ -149,9 +156,14 @@ class Engine:
         store = PrefixStore(f"kernels/{device.type}", place.store)
         try:
             comm = Communicator(
-                store, place.rank, place.world_size, device, place.timeout,
-                options_for(self._options, place.timeout, device.type), look=self._still_connected,
-            )  # fmt: skip
+                store,
+                place.rank,
+                place.world_size,
+                device,
+                place.timeout,
+                options_for(self._options, place.timeout, device.type),
+                look=self._still_connected,
+            )
             comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
@@ -196,7 +208,7 @@ class Engine:
             call.finish()
 
     def _turn(self, call: Call, here: list[torch.Tensor] | None = None) -> Turn:
-        """The connections, for as long as `call` may take; `here` is what the ranks have given to it already."""
+        """The connections, until the time limit of `call`; `here` are the ranks' inputs if they are here already."""
         number, text = self._number, self._text
         limit = (call.timeout or self._place.timeout).total_seconds()
         if self._backends.transport is None:
@@ -205,7 +217,7 @@ class Engine:
         return Turn(self._backends.transport, end, lambda: f"{text}, call {number} ({call.text()})", here)
 
     def _connected(self) -> Transport:
-        """Connections of a wrapped group's own, at the first call that needs them: its native backend is in use."""
+        """Connections for a wrapped group, at the first call that needs them: those of Gloo are in use by Gloo."""
         place = self._place
         store = PrefixStore("wrapped", place.store)
         try:
@@ -242,9 +254,7 @@ class Engine:
         return work
 
     @staticmethod
-    def _to_nccl(
-        native: Callable[[], Any], comm: Communicator | None, batch: list[Call], routed: list[_Routed]
-    ) -> Any:
+    def _to_nccl(native: Callable[[], Any], comm: Communicator | None, batch: list[Call], routed: list[_Routed]) -> Any:
         """Make the calls of NCCL, announced to the ranks that are in a kernel meanwhile."""
         if comm is None:
             return native()
@@ -306,12 +316,12 @@ def _capturing(device: torch.device) -> bool:
 
 
 def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
-    """The communicator's options: what the caller gave, else the group's timeout and TRICOMM_ARENA_BYTES."""
+    """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
     if given is not None:
-        return replace(given, nccl=False)  # torch's own NCCL is behind a c10d group
+        return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
     limit = bounded(timeout)
-    found = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
+    options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
     nbytes = env.integer("TRICOMM_ARENA_BYTES")
     if nbytes is None and device == "cpu":
         nbytes = _CPU_ARENA_BYTES
-    return found if nbytes is None else replace(found, arena_bytes=nbytes)
+    return options if nbytes is None else replace(options, arena_bytes=nbytes)

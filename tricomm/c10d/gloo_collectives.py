@@ -1,9 +1,10 @@
 """Every collective over a group's own connections: one row per collective, each an exchange of messages or two.
 
-Not Gloo's collectives: those need a thread of each ProcessGroupGloo, and a wait inside one can be neither cancelled
-nor told who is missing. Here each rank sends straight to every rank that needs something of it. A reduction of few
-bytes exchanges everything and reduces on every rank (one shot); of many, each rank reduces a share that it then sends
-to all (two shots). Both reduce in rank order, so they give the same bits, and those are the kernels'.
+These are not Gloo's collectives, which need a thread of each ProcessGroupGloo; a wait inside of one cannot be cancelled
+and does not know which rank is missing. Here each rank sends straight to every rank that needs something of it. A
+reduction of few bytes exchanges everything and reduces on every rank (one shot). In one of many bytes each rank reduces
+a share and then sends it to all (two shots). Both reduce in rank order, so they give the same bits as each other and as
+the kernels.
 
 Before any data moves, the ranks compare their calls: Gloo ends the process if a message is longer than its receiver
 expects, and another type gives wrong numbers. They exchange records of a fixed size; each rank reads all of them, so
@@ -42,9 +43,9 @@ _kept = threading.local()
 
 @dataclass(frozen=True)
 class Turn:
-    """One call's use of the connections: until `deadline` (of `time.monotonic()`), with the words of `what`.
+    """The context of one call over the connections: its `deadline` (of `time.monotonic()`) and, in `what`, its words.
 
-    `here` is what each rank gives to the call, if it is here already.
+    `here` are the ranks' inputs, if they have come with the records already.
     """
 
     transport: Transport
@@ -138,7 +139,7 @@ def _compare_splits(rows: list[tuple[int, ...]], number: int, group: str) -> Non
 
 
 def _given(call: Call) -> int | None:
-    """Bytes that a rank gives to `call`, if it gives all of them to whoever gets any, and all ranks know how many."""
+    """Bytes of a rank's input, if each receiver gets all of it and all ranks know its size; else None."""
     return call.nbytes if call.collective in _GIVEN_WHOLE else None
 
 
@@ -163,7 +164,7 @@ def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def _gathered(turn: Turn, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """Everybody's bytes into `rows`."""
+    """All ranks' bytes into `rows`."""
     mine, others = as_bytes(x), turn.others()
     turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
     rows[turn.rank].copy_(mine)
@@ -193,7 +194,7 @@ def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _room(nbytes: int) -> torch.Tensor:
-    """`nbytes` of memory, for one call of this thread."""
+    """`nbytes` of memory for one call; this thread keeps it for the next."""
     if nbytes > _KEPT_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8)
     kept: torch.Tensor | None = getattr(_kept, "room", None)

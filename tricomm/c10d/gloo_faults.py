@@ -25,7 +25,7 @@ _NEW = 0.1  # seconds of a wait in which no process is looked at
 _GRACE = 0.5  # for a process to end after its connections have, and for a reason to come by the store
 _HELD = 1.0  # after which the connection of an ended process is closed here: a child of it may hold the other end
 _STORE_SECONDS = 1.0
-_BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that nobody has ended
+_BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that the watcher has not ended
 _LONGEST_REASON = 2000
 
 
@@ -92,7 +92,7 @@ class Waiting:
             self.cause = cause
 
     def run(self) -> None:
-        """Wait for all of it. After a failure the rest is looked through, too: what has come is not missing."""
+        """Wait for all of it. After a failure the rest is looked at, too: messages that have come are not missing."""
         if self.lost:
             self.transport.cut()
         while self.todo:
@@ -128,7 +128,7 @@ class Waiting:
     # For the watcher
 
     def look(self, elapsed: float) -> None:
-        """End this wait where that is due; `elapsed` seconds have passed since the last look."""
+        """End this wait if it cannot succeed any more; `elapsed` seconds have passed since the last look."""
         transport, now = self.transport, time.monotonic()
         if self.lost or transport.error is not None:
             transport.cut()
@@ -177,9 +177,9 @@ class Waiting:
         """What to raise. The group is lost by it, and the others are told."""
         transport = self.transport
         if transport.error is None:
-            found = self._diagnosed()
-            if transport.lose(found):
-                tell(transport, found)
+            error = self._diagnosed()
+            if transport.lose(error):
+                tell(transport, error)
                 transport.cut()
         lost_by = transport.error
         assert lost_by is not None, "a transport is lost before its calls are judged"
@@ -198,8 +198,8 @@ class Waiting:
             if ended:
                 return self._died(ended)
         if stalled:
-            who = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
-            return PeerStalled(f"{who} is stopped; waited {waited:.1f} s")
+            named = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
+            return PeerStalled(f"{named} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
             limit = self.deadline - self.began
             return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
@@ -230,9 +230,9 @@ class Waiting:
         if ended:
             return self._died(ended)
         if transport.visible.issuperset(closed):
-            who = ", ".join(f"rank {r} (pid {transport.members[r].pid})" for r in closed)
+            named = ", ".join(f"rank {r} (pid {transport.members[r].pid})" for r in closed)
             return PeerDied(
-                f"{who} has left: its process runs, but it closed its connections of this group, as "
+                f"{named} has left: its process runs, but it closed its connections of this group, as "
                 "destroy_process_group does"
             )
         return GroupAborted(f"the connection to rank(s) {closed} failed: {first_line(self.cause or RuntimeError())}")
@@ -265,7 +265,7 @@ _KINDS = {
 
 
 def tell(transport: Connections, error: TricommError) -> None:
-    """Write into the store why this rank gives the group up; in vain if the store does not answer."""
+    """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
     bounded = Bounded(transport.store, _STORE_SECONDS)
     try:
         text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
@@ -282,7 +282,7 @@ def _record(transport: Connections, rank: int) -> records.Record:
 
 
 class _Reasons:
-    """What other ranks wrote about why they gave the group up. What is not theirs counts for nothing."""
+    """The reasons in the store why other ranks gave the group up. A record that is not theirs counts for nothing."""
 
     def __init__(self, transport: Connections) -> None:
         self._transport, self._token = transport, env.token()
@@ -290,19 +290,19 @@ class _Reasons:
         self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
 
     def read(self) -> dict[int, TricommError]:
-        found: dict[int, TricommError] = {}
+        reasons: dict[int, TricommError] = {}
         if self._store is None:
-            return found
+            return reasons
         try:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
                     said = records.parse_long(data, _record(self._transport, rank), self._token)
                     kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
-                    found[rank] = _KINDS.get(kind, GroupAborted)(text)
-        except RendezvousError:  # the store is gone as well, or somebody else writes to it
+                    reasons[rank] = _KINDS.get(kind, GroupAborted)(text)
+        except RendezvousError:  # the store is gone as well, or something else writes to it
             self.close()
-        return found
+        return reasons
 
     def close(self) -> None:
         store, self._store = self._store, None

@@ -107,7 +107,7 @@ def _watch() -> None:
         for waiting in list(_waits):
             try:
                 waiting.look(elapsed)
-            except Exception as error:  # a wait that nobody watches might never end
+            except Exception as error:  # a wait that is not watched might never end
                 waiting.failed(-1, error)
                 waiting.transport.cut()
 

@@ -1,13 +1,13 @@
 """A c10d group's connections on the CPU: one Gloo context with a connection to each other rank, and no thread.
 
-All groups of a process share one Gloo device, and with it one thread that moves the data; what a group has of its
-own are its connections, world size - 1 descriptors. Collectives are exchanges of messages (`exchange`), and so are
-messages of users; the two are told apart by tags: those from `OWN_TAGS` on are ours.
+All groups of a process share one Gloo device, and with it one thread that moves the data. A group has only its
+connections for itself: world size - 1 descriptors. Collectives are exchanges of messages (`exchange`). Messages of
+users have other tags: those from `OWN_TAGS` on are for collectives.
 
-A wait inside Gloo cannot be cancelled, and one that ends by Gloo's own limit of time closes all connections. So a
-blocked wait is ended by shutting down the sockets under it, which also tells the other side at once; for that, each
-group knows which descriptor leads to which rank. A wait that the main thread asks for runs on a helper thread, so
-that a signal's handler runs meanwhile.
+A wait inside Gloo cannot be cancelled, and if one ends by Gloo's own time limit, Gloo closes all connections. So a
+blocked wait is ended by shutting down its sockets, which also tells the other side at once. For that, each group knows
+which descriptor leads to which rank. A wait of the main thread runs on a helper thread, so that a signal's handler can
+run meanwhile.
 """
 
 from __future__ import annotations
@@ -58,9 +58,15 @@ class Transport:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, members: Sequence[Member], name: str, stall: float,
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        members: Sequence[Member],
+        name: str,
+        stall: float,
         timeout: timedelta,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
         self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
@@ -89,9 +95,13 @@ class Transport:
     # Messages
 
     def exchange(
-        self, sends: Sequence[Part], receives: Sequence[Part], deadline: float, what: Callable[[], str],
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        deadline: float,
+        what: Callable[[], str],
         tag: int = COLLECTIVE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
@@ -138,9 +148,7 @@ class Transport:
             return self._start(lambda: self._native.recv_anysource([x], _users(tag)), -1, "recv")
         return self._start(lambda: self._native.recv([x], src, _users(tag)), src, "recv")
 
-    def wait(
-        self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False
-    ) -> None:  # fmt: skip
+    def wait(self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False) -> None:
         """Wait for what `send` (`sent`) or `recv` began, with rank `peer` or (None) with any.
 
         Raises as `exchange` does.
@@ -213,7 +221,7 @@ class Transport:
         self.cut()
 
     def lose(self, error: TricommError) -> bool:
-        """Take `error` for what the group was lost by, unless there is one; True where it was the first."""
+        """Take `error` as the cause of the group's loss, unless there is one; True if it is the first."""
         self._errors.append(error)
         return self._errors[0] is error
 
@@ -238,7 +246,7 @@ class Transport:
         return entry is None or _inode(entry[0]) == entry[1]
 
     def _identify(self, mine: dict[int, int], deadline: float) -> None:
-        """Find out which of the sockets leads to whom: each rank tells the others the ports at both ends of its own.
+        """Find out which socket leads to which rank: each rank tells the others the ports at both ends of its own.
 
         That leaves out a socket that another thread of this process opened meanwhile.
         """
@@ -276,10 +284,10 @@ def _check_descriptors(members: Sequence[Member], name: str) -> None:
     needed = len(members) - 1 + _SPARE
     short = {rank: member.descriptors for rank, member in enumerate(members) if member.descriptors < needed}
     if short:
-        who = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
+        named = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
         raise ResourceError(
-            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {who} of its "
-            "limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not needed"
+            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {named} of "
+            "its limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not needed"
         )
 
 
@@ -308,12 +316,12 @@ def _users(tag: int) -> int:
 
 def _inodes() -> dict[int, int]:
     """The sockets of this process: descriptor, inode."""
-    found = {}
+    inodes = {}
     for name in os.listdir("/proc/self/fd"):
         inode = _inode(int(name))
         if inode is not None:
-            found[int(name)] = inode
-    return found
+            inodes[int(name)] = inode
+    return inodes
 
 
 def _inode(fd: int) -> int | None:
@@ -355,9 +363,9 @@ def _shut(fd: int, inode: int) -> None:
             os.close(copy)
 
 
-def _leak(found: Any) -> None:
-    """Keep `found` from ever being destroyed."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+def _leak(thing: Any) -> None:
+    """Keep `thing` from ever being destroyed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _child() -> None:

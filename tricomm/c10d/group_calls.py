@@ -36,8 +36,8 @@ def _nothing() -> None:
 class Call:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
 
-    `splits` are (elements sent to each rank, elements received from each); `finish` puts what came into the
-    caller's own tensors. `result` is what the future holds: the caller's list.
+    `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
+    caller's own tensors. `result` is the value of the future: the caller's list.
     """
 
     collective: str
@@ -62,18 +62,18 @@ class Call:
 
     @property
     def nbytes(self) -> int | None:
-        """Input of one rank; None where ranks may differ in it."""
+        """Input of one rank; None if ranks may differ in it."""
         if self.splits is not None or self.sizes:
             return None
         return 0 if self.dtype is None else self.count * self.dtype.itemsize
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What decides who runs the call; equal on all ranks, but for the number of the device."""
+        """All that decides the route of the call; equal on all ranks, but for the number of the device."""
         return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes
 
     def text(self) -> str:
-        """What all ranks must agree on, in words."""
+        """All that the ranks must agree on, in words."""
         words = [self.collective]
         if self.op != "none":
             words.append(f"op={self.op}")
@@ -106,7 +106,7 @@ def operation(op: Any) -> str:
 
 
 def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
-    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
+    """c10d's options. The short forms of a call have the value of one `field` in their place."""
     if hasattr(given, "asyncOp"):
         return given
     made = kind()
@@ -124,7 +124,7 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
 
 
 def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
-    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
+    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, because Gloo has none."""
     name = operation(op)
     if name == "premul_sum" and x.device.type == "cpu":
         factor = op.__getstate__()[1]
@@ -134,11 +134,11 @@ def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
 
 
 def one(tensors: Any, what: str) -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself. c10d's lists are for several devices per rank, long gone."""
-    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if len(found) != 1:
-        raise InvalidArgument(f"{what}: {len(found)} tensors were given; one per rank is needed")
-    return checked(found[0], what)
+    """The only tensor of a list, or the tensor itself. c10d's lists are of a time when a rank had several devices."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(tensors) != 1:
+        raise InvalidArgument(f"{what}: {len(tensors)} tensors were given; one per rank is needed")
+    return checked(tensors[0], what)
 
 
 def checked(x: Any, what: str) -> torch.Tensor:
@@ -155,12 +155,12 @@ def checked(x: Any, what: str) -> torch.Tensor:
 
 def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
     """One tensor per rank; c10d wraps the list in another one."""
-    found = list(tensors)
-    if len(found) == 1 and isinstance(found[0], list | tuple):
-        found = list(found[0])
-    if len(found) != length:
-        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(found)}")
-    return [checked(x, f"{what}[{i}]") for i, x in enumerate(found)]
+    tensors = list(tensors)
+    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+        tensors = list(tensors[0])
+    if len(tensors) != length:
+        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(tensors)}")
+    return [checked(x, f"{what}[{i}]") for i, x in enumerate(tensors)]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ def barrier(device: torch.device) -> Call:
 
 
 def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> Call:
-    """all_gather into a list; where its tensors differ in size, each rank gives as many elements as its own."""
+    """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
     what = "all_gather"
     _same(what, x, *outs)
     sizes = tuple(out.numel() for out in outs)
@@ -217,9 +217,16 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
 
     even = len(set(sizes)) == 1
     return Call(
-        "all_gather" if even else "all_gather_v", _flat(x), flat, count=x.numel() if even else 0,
-        sizes=() if even else sizes, result=result, finish=finish, device=x.device, keep=[x, flat, *outs],
-    )  # fmt: skip
+        "all_gather" if even else "all_gather_v",
+        _flat(x),
+        flat,
+        count=x.numel() if even else 0,
+        sizes=() if even else sizes,
+        result=result,
+        finish=finish,
+        device=x.device,
+        keep=[x, flat, *outs],
+    )
 
 
 def gathered_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
@@ -246,10 +253,17 @@ def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: in
     even = len(set(sizes)) == 1
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     return Call(
-        what if even else "reduce_scatter_v", torch.cat([_flat(p) for p in parts]), into, op,
-        count=sum(sizes) if even else 0, sizes=() if even else sizes, result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
-    )  # fmt: skip
+        what if even else "reduce_scatter_v",
+        torch.cat([_flat(p) for p in parts]),
+        into,
+        op,
+        count=sum(sizes) if even else 0,
+        sizes=() if even else sizes,
+        result=[out],
+        device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        keep=[out, into, *parts],
+    )
 
 
 def reduced_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> Call:
@@ -295,9 +309,16 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     x = torch.cat([_flat(p) for p in parts]) if parts else None
     return Call(
-        "scatter", x, into, root=root, count=out.numel(), result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
-    )  # fmt: skip
+        "scatter",
+        x,
+        into,
+        root=root,
+        count=out.numel(),
+        result=[out],
+        device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        keep=[out, into, *parts],
+    )
 
 
 def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call:
@@ -311,9 +332,15 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
             out.copy_(part.view(out.shape))
 
     return Call(
-        "all_to_all_v", torch.cat([_flat(p) for p in parts]), flat, splits=(sent, received), result=list(outs),
-        finish=finish, device=flat.device, keep=[flat, *outs, *parts],
-    )  # fmt: skip
+        "all_to_all_v",
+        torch.cat([_flat(p) for p in parts]),
+        flat,
+        splits=(sent, received),
+        result=list(outs),
+        finish=finish,
+        device=flat.device,
+        keep=[flat, *outs, *parts],
+    )
 
 
 def exchanged_single(
@@ -325,9 +352,7 @@ def exchanged_single(
     flat = _output(out, what)
     received = _counts(out, out_splits, world_size, f"{what} output")
     sent = _counts(x, in_splits, world_size, f"{what} input")
-    return Call(
-        "all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
-    )  # fmt: skip
+    return Call("all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out])
 
 
 def _counts(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The backend: a `ProcessGroup` that turns every c10d method into calls of an engine, or hands it to a native group.
+"""The backend: a `ProcessGroup` that makes a `Call` of every c10d method and hands it to the group's dispatcher.
 
 Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
@@ -57,7 +57,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return "tricomm"
 
-    # torch keeps these in the backends' objects, which the CPU has none of.
+    # torch keeps these in the backends' objects, and the CPU has none.
 
     def getGroupName(self) -> str:
         return self._name
@@ -150,24 +150,16 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = group_calls.gathered_single(y, x, self.size())
         return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
 
-    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single(out, x, opts)
+    _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
+    def all_gather_single_coalesced(self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(outs, xs, strict=True)
         return self._each([(out, x) for out, x in pairs], opts, group_calls.gathered_single, self.all_gather_single)
 
-    def allgather_into_tensor_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.all_gather_single_coalesced(outs, xs, opts)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(
-        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:  # fmt: skip
+    def gather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.GatherOptions, opts, "rootRank", timeout)
         root = self._root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
@@ -183,9 +175,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = group_calls.scatter(group_calls.one(outs, "scatter"), parts, root)
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
-    def reduce_scatter(
-        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:  # fmt: skip
+    def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
         parts = group_calls.tensor_list(xs, "reduce_scatter input list", self.size())
         op = group_calls.operation(opts.reduceOp)
@@ -198,12 +188,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         call = group_calls.reduced_single(y, x, group_calls.operation(opts.reduceOp), self.size())
         return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
 
-    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single(out, x, opts)
+    _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         op = group_calls.operation(opts.reduceOp)
 
@@ -212,10 +201,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
         return self._each(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
 
-    def reduce_scatter_tensor_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.reduce_scatter_single_coalesced(outs, xs, opts)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # All to all
 
@@ -227,17 +213,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         opts = group_calls.options(c10d.AllToAllOptions, opts, None, None)
         y, z = (group_calls.checked(t, "all_to_all_single") for t in (out, x))
         call = group_calls.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
         names = ("all_to_all_single", "alltoall_base")
         return self._submit([call], opts, names, out, x, out_splits or [], in_splits or [], opts)
 
-    def alltoall_base(
-        self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.all_to_all_single(out, x, out_splits, in_splits, opts)
+    alltoall_base = all_to_all_single
 
     # Point to point, barriers
 
@@ -298,7 +281,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Life
 
     def shutdown(self) -> None:
-        """Idempotent. What is under way gets a moment to end."""
+        """Idempotent. Calls under way get a moment to end."""
         self._engine.close()
         self._backends.shutdown()
 
@@ -363,11 +346,9 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """A list of one tensor per rank on the root, and nothing on the others."""
         if self.rank() == root:
             return group_calls.tensor_list(tensors, f"{what} list", self.size())
-        found = [x for row in tensors for x in (row if isinstance(row, list | tuple) else [row])]
-        if found:
-            raise InvalidArgument(
-                f"{what} list: only rank {root} gives one, rank {self.rank()} gave {len(found)} tensors"
-            )
+        given = sum(len(row) if isinstance(row, list | tuple) else 1 for row in tensors)
+        if given:
+            raise InvalidArgument(f"{what} list: only rank {root} gives one, rank {self.rank()} gave {given} tensors")
         return []
 
     def _point(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
@@ -392,7 +373,7 @@ def _bare(x: torch.Tensor) -> torch.Tensor:
 
 
 def _profiled(collective: str) -> Any:
-    """A name for the profiler, which sees no c10d event of a Python group; nothing where no profiler looks."""
+    """A name for the profiler, if one runs: it sees no c10d event of a Python group."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.autograd.profiler.record_function(f"tricomm::{collective}")

@@ -1,7 +1,7 @@
-"""Handles: what a c10d call returns, to Python callers and to C++ ones.
+"""The handles that c10d calls return, to Python callers and to C++ ones.
 
-DDP's reducer waits in C++ for the futures of its buckets, and what it raises there is a RuntimeError with the text of
-the call's error. A Python callback of the backward pass, which runs before the reducer's own, raises the error itself.
+DDP's reducer waits in C++ for the futures of its buckets, and raises a RuntimeError with the text of a call's error. A
+Python callback of the backward pass runs before the reducer's own, and raises the error itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", No
 
 
 def bounded(timeout: timedelta | None) -> float | None:
-    """Seconds, or None where no limit was given: c10d says that with zero or a negative number."""
+    """Seconds, or None if no limit was given, which is zero or a negative number in c10d."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
@@ -83,7 +83,7 @@ def in_backward() -> bool:
 
 
 class _Promise:
-    """A future that somebody else completes, once."""
+    """A future that another thread may complete, once."""
 
     def __init__(self, future: Any, complete: Callable[[], None]) -> None:
         self.future = future
@@ -182,17 +182,17 @@ class PendingWork(Work):
 
 
 def failed(error: BaseException) -> Any:
-    """A future that has failed with `error`, for whoever asks now."""
+    """A future that has failed with `error`; for the reducer if a backward pass runs on this thread."""
     future: Any = Future()
-    found = _read_by_reducer(future) if in_backward() else future
+    failing = _read_by_reducer(future) if in_backward() else future
     _settle(future, error, [])
-    return found
+    return failing
 
 
 def _settle(
     future: Any, error: BaseException | None, result: list[Any], unwrap: Callable[[Any], Any] | None = None
-) -> None:  # fmt: skip
-    """Complete `future`; `unwrap` raises the error, in place of torch's own function, whenever somebody asks for it."""
+) -> None:
+    """Complete `future`; `unwrap` raises the error, in place of torch's own function, whenever it is asked for."""
     if error is None:
         future.set_result(result)
     elif unwrap is None:

@@ -1,21 +1,21 @@
 """The order of a group's calls on the CPU, and the worker threads that all groups of a process share.
 
 All ranks hand their collectives to Gloo, or to the kernels, in one order, so a group's calls run one after another.
-They run on worker threads and not in the caller's: `async_op=True` never blocks, a caller who waits can be interrupted,
-and overlapping groups may be used in different orders.
+They run on worker threads and not in the caller's: `async_op=True` never blocks, a caller that waits can be
+interrupted, and overlapping groups may be used in different orders.
 
     caller: CallQueue.run -> inbox -> the leader, one of the workers -> it runs the call, another one leads -> inbox
 
 One worker runs the asynchronous calls of all groups as long as they make progress. If one of them blocks for longer
 than `_PATIENCE_SECONDS` while other groups have calls to run, one more worker starts, up to `_MOST_BLOCKED`. A caller
-who waits blocks a thread of its own, so its call gets a worker at once. The workers end when the last group does.
+that waits blocks its own thread anyway, so its call gets a worker at once. The workers end when the last group does.
 
 Interpreted kernels run one at a time in a process. If two ranks ran the kernels of two groups in different orders, each
 would wait for the other, so the calls of groups over the kernels (`one_at_a_time`) run in the order in which they were
 made, across all of these groups.
 
 A future's callbacks belong to its call: the calls that they make (as PowerSGD's do) run at once, before those in the
-queue. A callback that does not return, because it waits for one of those, is left behind after a moment.
+queue. A callback may wait for a call in the queue and so never return: the queue goes on without it after a moment.
 
 Only the leader touches the state of the queues, and callers only put messages into the inbox. So a caller holds no
 lock, and an interrupt in the caller's thread cannot leave one taken.
@@ -88,9 +88,13 @@ class CallQueue:
         _workers.queues.add(self)
 
     def run(
-        self, action: Callable[[], None], what: str, result: list[Any], async_op: bool,
+        self,
+        action: Callable[[], None],
+        what: str,
+        result: list[Any],
+        async_op: bool,
         interrupted: Callable[[BaseException], None] = lambda error: None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Run `action` in its turn; returns a handle, which is finished if the caller waits.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
