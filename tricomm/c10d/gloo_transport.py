@@ -286,8 +286,9 @@ def _check_descriptors(members: Sequence[Member], name: str) -> None:
     if short:
         named = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
         raise ResourceError(
-            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {named} of "
-            "its limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not needed"
+            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {named} "
+            "of its limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not "
+            "needed"
         )
 
 
