@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import Communicator
-from tricomm.c10d.capabilities import agree
-from tricomm.c10d.dispatch import Place
+from tricomm.c10d.capabilities import Place, agree
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf.null_launch import communicator
-from tricomm.policy.backend_choice import Site
 
 
 def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, Any]:
@@ -36,8 +35,9 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
     fake = _fake()
     comm = communicator()
     place = Place(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
-    group = TricommGroup(place, agree(place.store, 0, 1, 60.0), {})
-    group._quick.use(comm, Site("cpu", 1, 1, None, None))  # stands for a GPU here
+    group = TricommGroup(place, agree(place.store, 0, 1, 60.0), Backends({}))
+    comm.all_reduce(x)
+    group._fast_path.learn(comm, x, "sum")  # as after a first call on a GPU, which `comm` stands for
     dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
     ways: dict[str, Callable[[], Any]] = {
         "fake": lambda: dist.all_reduce(x, group=fake),

@@ -96,9 +96,10 @@ def wrappers(rank, world_size, tell, url, route):
         out = _none((2,))
         dist.reduce_scatter_tensor(out, _two(rank, (2 * n,), 4))
         check(
-            "reduce_scatter", out,
+            "reduce_scatter",
+            out,
             lambda more: sum(of(r, (2 * n,), call=4 + more) for r in range(n))[2 * rank : 2 * rank + 2],
-        )  # fmt: skip
+        )
         if rank == 0:
             dist.send(_two(0, (4,), 5), 1)
         elif rank == 1:

@@ -149,13 +149,15 @@ def two_devices(rank, world_size, tell, url):
     from torch._C._distributed_c10d import ProcessGroupGloo
 
     from tricomm.c10d.capabilities import agree
+    from tricomm.c10d.fallback_backends import Backends
     from tricomm.c10d.process_group import TricommGroup
 
     with default_group(rank, world_size, url) as world:
         place = world._place
         store = dist.PrefixStore("other", place.store)
         other = ProcessGroupGloo(store, rank, world_size, place.timeout)
-        group = TricommGroup(place, agree(store, rank, world_size, 60), {"cpu": world._backends["cpu"], "cuda": other})
+        backends = Backends({"cuda": other}, world._backends.transport, owned=False)
+        group = TricommGroup(place, agree(store, rank, world_size, 60), backends)
         cpu, cuda = (group._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
         group._engine.close()
-        return cpu is world._backends["cpu"], cuda is other
+        return cpu is group, cuda is other

@@ -20,10 +20,15 @@ def misfits(rank, world_size, tell, url, route):
     said = []
     ones = torch.ones
     with default_group(rank, world_size, url, route):
-        for tag, (sent, wanted) in enumerate([
-            (ones(8), ones(4)), (ones(4), ones(8)), (ones(4), ones(4, dtype=torch.int32)), (ones(0), ones(1)),
-            (ones(1 << 20), ones(1)),
-        ]):  # fmt: skip
+        for tag, (sent, wanted) in enumerate(
+            [
+                (ones(8), ones(4)),
+                (ones(4), ones(8)),
+                (ones(4), ones(4, dtype=torch.int32)),
+                (ones(0), ones(1)),
+                (ones(1 << 20), ones(1)),
+            ]
+        ):
             if rank == 0:
                 dist.send(sent, 1, tag=tag)
                 dist.send(of(0, (5,), call=tag), 1, tag=tag)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tricomm
 from tests import ranks
 from tests.c10d.groups import of
-from tricomm.c10d import handles, process_group
+from tricomm.c10d import process_group, work_handles
 
 LIMIT = 8.0  # seconds a call
 WORLD = 3
@@ -123,7 +123,7 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
     """`without`: the protection that is taken away. Returns the error's class and text, and the seconds it took."""
     os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
     if without == "the future for the reducer":
-        handles.PendingWork._for_reducer = handles.PendingWork._for_python
+        work_handles.PendingWork._for_reducer = work_handles.PendingWork._for_python
     if without:
         process_group.raise_in_backward = lambda work: None
     dist.init_process_group(

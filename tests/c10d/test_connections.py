@@ -14,7 +14,7 @@ from tests import ranks
 from tests.c10d import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
-from tricomm.c10d import gloo_faults
+from tricomm.c10d import gloo_threads
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -67,14 +67,14 @@ def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
     return pids, [outcomes[rank].value for rank in others]
 
 
-@pytest.mark.parametrize("way", ["all_reduce", "async", "recv", "send", "any"])
+@pytest.mark.parametrize("way", ["all_reduce", "async", "next", "recv", "send", "any"])
 def test_a_killed_peer_is_named_at_once(way, url):
     pids, found = survivors(url, signal.SIGKILL, 20.0 if way != "any" else 3.0, way)
     for kind, text, seconds in found:
         # Another rank might still send to any rank that asks: the dead one is named when the time is up.
         assert kind == "PeerDied" and f"[2] (pid {pids[2]}) has ended" in text, text
         assert seconds < 5.0 + 3.0 * (way == "any")
-        assert way.replace("async", "all_reduce").replace("any", "recv from any") in text
+        assert way.replace("async", "all_reduce").replace("next", "all_reduce").replace("any", "recv from any") in text
 
 
 def test_a_killed_peer_is_named_without_a_store():
@@ -106,11 +106,12 @@ def test_without_the_watcher_only_gloo_ends_the_wait(url):
 @pytest.mark.parametrize(
     "how, kind, words, within",
     [
-        ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0), ("exits", "PeerDied", "has ended", 3.0),
+        ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0),
+        ("exits", "PeerDied", "has ended", 3.0),
         ("interrupted", "GroupAborted", "rank 2 was interrupted by KeyboardInterrupt", 4.0),
         ("fails", "GroupAborted", "rank 2 has no more data", 3.0),
     ],
-)  # fmt: skip
+)
 def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, within, url):
     with ranks.start(3, bodies.leaves, url, how) as started:
         first, late, gone = started.results()
@@ -183,11 +184,11 @@ def test_a_moment_that_needs_many_threads_does_not_keep_them():
         return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
 
     hold = threading.Event()
-    jobs = [gloo_faults.Job(lambda: hold.wait(30) and None) for _ in range(gloo_faults._SPARE + 6)]
-    assert helpers() >= gloo_faults._SPARE + 6
+    jobs = [gloo_threads.Job(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
+    assert helpers() >= gloo_threads._SPARE + 6
     hold.set()
     assert all(job.wait(30) for job in jobs)
     end = time.monotonic() + 30
-    while helpers() > gloo_faults._SPARE and time.monotonic() < end:
+    while helpers() > gloo_threads._SPARE and time.monotonic() < end:
         time.sleep(0.01)
-    assert helpers() == gloo_faults._SPARE
+    assert helpers() == gloo_threads._SPARE

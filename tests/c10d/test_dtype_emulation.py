@@ -56,9 +56,13 @@ def test_unsigned_types_that_torch_cannot_add(dtype, most):
     large, small = (torch.tensor([value], dtype=dtype) for value in (most, 4))
     bits = 8 * dtype.itemsize
     for op, parts, want in (
-        ("sum", [large, large], 2 * most % (1 << bits)), ("max", [small, large], most), ("min", [large, small], 4),
-        ("avg", [small, small], 4), ("prod", [small] * 3, 64), ("bxor", [large, small], most ^ 4),
-    ):  # fmt: skip
+        ("sum", [large, large], 2 * most % (1 << bits)),
+        ("max", [small, large], most),
+        ("min", [large, small], 4),
+        ("avg", [small, small], 4),
+        ("prod", [small] * 3, 64),
+        ("bxor", [large, small], most ^ 4),
+    ):
         out = torch.empty_like(large)
         reduce_into(op, parts, out)
         assert int(out.numpy()[0]) == want, op

@@ -1,4 +1,4 @@
-"""The short way of a small all_reduce: the same results, routes and refusals as the long one."""
+"""The fast path of a small all_reduce: the same results, routes and refusals as any other call."""
 
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import tricomm
 from devtools import c10d_overhead
 from tricomm.c10d import group_over
-from tricomm.policy.backend_choice import Site
+from tricomm.c10d.group_calls import OPERATIONS
 
 
 class Recorder:
@@ -20,10 +20,6 @@ class Recorder:
 
     def __init__(self):
         self.calls = []
-
-    def all_reduce(self, x, op):
-        if not self.repeat(op, x):
-            raise tricomm.InvalidArgument("not plain")
 
     def known(self, op, dtype, count):
         return op
@@ -38,9 +34,18 @@ class Recorder:
 
 @pytest.fixture
 def group():
-    found = group_over(HashStore(), 0, 1, timedelta(seconds=60))
-    yield found
-    found.shutdown()
+    made = group_over(HashStore(), 0, 1, timedelta(seconds=60))
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def comm(group):
+    """A communicator that has reduced three floats by each operation but PREMUL_SUM."""
+    made = Recorder()
+    for op in set(OPERATIONS.values()) - {"premul_sum"}:
+        group._fast_path.learn(made, torch.ones(3), op)
+    return made
 
 
 def options(op=dist.ReduceOp.SUM, wait=True):
@@ -49,9 +54,7 @@ def options(op=dist.ReduceOp.SUM, wait=True):
     return made
 
 
-def test_what_goes_the_short_way_and_what_does_not(group):
-    comm = Recorder()
-    group._quick.use(comm, Site("cpu", 1, 1, None, "gloo"))
+def test_calls_that_take_the_fast_path_and_calls_that_do_not(group, comm):
     for op, name in [(dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.AVG, "avg")] * 2:
         before = tricomm.stats()["kernels"].get("all_reduce", 0)
         x = torch.ones(3)
@@ -65,6 +68,8 @@ def test_what_goes_the_short_way_and_what_does_not(group):
         (torch.ones(2, 3).t(), options()),  # not contiguous
         (torch.ones(3, requires_grad=True), options()),
         (torch.ones(3), None),
+        (torch.ones(4), options()),  # never made before
+        (torch.ones(3, dtype=torch.float64), options()),
     ]:
         want = x.detach().clone()
         group.allreduce([x], given).wait()
@@ -73,21 +78,35 @@ def test_what_goes_the_short_way_and_what_does_not(group):
     assert len(comm.calls) == count
 
 
-def test_a_premultiplied_sum_is_not_taken_for_a_sum(group):
-    comm = Recorder()
-    group._quick.use(comm, Site("cpu", 1, 1, None, "gloo"))
+def test_calls_of_another_communicator_are_not_repeated_over_the_first_one(group, comm):
+    group._fast_path.learn(Recorder(), torch.ones(4), "sum")
+    group.allreduce([torch.ones(4)], options()).wait()
+    assert not comm.calls
+
+
+def test_a_premultiplied_sum_is_not_taken_for_a_sum(group, comm):
     x = torch.ones(3)
     group.allreduce([x], options())
     group.allreduce([x], options(dist._make_nccl_premul_sum(2.0))).wait()
     assert len(comm.calls) == 1 and x[0] == 202
 
 
-def test_a_destroyed_group_refuses_on_the_short_way_too(group):
-    group._quick.use(Recorder(), Site("cpu", 1, 1, None, "gloo"))
+def test_a_destroyed_group_refuses_on_the_fast_path_too(group, comm):
     group.allreduce([torch.ones(3)], options())
     group.shutdown()
     with pytest.raises(tricomm.GroupAborted, match="destroyed"):
         group.allreduce([torch.ones(3)], options())
+
+
+def test_an_interrupt_on_the_fast_path_gives_the_group_up(group, comm, monkeypatch):
+    def interrupted(known, x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comm, "repeat", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.allreduce([torch.ones(3)], options())
+    with pytest.raises(tricomm.GroupAborted, match="stopped by KeyboardInterrupt"):
+        group.barrier()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

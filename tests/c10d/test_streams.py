@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.c10d import handles, streams
+from tricomm.c10d import streams, work_handles
 
 DEVICE = torch.device("cuda", 0)
 
@@ -193,7 +193,7 @@ def reads_as_the_reducer_does(work, comm):
 
 
 def called_by_autograd(work):
-    handles.raise_in_backward(work)
+    work_handles.raise_in_backward(work)
 
 
 def namespace(function):

@@ -172,8 +172,8 @@ def test_groups_whose_calls_wait_for_each_other_get_workers(monkeypatch):
 
 def test_an_interrupted_wait_is_reported_and_leaves_nothing_taken():
     told, gate = [], threading.Event()
-    calls = CallQueue("test", told.append)
-    work = calls.run(lambda: gate.wait(30), "", [], True)
+    calls = CallQueue("test")
+    work = calls.run(lambda: gate.wait(30), "", [], True, told.append)
 
     def interrupt(*_):
         raise LookupError("from a signal handler")

@@ -260,11 +260,19 @@ def ops(rank, world_size, tell, url, route):
         for what, run, want, grad in [
             ("all_reduce", lambda x: o.all_reduce(x, "sum", name), total, sum(weights)),
             ("avg", lambda x: o.all_reduce(x, "avg", name), total / world_size, sum(weights) / world_size),
-            ("broadcast", lambda x: o.broadcast(x, 1, name), parts[1],
-             sum(weights) if rank == 1 else torch.zeros_like(total)),
-            ("all_to_all", lambda x: o.all_to_all(x, splits, splits, name), torch.cat([p[mine] for p in parts]),
-             torch.cat([w[mine] for w in weights])),
-        ]:  # fmt: skip
+            (
+                "broadcast",
+                lambda x: o.broadcast(x, 1, name),
+                parts[1],
+                sum(weights) if rank == 1 else torch.zeros_like(total),
+            ),
+            (
+                "all_to_all",
+                lambda x: o.all_to_all(x, splits, splits, name),
+                torch.cat([p[mine] for p in parts]),
+                torch.cat([w[mine] for w in weights]),
+            ),
+        ]:
             x = parts[rank].clone().requires_grad_()
             out = run(x)
             (out * weights[rank]).sum().backward()
@@ -284,9 +292,11 @@ def ops(rank, world_size, tell, url, route):
         torch.library.opcheck(o.all_reduce, (parts[rank].clone().requires_grad_(), "sum", name))
         mine = parts[rank]
         for op, arguments in [
-            (o.all_gather, (mine.clone(), name)), (o.reduce_scatter, (mine.clone(), "sum", name)),
-            (o.broadcast, (mine.clone(), 0, name)), (o.all_to_all, (mine.clone(), splits, splits, name)),
-        ]:  # fmt: skip
+            (o.all_gather, (mine.clone(), name)),
+            (o.reduce_scatter, (mine.clone(), "sum", name)),
+            (o.broadcast, (mine.clone(), 0, name)),
+            (o.all_to_all, (mine.clone(), splits, splits, name)),
+        ]:
             torch.library.opcheck(op, arguments)
         refused(lambda: o.all_reduce(mine, "median", name), "median", "sum, avg")
         refused(lambda: o.reduce_scatter(mine[:1], "sum", name), "multiple of")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.groups import default_group, of, poisoned, refused, same
-from tricomm.c10d import conventions
-from tricomm.c10d.handles import FinishedWork
+from tricomm.c10d import group_calls
+from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.monitor import Monitor
 
 
@@ -118,9 +118,12 @@ def mismatches(rank, world_size, tell, url, route):
             lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(8)),
             lambda: dist.all_gather([torch.ones(3 + odd)] * world_size, torch.ones(3 + odd)),
             lambda: dist.all_to_all_single(
-                torch.ones(2 * world_size + odd), torch.ones(2 * world_size),
-                [2] * (world_size - 1) + [2 + odd], [2] * world_size),
-        ):  # fmt: skip
+                torch.ones(2 * world_size + odd),
+                torch.ones(2 * world_size),
+                [2] * (world_size - 1) + [2 + odd],
+                [2] * world_size,
+            ),
+        ):
             said.append(refused(call, "rank", "call", kind=tricomm.CollectiveMismatch))
             x = torch.ones(4)
             dist.all_reduce(x)
@@ -211,20 +214,20 @@ def another_way(rank, world_size, tell, url, first, compared=True):
         Monitor._diverging = lambda monitor: False
     said, aborted = [], threading.Event()
     with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
-        world._backends["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
+        world._backends.native["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
         engine = world._engine
         engine._streams[torch.device("cpu")] = Inline()
         if not first:
             dist.all_reduce(torch.ones(4))
         began = time.monotonic()
         for dtype in (torch.complex32 if rank else torch.float32, torch.float32):
-            call = conventions.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            call = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
             call.async_op = False
             try:
                 engine.on_cuda([call], lambda: said.append("left" if aborted.wait(30) else "stuck"))
             except tricomm.TricommError as error:
                 said.append((type(error).__name__, str(error)))
-        del world._backends["cuda"]
+        del world._backends.native["cuda"]
         return said, time.monotonic() - began
 
 
@@ -245,7 +248,7 @@ def refused_by_nccl(rank, world_size, tell, url):
         engine._streams[torch.device("cpu")] = Inline()
 
         def call(dtype, run):
-            made = conventions.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            made = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
             made.async_op = False
             engine.on_cuda([made], run)
             return made.x

@@ -1,4 +1,4 @@
-"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, with NCCL and Gloo behind it."""
+"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, which falls back to NCCL and Gloo."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d import custom_ops
+from tricomm.c10d.capabilities import Place
+from tricomm.c10d.group_creation import create, ddp_hook, make, wrap
 from tricomm.c10d.process_group import TricommGroup
-from tricomm.c10d.wrap import create, ddp_hook, make, wrap
 from tricomm.options import Options
 
 __all__ = ["TricommGroup", "custom_ops", "ddp_hook", "group_over", "register", "wrap"]
@@ -33,4 +35,5 @@ def group_over(
 
     Every member calls it, with a store (or a `PrefixStore`) that is this group's alone. `shutdown()` ends it.
     """
-    return make(store, rank, world_size, timeout, list(range(world_size)), name, options)
+    place = Place(PrefixStore("tricomm", store), rank, world_size, timeout, list(range(world_size)), name)
+    return make(place, options)

@@ -1,12 +1,12 @@
-"""What surrounds every call of a group: interrupts, and tensors that wrap other tensors.
+"""The entry of every call of a group: interrupts, and tensors that wrap other tensors.
 
 Ctrl-C, or an exception that a signal handler raises, may come at any line of a call. The other ranks may be waiting for
-this one then, so the group is given up and they are told.
+this one at that moment. So the group is given up, and they are told.
 
 Only a tensor subclass that wraps other tensors, as TwoTensor and AsyncCollectiveTensor do, knows what a call means for
-the tensors inside of it. So the tensors of such a call pass through an operator of torch's: its dispatcher hands them
-to the subclass, the subclass calls the operator with the inner tensors (waits for them first, calls once for each of
-them, or refuses), and the operator makes the group's call with these.
+its inner tensors. So the tensors of such a call pass through an operator of torch's. torch's dispatcher hands them to
+the subclass. The subclass calls the operator with the inner tensors: it may wait for them first, call once for each, or
+refuse. The operator makes the group's call with these.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.handles import AllOf, FinishedWork
+from tricomm.c10d.work_handles import AllOf, FinishedWork, told
 from tricomm.errors import InvalidArgument, TricommError
 
-# What a call says of its arguments before anything is sent; the group goes on.
+# Errors of a call's own, raised before anything is sent or by the call itself; the group goes on.
 _REFUSALS = (TricommError, TypeError, ValueError, NotImplementedError)
-NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception that a native backend refuses a call with
+NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception by which a native backend refuses a call
 _lib = Library("tricomm", "FRAGMENT")
 _pending: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _tokens = itertools.count()
@@ -51,6 +51,7 @@ def _guarded(method: Any) -> Any:
         except BaseException as error:
             if not refused(error):
                 self.interrupted(error)
+            told(error)
             raise
 
     return call

@@ -1,8 +1,9 @@
 """What the ranks of a c10d group agree on when it is made, over the group's own store.
 
-Each rank says who it is and what it was told by its environment; all read all of it, so all come to one conclusion.
-Node membership is the boot id, never the host name; `TRICOMM_NODE_ID` overrides it. Whether the ranks of one node
-really share memory shows when the kernels' communicator is made.
+Each rank publishes a record of its process, its node and what its environment allows. All ranks read all records, so
+all come to one conclusion. Ranks are on one node if their boot ids are equal, whatever the host names are;
+`TRICOMM_NODE_ID` overrides that. Whether the ranks of a node can share memory shows when the kernels' communicator is
+made.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import secrets
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError
@@ -30,24 +33,42 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
+class Place:
+    """A group as it was asked for: this process's rank in it, its global `ranks`, its name, and a store of its own."""
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    ranks: list[int]
+    name: str
+
+    def __str__(self) -> str:
+        return f"c10d group {self.name!r}, rank {self.rank} of {self.world_size}"
+
+
+@dataclass(frozen=True)
 class Member:
-    """One rank's process: where it lives, and how to see whether it still does."""
+    """The process of one rank, and its node."""
 
     node: bytes
     pid: int
     started: int
     namespace: int
-    descriptors: int  # that it had left when the group was made
+    descriptors: int  # it could open so many more when the group was made
 
     def ended(self) -> bool:
-        """True where this process can see that the other one is gone; False says nothing across hosts."""
+        """True if this process sees that the other one has ended; False says nothing across hosts."""
         here = self.node == process.node_id() and self.namespace == process.pid_namespace()
         return here and not process.alive(self.pid, self.started)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The conclusion, equal on all ranks. `no_kernels` says by device why there are none; `check` is TRICOMM_CHECK."""
+    """The conclusion, equal on all ranks.
+
+    `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK.
+    """
 
     members: tuple[Member, ...]
     nodes: int
@@ -56,11 +77,12 @@ class Facts:
 
 
 def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
-    """Exchange facts; every rank of the group calls it.
+    """Exchange capabilities; every rank of the group calls it.
 
-    Raises `RendezvousError` that names who did not come in `timeout` seconds, or whose record is wrong and in which
-    respect. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same records, written for this group
-    and not before: whoever writes to the store without the token can end the making of a group, and change nothing.
+    Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
+    record and what is wrong with it. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same
+    records, which were written for this group and not before. So another writer to the store, without the token, can
+    make the set-up of a group fail, and change nothing.
     """
     token, end, generation = env.token(), time.monotonic() + timeout, 0
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
@@ -82,7 +104,7 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
 def _tell(
     store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
 ) -> None:
-    """Say why this rank gives up, so that nobody waits for it. Who failed first knows best why."""
+    """Tell the other ranks why this one fails, so that none waits for it; only the first failure is told."""
     failure = Failure(os.getpid(), type(error).__name__, str(error))
     record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
     try:
@@ -90,7 +112,7 @@ def _tell(
         if store.usable and not store.check(_failed(generation)):
             store.set(_failed(generation), record.pack(token))
     except RendezvousError:
-        pass  # the store is gone; the error that brought us here matters more
+        pass  # the store is gone; the caller's own error matters more
 
 
 def _failed(generation: int) -> str:
@@ -108,26 +130,26 @@ def _mine() -> Capabilities:
 
 def cpu_through_kernels() -> bool:
     """TRICOMM_CPU: "kernels" or "gloo" (unset: gloo); raises `InvalidArgument` for anything else."""
-    found = env.text("TRICOMM_CPU")
-    if found not in (None, "kernels", "gloo"):
-        raise InvalidArgument(f"TRICOMM_CPU={found!r}: kernels or gloo is needed")
-    return found == "kernels"
+    route = env.text("TRICOMM_CPU")
+    if route not in (None, "kernels", "gloo"):
+        raise InvalidArgument(f"TRICOMM_CPU={route!r}: kernels or gloo is needed")
+    return route == "kernels"
 
 
 def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeout: float, end: float) -> list[Record]:
-    who = f"rank {mine.rank} of {mine.world_size}"
+    this_rank = f"rank {mine.rank} of {mine.world_size}"
 
     def late(said: Arrived) -> RendezvousError:
         return RendezvousError(
-            f"{who}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make the "
-            "group; do all of its ranks run, and make their groups in the same order?"
+            f"{this_rank}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make "
+            "the group; do all of its ranks run, and make their groups in the same order?"
         )
 
     def check(record: Record) -> None:
         if record.world_size != mine.world_size:
             raise RendezvousError(
-                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {mine.world_size}: "
-                "one store for one group"
+                f"rank {record.rank} says that the world size is {record.world_size}, {this_rank} says "
+                f"{mine.world_size}: one store for one group"
             )
 
     next_look = time.monotonic() + _LOOK_SECONDS
@@ -138,18 +160,18 @@ def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeou
             return
         next_look = time.monotonic() + _LOOK_SECONDS
         if data := store.read(_failed(mine.generation)):
-            found = records.parse(data, Kind.FAILURE, mine.generation, None, token)
-            assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
-            who = f"rank {found.rank} (pid {failure.pid})"
-            raise RendezvousError(f"{who} gave the making of the group up: {failure.kind}: {failure.text}")
+            record = records.parse(data, Kind.FAILURE, mine.generation, None, token)
+            assert isinstance(failure := record.body, Failure), "parse gives the kind that it was asked for"
+            raise RendezvousError(
+                f"rank {record.rank} (pid {failure.pid}) gave the making of the group up: "
+                f"{failure.kind}: {failure.text}"
+            )
 
-    return gather(
-        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look
-    )  # fmt: skip
+    return gather(store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look)
 
 
 def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
-    """All ranks have read the same: a record of a rank's own choice is in it, so none can be an old one."""
+    """Compare what the ranks have read. Each record has a nonce of its rank, so none can be an old one."""
     digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
     mine = replace(own, body=Said(1, "c10d group", digest))
     for record in _gather(store, mine, token, "confirmed", timeout, end):
@@ -167,20 +189,20 @@ def _capabilities(record: Record) -> Capabilities:
 
 def _conclude(said: list[Capabilities]) -> Facts:
     members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
-    everybody = ~0
+    common = ~0
     for one in said:
-        everybody &= one.switches
+        common &= one.switches
     cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
-    if everybody & _CPU_KERNELS:
-        cpu = None if everybody & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
+    if common & _CPU_KERNELS:
+        cpu = None if common & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
-    cuda = None if everybody & _CUDA_KERNELS else cuda
+    cuda = None if common & _CUDA_KERNELS else cuda
     nodes = len({member.node for member in members})
-    return Facts(members, nodes, bool(everybody & _CHECK), {"cpu": cpu, "cuda": cuda})
+    return Facts(members, nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
 
 
 def torch_backend(device: str) -> str | None:
-    """Who serves `device` natively in this torch: gloo, nccl, or nobody."""
+    """This torch's own backend for `device`: gloo, nccl or None."""
     if device == "cpu":
         return "gloo" if torch.distributed.is_gloo_available() else None
     return "nccl" if torch.distributed.is_nccl_available() else None

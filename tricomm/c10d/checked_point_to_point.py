@@ -1,9 +1,9 @@
-"""Point to point on the CPU, with a head on every message that says what it is.
+"""Point to point on the CPU, with a header on every message: its length and type.
 
-Gloo ends the receiver's process if a message is longer than the buffer, and says nothing if it is shorter. So a
-message carries its length and type, and is received into address space of which only what arrives becomes memory;
-what is expected is copied from there, and anything else is a `CollectiveMismatch` on the receiver. The message is used
-up then, and the group goes on. TRICOMM_CHECK=0, on all ranks, sends bare messages.
+Gloo ends the receiver's process if a message is longer than the buffer, and says nothing if it is shorter. So a message
+is received into a larger range of addresses, of which only what arrives becomes memory. If the header is as expected,
+the data is copied from there. Anything else is a `CollectiveMismatch` on the receiver: the message is used up, and the
+group goes on. TRICOMM_CHECK=0, on all ranks, sends messages without headers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.handles import bounded
+from tricomm.c10d.work_handles import bounded, told
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
 LONGEST_EXCESS = 1 << 30  # bytes that a message may be too long and still be refused, and not end the process
@@ -29,13 +29,13 @@ _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, wh
 
 
 class Points:
-    """One group's messages; `headed` says whether they tell what they are, `limit` is how long a wait may take."""
+    """One group's messages; `headed`: with headers; `limit` is how long a wait may take."""
 
     def __init__(self, transport: Transport, headed: bool, limit: timedelta, group: str) -> None:
         self.transport, self.headed, self.limit, self.group = transport, headed, limit, group
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Message:
-        """Send contiguous `x`; with a head, it may be changed at once."""
+        """Send contiguous `x`, which may be changed at once if messages have headers."""
         data = as_bytes(x.view(-1))
         if self.headed:
             head = bytearray(_HEAD.pack(_MAGIC, x.numel(), _name(x.dtype)))
@@ -43,7 +43,7 @@ class Points:
         return Message(self, self.transport.send(data, dst, tag), x, dst, f"send to rank {dst}", tag)
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> Message:
-        """Receive into contiguous `x`, from `src` or (None) from whoever comes first.
+        """Receive into contiguous `x`, from `src` or (None) from the first rank that sends.
 
         Raises `ResourceError` if address space is refused.
         """
@@ -65,12 +65,18 @@ class Points:
 
 
 class Message(Work):
-    """A message under way; of one that is received with a head, `wait` puts it where it belongs."""
+    """A message under way. `wait` copies one that is received with a header into its tensor."""
 
     def __init__(
-        self, points: Points, handle: Any, x: torch.Tensor, peer: int | None, what: str, tag: int,
+        self,
+        points: Points,
+        handle: Any,
+        x: torch.Tensor,
+        peer: int | None,
+        what: str,
+        tag: int,
         headed: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._points, self._handle, self._x, self._peer, self._what, self._tag = points, handle, x, peer, what, tag
         self._headed = headed
@@ -78,7 +84,7 @@ class Message(Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the message is there; `CollectiveMismatch` if it is not what the tensor takes.
+        """Block until the message is there; raises `CollectiveMismatch` if the tensor is of another size or type.
 
         Raises `CollectiveTimeout` after `timeout` (none given: the group's), `PeerDied` and `PeerStalled`; the group is
         lost then.
@@ -89,15 +95,19 @@ class Message(Work):
             limit = timeout if bounded(timeout) else self._points.limit
             try:
                 self._points.transport.wait(
-                    self._handle, self._peer, time.monotonic() + limit.total_seconds(), self._words,
+                    self._handle,
+                    self._peer,
+                    time.monotonic() + limit.total_seconds(),
+                    self._words,
                     sent=self._what.startswith("send"),
-                )  # fmt: skip
+                )
                 self._done = True
                 if self._headed is not None:
                     message, self._headed = self._headed, None
                     self._deliver(message)
             except TricommError as error:
                 self._error = error
+                told(error)
                 raise
         return True
 

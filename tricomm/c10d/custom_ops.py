@@ -1,8 +1,8 @@
 """`torch.ops.tricomm.*`: collectives that `torch.compile(fullgraph=True)` keeps in the graph, differentiable.
 
-Out of place, but for `all_reduce_`; `group` is a group's `group_name`, of tricomm's or of any other backend. Gradients
-are those of the sum over all ranks of the ranks' losses: an all_reduce's is all_reduced, an all_gather's
-reduce_scattered, and so on. Through `Library`, for `@custom_op` costs 30 us a call.
+Out of place, but for `all_reduce_`; `group` is the `group_name` of a group, of tricomm or of any other backend.
+Gradients are those of the sum of all ranks' losses: that of an all_reduce is all_reduced, that of an all_gather
+reduce_scattered, and so on. Made with `Library`, because `@custom_op` costs 30 us a call.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def _rows(x: torch.Tensor, multiplier: int, divisor: int, what: str) -> torch.Te
 
 
 def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
-    found = _group(group)
-    out = _rows(x, found.size(), 1, "all_gather")
-    _single(found, "all_gather_single", "_allgather_base")(
+    members = _group(group)
+    out = _rows(x, members.size(), 1, "all_gather")
+    _single(members, "all_gather_single", "_allgather_base")(
         out, x.contiguous(), _options(c10d.AllgatherOptions)
-    ).wait()  # fmt: skip
+    ).wait()
     return out
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    found = _group(group)
-    out = _rows(x, 1, found.size(), "reduce_scatter")
+    members = _group(group)
+    out = _rows(x, 1, members.size(), "reduce_scatter")
     options = _options(c10d.ReduceScatterOptions, reduceOp=_op(op))
-    _single(found, "reduce_scatter_single", "_reduce_scatter_base")(out, x.contiguous(), options).wait()
+    _single(members, "reduce_scatter_single", "_reduce_scatter_base")(out, x.contiguous(), options).wait()
     return out
 
 
@@ -103,25 +103,30 @@ def _define(schema: str, run: Any, fake: Any) -> None:
 
 _define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
 _define(
-    "all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce,
+    "all_reduce(Tensor x, str op, str group) -> Tensor",
+    _all_reduce,
     lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)  # fmt: skip
+)
 _define(
-    "broadcast(Tensor x, int src, str group) -> Tensor", _broadcast,
+    "broadcast(Tensor x, int src, str group) -> Tensor",
+    _broadcast,
     lambda x, src, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)  # fmt: skip
+)
 _define(
-    "all_gather(Tensor x, str group) -> Tensor", _all_gather,
+    "all_gather(Tensor x, str group) -> Tensor",
+    _all_gather,
     lambda x, group: _rows(x, _group(group).size(), 1, "all_gather"),
-)  # fmt: skip
+)
 _define(
-    "reduce_scatter(Tensor x, str op, str group) -> Tensor", _reduce_scatter,
+    "reduce_scatter(Tensor x, str op, str group) -> Tensor",
+    _reduce_scatter,
     lambda x, op, group: _rows(x, 1, _group(group).size(), "reduce_scatter"),
-)  # fmt: skip
+)
 _define(
-    "all_to_all(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str group) -> Tensor", _all_to_all,
+    "all_to_all(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str group) -> Tensor",
+    _all_to_all,
     lambda x, out_splits, in_splits, group: x.new_empty((sum(out_splits), *x.shape[1:])),
-)  # fmt: skip
+)
 
 
 # Gradients

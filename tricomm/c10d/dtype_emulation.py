@@ -1,8 +1,9 @@
 """Reductions on the CPU with the bits of the kernels, of every type that torch stores.
 
-In ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once (kernels/reference.py). Types
-in which torch cannot compute are carried by one that holds all their values: uint16 by int32, uint32 by int64, uint64
-by the bits of int64, bool by bytes with "sum" meaning "any", as in NCCL. What is only moved goes as bytes.
+They go in ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once (kernels/reference.py).
+A type in which torch cannot compute is emulated by one that holds all of its values: uint16 by int32, uint32 by int64,
+uint64 by the bits of int64, bool by bytes. The sum of bools means "any", as in NCCL. Data that is only moved goes as
+bytes.
 """
 
 from __future__ import annotations
@@ -90,15 +91,15 @@ def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.d
 
 def _extreme(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """min or max; -0 is less than +0, which torch does not say."""
-    found = torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
+    result = torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
     if a.dtype.is_floating_point:
-        zero = found == 0
+        zero = result == 0
         if zero.any():
             signs = torch.signbit(a), torch.signbit(b)
             negative = signs[0] | signs[1] if op == "min" else signs[0] & signs[1]
             nought = torch.zeros((), dtype=a.dtype)
-            found = torch.where(zero, torch.where(negative, -nought, nought), found)
-    return found
+            result = torch.where(zero, torch.where(negative, -nought, nought), result)
+    return result
 
 
 def _mean(total: torch.Tensor, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,78 +1,106 @@
-"""What stands behind a group, by device: connections for the CPU, torch's own NCCL for CUDA."""
+"""The backends of a group for the calls that no kernel runs: connections for the CPU, torch's own NCCL for CUDA."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d.capabilities import Member, torch_backend
+from tricomm.c10d.capabilities import Member, Place, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 
 _STALL = 30.0
+# Of one type for two devices, torch would take the first backend for both.
+_TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
-class CpuBackend:
-    """What torch is told stands behind a group on the CPU, and gets from `_get_backend`: the group itself.
+@dataclass
+class Backends:
+    """What serves each type of device of a group beside the kernels.
 
-    There is no backend object of C++'s: a `ProcessGroupGloo` that runs collectives needs threads of its own, and in one
-    without threads they never end. C++ that asks for the object is refused by torch, with an error.
+    native     torch's own backend objects, by device type
+    transport  connections of the group's own; a CPU that they serve has no native backend
+    owned      whether all of this ends with the group; a wrapped group's backends go on
     """
 
-    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+    native: dict[str, Any]
+    transport: Transport | None = None
+    owned: bool = True
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.group: Any = lambda: None
+    @property
+    def devices(self) -> list[str]:
+        """The device types that the group serves."""
+        own = ["cpu"] if self.transport is not None and "cpu" not in self.native else []
+        return own + list(self.native)
 
-    def serves(self, group: Any) -> None:
-        """By the group, when it is made: what is asked of this backend is asked of `group`."""
-        self.group = weakref.ref(group)
+    def register(self, group: Any) -> None:
+        """Tell torch what is behind `group`, a `ProcessGroup`.
 
-    def name(self) -> str:
-        return "tricomm"
-
-    def supports_tensor_alloc(self, device: Any) -> bool:
-        return False
+        The CPU's connections are no backend of C++'s: a `ProcessGroupGloo` that runs collectives needs threads of its
+        own, and in one without threads they never end. A collective that C++ asks of the `_stand_in` is an error.
+        """
+        for device in self.devices:
+            native = self.native[device] if device in self.native else _stand_in(group.rank(), group.size())
+            group._register_backend(torch.device(device), _TYPES[device], native)
+        group._set_default_backend(_TYPES["cuda" if "cuda" in self.native else "cpu"])
 
     def shutdown(self) -> None:
-        self.transport.close()
+        """End the native backends that end with the group, when their calls have run."""
+        if self.owned:
+            for backend in self.native.values():
+                backend.shutdown()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.group(), name)
+    def abort(self) -> None:
+        """End NCCL, if it ends with the group, in the middle of its calls."""
+        if self.owned and "cuda" in self.native:
+            self.native["cuda"].abort()
+
+    def error(self) -> str | None:
+        """For a communicator's monitor, which aborts what has failed: torch's own watchdog asks NCCL."""
+        return None
 
 
-def make(
-    store: Store, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str,
-    members: Sequence[Member], options: Options | None,
-) -> dict[str, Any]:  # fmt: skip
+def make(place: Place, members: Sequence[Member], options: Options | None) -> Backends:
     """What serves every device type that this process has. All ranks of the group call it together, and connect.
 
     Raises `ResourceError` on all ranks if one of them has too few descriptors; `RendezvousError` without a connection.
     """
-    found: dict[str, Any] = {}
+    made = Backends({})
     if torch_backend("cpu") is not None:
-        found["cpu"] = CpuBackend(connected(store, rank, world_size, timeout, name, members, options))
+        made.transport = connect(place.store, place, members, options)
     if torch.cuda.is_available() and torch_backend("cuda") == backend_choice.NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
-        nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = timeout, ranks, name
-        found["cuda"] = c10d.ProcessGroupNCCL(PrefixStore("nccl", store), rank, world_size, nccl)
-        found["cuda"]._set_sequence_number_for_group()
-    return found
+        nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = place.timeout, place.ranks, place.name
+        store = PrefixStore("nccl", place.store)
+        made.native["cuda"] = c10d.ProcessGroupNCCL(store, place.rank, place.world_size, nccl)
+        made.native["cuda"]._set_sequence_number_for_group()
+    return made
 
 
-def connected(
-    store: Store, rank: int, world_size: int, timeout: timedelta, name: str, members: Sequence[Member],
-    options: Options | None,
-) -> Transport:  # fmt: skip
+def connect(store: Store, place: Place, members: Sequence[Member], options: Options | None) -> Transport:
     """The connections of a group; all its ranks call it together. Raises as `make` does."""
-    stall = options.stall_timeout if options is not None else min(_STALL, timeout.total_seconds())
-    what = f"c10d group {name!r}"
-    return Transport(PrefixStore("cpu", store), rank, world_size, members, what, stall, timeout)
+    stall = options.stall_timeout if options is not None else min(_STALL, place.timeout.total_seconds())
+    name = f"c10d group {place.name!r}"
+    return Transport(PrefixStore("cpu", store), place.rank, place.world_size, members, name, stall, place.timeout)
+
+
+def _stand_in(rank: int, world_size: int) -> Any:
+    """A backend object for the CPU whose every collective is an error; None if this torch's cannot be made.
+
+    From 2.15 on, torch asks the object of each device for the rank, the size, and whether it has hooks.
+    """
+    try:
+        return _StandIn(rank, world_size)
+    except TypeError:
+        return None
+
+
+class _StandIn(c10d.Backend):  # type: ignore[misc]
+    def getBackendName(self) -> str:
+        return "tricomm"

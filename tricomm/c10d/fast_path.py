@@ -1,118 +1,72 @@
-"""The short way of the one call that is made most and waits least: a small all_reduce that the caller waits for.
+"""The fast path of the call that is made most often and waits least: a small all_reduce whose caller waits for it.
 
-It decides nothing of its own: a shape gets here only by `routing.decide`, once, and is counted like any other call.
+It decides nothing. The dispatcher teaches it each call that it has sent to the kernels, and the fast path repeats that
+call on the caller's stream. Anything else, a mistake included, takes the dispatcher's own way.
 """
 
 from __future__ import annotations
 
-import weakref
-from datetime import timedelta
 from typing import Any
 
 import torch
 
-from tricomm import env
-from tricomm.c10d.call_guard import refused
-from tricomm.c10d.conventions import operation
-from tricomm.c10d.handles import FinishedWork
+from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
-from tricomm.errors import InvalidArgument
+from tricomm.c10d.work_handles import FinishedWork
+from tricomm.communicator import Communicator
 from tricomm.metrics import routes
-from tricomm.policy import backend_choice
 
-_MOST = 1024
-# Shared: whoever asks for a finished call to be waited for has the result in its hands already.
+_MOST_CALLS = 1024
+# One handle for all: the result of a call that is finished is in the caller's hands already.
 _FINISHED = FinishedWork([])
 _OPTIONS = c10d.AllreduceOptions
 # To compare two ReduceOps takes microseconds; the hash of one is its number.
-_KINDS = [c10d.ReduceOp(kind) for name, kind in c10d.ReduceOp.RedOpType.__members__.items() if name != "PREMUL_SUM"]
-_KINDS.append(c10d._make_nccl_premul_sum(2.0))
-_DISTINCT = len({hash(kind) for kind in _KINDS}) == len(_KINDS)
+_HASHES = {
+    ours: hash(c10d._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else c10d.ReduceOp(getattr(c10d.ReduceOp, name)))
+    for name, ours in OPERATIONS.items()
+}
+_DISTINCT = len(set(_HASHES.values())) == len(_HASHES)
 
 
-class Quick:
-    """Calls that run straight on the caller's stream, by type, count and operation."""
+class FastPath:
+    """One group's all_reduce calls over the kernels that were made before, by type, count and operation."""
 
-    def __init__(self, otherwise: Any, interrupted: Any) -> None:
-        # The group's own methods: a cycle would delay its end.
-        self._otherwise, self._interrupted = weakref.WeakMethod(otherwise), weakref.WeakMethod(interrupted)
-        self._comm: Any = None
-        self._site: backend_choice.Site | None = None
-        self._known: dict[tuple[Any, ...], Any] = {}
+    def __init__(self) -> None:
+        self._comm: Communicator | None = None
+        self._calls: dict[tuple[torch.dtype, int, int], Any] = {}
         self._count = routes.counter(routes.KERNELS, "all_reduce")
 
-    def use(self, comm: Any, site: backend_choice.Site) -> None:
-        """From now on, tensors of `comm`'s device go this way."""
-        if _DISTINCT:
-            self._comm, self._site = comm, site
+    def learn(self, comm: Communicator, x: torch.Tensor, op: str) -> None:
+        """Repeat from now on all_reduces of tensors like `x`, as `comm` has just made one.
+
+        Only of one communicator: a group has one, unless its process uses several GPUs.
+        """
+        known = comm.known(op, x.dtype, x.numel())
+        if known is None or not _DISTINCT or self._comm not in (None, comm):
+            return
+        if len(self._calls) >= _MOST_CALLS:
+            self._calls.clear()
+        self._comm = comm
+        self._calls[x.dtype, x.numel(), _HASHES[op]] = known
 
     def clear(self) -> None:
-        self._site = None
-        self._known.clear()
+        """Forget all calls: the group is closed."""
+        self._calls.clear()
 
-    def all_reduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        """The group's `allreduce`: a finished handle; or what the long way gives, which also says what is wrong.
+    def all_reduce(self, tensors: Any, opts: Any) -> FinishedWork | None:
+        """Repeat a known call and return its handle; None, with nothing done, if this is no such call.
 
-        Who calls this way orders what follows by their own stream, and finds the call's faults at the next one: a
-        limit of time given with the call has nothing to limit.
+        The caller's own stream orders what follows, and the next call raises the faults of this one. So a timeout that
+        is given with the call has nothing to limit.
         """
-        # On one line: Python then looks for interrupts inside of the `try` only.
-        try: return self._all_reduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
-        except BaseException as error:
-            if not refused(error):
-                tell = self._interrupted()
-                if tell is not None:
-                    tell(error)
-            raise
-
-    def _all_reduce(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Any:
         if type(tensors) is not list or type(opts) is not _OPTIONS or opts.asyncOp:
-            return self._long(tensors, opts, timeout)
+            return None
         try:
             (x,) = tensors
-            known = self._known[x.dtype, x.numel(), hash(opts.reduceOp)]
-        except KeyError:
-            return self._first(x, tensors, opts, timeout)
-        except (ValueError, AttributeError):  # not one tensor
-            return self._long(tensors, opts, timeout)
-        if known is None or not self._comm.repeat(known, x):  # sparse, requires grad, another device: the long way
-            return self._long(tensors, opts, timeout)
-        self._count[0] += 1
-        return _FINISHED
-
-    def _long(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Any:
-        otherwise = self._otherwise()
-        assert otherwise is not None, "a group that is called is alive"
-        return otherwise(tensors, opts, timeout)
-
-    def _first(self, x: torch.Tensor, tensors: Any, opts: Any, timeout: Any) -> Any:
-        """A call of a shape that is not known yet, or that the communicator looks at closely each time."""
-        key = (x.dtype, x.numel(), hash(opts.reduceOp))
-        name = self._decide(x, opts.reduceOp, key)
-        if name is None:
-            return self._long(tensors, opts, timeout)
-        try:
-            self._comm.all_reduce(x, name)
-        except InvalidArgument:  # sparse, requires grad, another device: nothing was sent, and the long way knows more
-            return self._long(tensors, opts, timeout)
-        known = self._comm.known(name, x.dtype, x.numel())
-        if known is not None:
-            self._known[key] = known
-        self._count[0] += 1
-        return _FINISHED
-
-    def _decide(self, x: torch.Tensor, op: Any, key: tuple[Any, ...]) -> str | None:
-        """The operation's name where the kernels take the call."""
-        if self._site is None or "routing" in (env.text("TRICOMM_LOG") or ""):
-            return None  # the long way prints
-        try:
-            name = operation(op)
-            route = backend_choice.decide(self._site, "all_reduce", x.dtype, name, x.numel() * x.itemsize)
-        except InvalidArgument:
+            known = self._calls[x.dtype, x.numel(), hash(opts.reduceOp)]
+        except (KeyError, ValueError, AttributeError):  # not known, or not one tensor
             return None
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        if route.path == backend_choice.KERNELS:
-            return name
-        self._known[key] = None
-        return None
+        if not self._comm.repeat(known, x):  # type: ignore[union-attr]  # sparse, requires grad, another device
+            return None
+        self._count[0] += 1
+        return _FINISHED

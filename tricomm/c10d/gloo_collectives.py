@@ -1,15 +1,24 @@
 """Every collective over a group's own connections: one row per collective, each an exchange of messages or two.
 
-Not Gloo's collectives: those need a thread of each ProcessGroupGloo, and a wait inside one can be neither cancelled
-nor told who is missing. Here each rank sends straight to every rank that needs something of it. A reduction of few
-bytes exchanges everything and reduces on every rank (one shot); of many, each rank reduces a share that it then sends
-to all (two shots). Both reduce in rank order, so they give the same bits, and those are the kernels'.
+These are not Gloo's collectives, which need a thread of each ProcessGroupGloo; a wait inside of one cannot be cancelled
+and does not know which rank is missing. Here each rank sends straight to every rank that needs something of it. A
+reduction of few bytes exchanges everything and reduces on every rank (one shot). In one of many bytes each rank reduces
+a share and then sends it to all (two shots). Both reduce in rank order, so they give the same bits as each other and as
+the kernels.
+
+Before any data moves, the ranks compare their calls: Gloo ends the process if a message is longer than its receiver
+expects, and another type gives wrong numbers. They exchange records of a fixed size; each rank reads all of them, so
+all come to one verdict. A mismatch costs the call, not the group, because no data is used. A record has room for the
+data of a small call, which needs no second exchange then. The words of a call are exchanged only if the records
+differ. TRICOMM_CHECK=0, on all ranks, leaves the comparison out.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,21 +27,25 @@ import torch
 
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
 from tricomm.c10d.gloo_transport import Part, Transport
-from tricomm.c10d.normalized_call import Call
+from tricomm.c10d.group_calls import Call
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
 _ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # both ways move the same bytes then, and two shots reduce half of them
 _KEPT_BYTES = 16 * 1024 * 1024  # of memory for what is reduced, by a thread that runs calls: fresh pages are slow
 
+_HEAD = struct.Struct("<QI")  # of a record: number, fingerprint
+_WORDS = struct.Struct("<Q160s")
+_ROOM = 2048  # bytes of data in a record
+
 _kept = threading.local()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One call's use of the connections: until `deadline` (of `time.monotonic()`), with the words of `what`.
+    """The context of one call over the connections: its `deadline` (of `time.monotonic()`) and, in `what`, its words.
 
-    `here` is what each rank gives to the call, if it is here already.
+    `here` are the ranks' inputs, if they have come with the records already.
     """
 
     transport: Transport
@@ -60,8 +73,73 @@ class Turn:
             x.copy_(self.here[rank][: len(x)])
 
 
-def given(call: Call) -> int | None:
-    """Bytes that a rank gives to `call`, if it gives all of them to whoever gets any, and all ranks know how many."""
+class Records:
+    """The records of one group: this rank's to be written, the others' to be read."""
+
+    def __init__(self, world_size: int) -> None:
+        self._splits = struct.Struct(f"<{2 * world_size}q")
+        self._data = _HEAD.size + self._splits.size
+        self._size = self._data + _ROOM
+        self._bytes = bytearray(world_size * self._size)
+        self._rows = list(torch.frombuffer(self._bytes, dtype=torch.uint8).view(world_size, -1).unbind())
+        self._given = [row[self._data :] for row in self._rows]
+
+    def check(self, turn: Turn, batch: list[Call], number: int, group: str) -> list[torch.Tensor] | None:
+        """What each rank gives to the only call of `batch`, as bytes, if it came with the records; else None. It stays
+        until the next check.
+
+        Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called.
+        """
+        world_size, rank, first = turn.world_size, turn.rank, batch[0]
+        sums = zlib.crc32(struct.pack(f"<{len(batch)}I", *(call.fingerprint() for call in batch)))
+        start = rank * self._size
+        _HEAD.pack_into(self._bytes, start, number, sums)
+        if first.splits is not None:
+            self._splits.pack_into(self._bytes, start + _HEAD.size, *first.splits[0], *first.splits[1])
+        nbytes = _given(first) if len(batch) == 1 else None
+        small = nbytes is not None and nbytes <= _ROOM
+        if small and nbytes and first.x is not None:
+            self._given[rank][:nbytes].copy_(as_bytes(first.x))
+        mine, others = self._rows[rank], turn.others()
+        turn.exchange([(r, mine) for r in others], [(r, self._rows[r]) for r in others])
+        heads = {bytes(self._bytes[i : i + _HEAD.size]) for i in range(0, len(self._bytes), self._size)}
+        if len(heads) > 1:
+            raise CollectiveMismatch(f"{group}, call {number}: ranks made different calls: {_who(turn, batch, number)}")
+        if first.splits is not None:
+            rows = [self._splits.unpack_from(self._bytes, r * self._size + _HEAD.size) for r in range(world_size)]
+            _compare_splits(rows, number, group)
+        return self._given if small else None
+
+
+def _who(turn: Turn, batch: list[Call], number: int) -> str:
+    """Each rank's call in words; all ranks have seen that they differ."""
+    text = "; ".join(call.text() for call in batch[:2]) + (f"; {len(batch) - 2} more" if len(batch) > 2 else "")
+    mine = torch.frombuffer(bytearray(_WORDS.pack(number, text.encode()[:160])), dtype=torch.uint8)
+    said = [mine if r == turn.rank else torch.empty_like(mine) for r in range(turn.world_size)]
+    others = turn.others()
+    turn.exchange([(r, mine) for r in others], [(r, said[r]) for r in others])
+    groups: dict[tuple[int, str], list[int]] = {}
+    for rank, row in enumerate(said):
+        theirs, words = _WORDS.unpack(row.numpy().tobytes())
+        groups.setdefault((theirs, words.rstrip(b"\0").decode(errors="replace")), []).append(rank)
+    parts = [f"rank(s) {ranks}: {words} (call {theirs})" for (theirs, words), ranks in groups.items()]
+    return "; ".join(parts) + "; make the same call, with the same shape and type, on every rank"
+
+
+def _compare_splits(rows: list[tuple[int, ...]], number: int, group: str) -> None:
+    world_size = len(rows)
+    for a in range(world_size):
+        for b in range(world_size):
+            sent, expected = rows[a][b], rows[b][world_size + a]
+            if sent != expected:
+                raise CollectiveMismatch(
+                    f"{group}, call {number}: all_to_all: rank {a} sends {sent} elements to rank {b}, which expects "
+                    f"{expected}; the input splits of a rank must be the output splits of its peers"
+                )
+
+
+def _given(call: Call) -> int | None:
+    """Bytes of a rank's input, if each receiver gets all of it and all ranks know its size; else None."""
     return call.nbytes if call.collective in _GIVEN_WHOLE else None
 
 
@@ -86,7 +164,7 @@ def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def _gathered(turn: Turn, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """Everybody's bytes into `rows`."""
+    """All ranks' bytes into `rows`."""
     mine, others = as_bytes(x), turn.others()
     turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
     rows[turn.rank].copy_(mine)
@@ -116,7 +194,7 @@ def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _room(nbytes: int) -> torch.Tensor:
-    """`nbytes` of memory, for one call of this thread."""
+    """`nbytes` of memory for one call; this thread keeps it for the next."""
     if nbytes > _KEPT_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8)
     kept: torch.Tensor | None = getattr(_kept, "room", None)

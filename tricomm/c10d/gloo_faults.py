@@ -1,37 +1,54 @@
-"""What ends a wait on a c10d group's connections before its messages have come, and who is named for it.
+"""What ends a wait on a c10d group's connections before its messages have come, and which rank is named for it.
 
-One thread of the process looks at the waits under way: is their time over, has a process that they need ended or
-been stopped, is a connection closed. It ends such a wait by shutting down connections; the thread that waited finds
-out which messages are missing, and why. A rank that gives a group up writes the reason into the store before it
-closes its connections, and the others look for it there. Without the store they still name who is missing.
+The watcher thread (`gloo_threads`) looks at the waits under way: whether their time is over, whether a process that
+they need has ended or is stopped, whether a connection is closed. It ends such a wait by shutting down connections; the
+thread that waited finds out which messages are missing, and why. A rank that gives a group up writes the reason into
+the store before it closes its connections, and the others look for it there. Without the store they still name the
+ranks that are missing.
 """
 
 from __future__ import annotations
 
-import os
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tricomm import env, errors
+from tricomm.c10d.capabilities import Member
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
 from tricomm.store import process, records
 from tricomm.store.deadline import Bounded, first_line
 
-if TYPE_CHECKING:
-    from tricomm.c10d.gloo_transport import Transport
-
-_TICK = 0.05
 _NEW = 0.1  # seconds of a wait in which no process is looked at
 _GRACE = 0.5  # for a process to end after its connections have, and for a reason to come by the store
 _HELD = 1.0  # after which the connection of an ended process is closed here: a child of it may hold the other end
 _STORE_SECONDS = 1.0
-_BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that nobody has ended
+_BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that the watcher has not ended
 _LONGEST_REASON = 2000
-_SPARE = 2  # threads that are kept although they have nothing to do
+
+
+class Connections(Protocol):
+    """What a wait has to know of the connections that it waits on: those of a `Transport`.
+
+    `visible` are the ranks whose processes this one can look at; `stall` is in seconds.
+    """
+
+    rank: int
+    world_size: int
+    others: list[int]
+    members: Sequence[Member]
+    visible: set[int]
+    stall: float
+    store: Any
+
+    @property
+    def error(self) -> TricommError | None: ...
+    def connected(self, rank: int) -> bool: ...
+    def cut(self, rank: int | None = None) -> None: ...
+    def lose(self, error: TricommError) -> bool: ...
+    def of_loss(self, error: TricommError) -> TricommError: ...
 
 
 class Waiting:
@@ -40,7 +57,7 @@ class Waiting:
     `any` says that it is for one message, of whatever rank; the rank in `todo` means nothing then.
     """
 
-    def __init__(self, transport: Transport, deadline: float, what: Callable[[], str], any: bool = False) -> None:
+    def __init__(self, transport: Connections, deadline: float, what: Callable[[], str], any: bool = False) -> None:
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
         self.todo: list[tuple[int, Any]] = []
         self.sends: list[tuple[int, Any]] = []  # Gloo forgets one whose connection closes
@@ -75,7 +92,7 @@ class Waiting:
             self.cause = cause
 
     def run(self) -> None:
-        """Wait for all of it. After a failure the rest is looked through, too: what has come is not missing."""
+        """Wait for all of it. After a failure the rest is looked at, too: messages that have come are not missing."""
         if self.lost:
             self.transport.cut()
         while self.todo:
@@ -111,7 +128,7 @@ class Waiting:
     # For the watcher
 
     def look(self, elapsed: float) -> None:
-        """End this wait where that is due; `elapsed` seconds have passed since the last look."""
+        """End this wait if it cannot succeed any more; `elapsed` seconds have passed since the last look."""
         transport, now = self.transport, time.monotonic()
         if self.lost or transport.error is not None:
             transport.cut()
@@ -160,13 +177,13 @@ class Waiting:
         """What to raise. The group is lost by it, and the others are told."""
         transport = self.transport
         if transport.error is None:
-            found = self._diagnosed()
-            if transport.lose(found):
-                tell(transport, found)
+            error = self._diagnosed()
+            if transport.lose(error):
+                tell(transport, error)
                 transport.cut()
         lost_by = transport.error
         assert lost_by is not None, "a transport is lost before its calls are judged"
-        error = type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one")
+        error = transport.of_loss(type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one"))
         error.__cause__ = self.cause
         return error
 
@@ -181,8 +198,8 @@ class Waiting:
             if ended:
                 return self._died(ended)
         if stalled:
-            who = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
-            return PeerStalled(f"{who} is stopped; waited {waited:.1f} s")
+            named = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
+            return PeerStalled(f"{named} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
             limit = self.deadline - self.began
             return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
@@ -213,9 +230,9 @@ class Waiting:
         if ended:
             return self._died(ended)
         if transport.visible.issuperset(closed):
-            who = ", ".join(f"rank {r} (pid {transport.members[r].pid})" for r in closed)
+            named = ", ".join(f"rank {r} (pid {transport.members[r].pid})" for r in closed)
             return PeerDied(
-                f"{who} has left: its process runs, but it closed its connections of this group, as "
+                f"{named} has left: its process runs, but it closed its connections of this group, as "
                 "destroy_process_group does"
             )
         return GroupAborted(f"the connection to rank(s) {closed} failed: {first_line(self.cause or RuntimeError())}")
@@ -247,8 +264,8 @@ _KINDS = {
 }
 
 
-def tell(transport: Transport, error: TricommError) -> None:
-    """Write into the store why this rank gives the group up; in vain if the store does not answer."""
+def tell(transport: Connections, error: TricommError) -> None:
+    """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
     bounded = Bounded(transport.store, _STORE_SECONDS)
     try:
         text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
@@ -259,142 +276,35 @@ def tell(transport: Transport, error: TricommError) -> None:
         bounded.close()
 
 
-def _record(transport: Transport, rank: int) -> records.Record:
+def _record(transport: Connections, rank: int) -> records.Record:
     said = records.Said(1, "lost", b"")
     return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
 
 
 class _Reasons:
-    """What other ranks wrote about why they gave the group up. What is not theirs counts for nothing."""
+    """The reasons in the store why other ranks gave the group up. A record that is not theirs counts for nothing."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Connections) -> None:
         self._transport, self._token = transport, env.token()
         self._others = transport.others
         self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
 
     def read(self) -> dict[int, TricommError]:
-        found: dict[int, TricommError] = {}
+        reasons: dict[int, TricommError] = {}
         if self._store is None:
-            return found
+            return reasons
         try:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
                     said = records.parse_long(data, _record(self._transport, rank), self._token)
                     kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
-                    found[rank] = _KINDS.get(kind, GroupAborted)(text)
-        except RendezvousError:  # the store is gone as well, or somebody else writes to it
+                    reasons[rank] = _KINDS.get(kind, GroupAborted)(text)
+        except RendezvousError:  # the store is gone as well, or something else writes to it
             self.close()
-        return found
+        return reasons
 
     def close(self) -> None:
         store, self._store = self._store, None
         if store is not None:
             store.close()
-
-
-# Threads: one that watches, and as many that wait as the main thread and messages of any rank need at once
-
-_waits: set[Waiting] = set()
-_awake = threading.Event()
-_starting = threading.Lock()
-_watcher: threading.Thread | None = None
-_helpers: list[queue.SimpleQueue[Job]] = []  # of those that have nothing to do
-
-
-class Job:
-    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._error: BaseException | None = None
-        try:
-            jobs = _helpers.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
-        jobs.put(self)
-
-    def run(self) -> None:
-        try:
-            self._action()
-        except BaseException as error:
-            self._error = error
-        self._running.release()
-
-    def wait(self, seconds: float = -1.0) -> bool:
-        """Until it has run, for `seconds` at most; whether it has."""
-        if not self._running.acquire(timeout=seconds):
-            return False
-        self._running.release()
-        return True
-
-    def result(self) -> None:
-        """Raises what the action, which has run, raised."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-
-
-def watch(waiting: Waiting) -> None:
-    """Look at `waiting` from now on."""
-    global _watcher
-    _waits.add(waiting)
-    if not _awake.is_set():
-        _awake.set()
-        with _starting:
-            if _watcher is None:
-                _watcher = threading.Thread(target=_watch, name="tricomm-gloo-watch", daemon=True)
-                _watcher.start()
-
-
-unwatch = _waits.discard
-
-
-def wake(transport: Transport) -> None:
-    """The connections of `transport` are shut down."""
-    for waiting in list(_waits):
-        if waiting.transport is transport:
-            waiting.wake()
-
-
-def _help(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        job = jobs.get()
-        job.run()
-        del job
-        if len(_helpers) >= _SPARE:  # a moment that needed many threads does not keep them for good
-            return
-        _helpers.append(jobs)
-
-
-def _watch() -> None:
-    last = time.monotonic()
-    while True:
-        if not _waits:
-            _awake.clear()
-            if not _waits:
-                _awake.wait()
-                last = time.monotonic()
-        time.sleep(_TICK)
-        now = time.monotonic()
-        # A process that was stopped itself has seen nothing meanwhile.
-        elapsed, last = min(now - last, 4 * _TICK), now
-        for waiting in list(_waits):
-            try:
-                waiting.look(elapsed)
-            except Exception as error:  # a wait that nobody watches might never end
-                waiting.failed(-1, error)
-                waiting.transport.cut()
-
-
-def _child() -> None:
-    global _awake, _starting, _watcher
-    _waits.clear()
-    _helpers.clear()
-    _awake, _starting, _watcher = threading.Event(), threading.Lock(), None
-
-
-os.register_at_fork(after_in_child=_child)

@@ -1,13 +1,13 @@
 """A c10d group's connections on the CPU: one Gloo context with a connection to each other rank, and no thread.
 
-All groups of a process share one Gloo device, and with it one thread that moves the data; what a group has of its
-own are its connections, world size - 1 descriptors. Collectives are exchanges of messages (`exchange`), and so are
-messages of users; the two are told apart by tags: those from `OWN_TAGS` on are ours.
+All groups of a process share one Gloo device, and with it one thread that moves the data. A group has only its
+connections for itself: world size - 1 descriptors. Collectives are exchanges of messages (`exchange`). Messages of
+users have other tags: those from `OWN_TAGS` on are for collectives.
 
-A wait inside Gloo cannot be cancelled, and one that ends by Gloo's own limit of time closes all connections. So a
-blocked wait is ended by shutting down the sockets under it, which also tells the other side at once; for that, each
-group knows which descriptor leads to which rank. A wait that the main thread asks for runs on a helper thread, so
-that a signal's handler runs meanwhile.
+A wait inside Gloo cannot be cancelled, and if one ends by Gloo's own time limit, Gloo closes all connections. So a
+blocked wait is ended by shutting down its sockets, which also tells the other side at once. For that, each group knows
+which descriptor leads to which rank. A wait of the main thread runs on a helper thread, so that a signal's handler can
+run meanwhile.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d import gloo_faults
+from tricomm.c10d import gloo_faults, gloo_threads
 from tricomm.c10d.capabilities import Member
-from tricomm.c10d.gloo_faults import Job, Waiting
+from tricomm.c10d.gloo_faults import Waiting
+from tricomm.c10d.gloo_threads import Job
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.deadline import first_line
@@ -56,13 +58,20 @@ class Transport:
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, members: Sequence[Member], name: str, stall: float,
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        members: Sequence[Member],
+        name: str,
+        stall: float,
         timeout: timedelta,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
         self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
         self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
+        self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store = PrefixStore("lost", store)
         self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
@@ -86,9 +95,13 @@ class Transport:
     # Messages
 
     def exchange(
-        self, sends: Sequence[Part], receives: Sequence[Part], deadline: float, what: Callable[[], str],
+        self,
+        sends: Sequence[Part],
+        receives: Sequence[Part],
+        deadline: float,
+        what: Callable[[], str],
         tag: int = COLLECTIVE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
@@ -135,9 +148,7 @@ class Transport:
             return self._start(lambda: self._native.recv_anysource([x], _users(tag)), -1, "recv")
         return self._start(lambda: self._native.recv([x], src, _users(tag)), src, "recv")
 
-    def wait(
-        self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False
-    ) -> None:  # fmt: skip
+    def wait(self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False) -> None:
         """Wait for what `send` (`sent`) or `recv` began, with rank `peer` or (None) with any.
 
         Raises as `exchange` does.
@@ -157,7 +168,7 @@ class Transport:
 
     def _wait(self, waiting: Waiting) -> None:
         if self.error is None:
-            gloo_faults.watch(waiting)
+            gloo_threads.watch(waiting)
             try:
                 if waiting.ended is None:
                     waiting.run()
@@ -169,7 +180,7 @@ class Transport:
                     Job(waiting.run)
                     waiting.ended.wait()
             finally:
-                gloo_faults.unwatch(waiting)
+                gloo_threads.unwatch(waiting)
             if not waiting.lost:
                 return
         raise waiting.verdict()
@@ -182,11 +193,16 @@ class Transport:
         return self._errors[0] if self._errors else None
 
     def usable(self, what: str) -> None:
-        """Raises `GroupAborted`, with the cause, if the group is lost or closed."""
+        """Raises `GroupAborted`, with the cause, if the group is lost or closed; an error of the class of the cause as
+        long as the caller has not been told of the loss."""
         if self.error is not None:
-            raise GroupAborted(
-                f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
-            ) from self.error
+            kind = GroupAborted if self._loss.told else type(self.error)
+            text = f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
+            raise self.of_loss(kind(text)) from self.error
+
+    def of_loss(self, error: TricommError) -> TricommError:
+        """`error`, which says what this group was lost by."""
+        return self._loss.said_by(error)
 
     def check(self, what: Callable[[], str]) -> None:
         """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""
@@ -205,7 +221,7 @@ class Transport:
         self.cut()
 
     def lose(self, error: TricommError) -> bool:
-        """Take `error` for what the group was lost by, unless there is one; True where it was the first."""
+        """Take `error` as the cause of the group's loss, unless there is one; True if it is the first."""
         self._errors.append(error)
         return self._errors[0] is error
 
@@ -222,7 +238,7 @@ class Transport:
             if entry is not None:
                 _shut(*entry)
         if rank is None:
-            gloo_faults.wake(self)
+            gloo_threads.wake(self)
 
     def connected(self, rank: int) -> bool:
         """False once Gloo has closed the connection to `rank`."""
@@ -230,7 +246,7 @@ class Transport:
         return entry is None or _inode(entry[0]) == entry[1]
 
     def _identify(self, mine: dict[int, int], deadline: float) -> None:
-        """Find out which of the sockets leads to whom: each rank tells the others the ports at both ends of its own.
+        """Find out which socket leads to which rank: each rank tells the others the ports at both ends of its own.
 
         That leaves out a socket that another thread of this process opened meanwhile.
         """
@@ -268,10 +284,11 @@ def _check_descriptors(members: Sequence[Member], name: str) -> None:
     needed = len(members) - 1 + _SPARE
     short = {rank: member.descriptors for rank, member in enumerate(members) if member.descriptors < needed}
     if short:
-        who = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
+        named = "; ".join(f"rank {rank} (pid {members[rank].pid}) has {left} left" for rank, left in short.items())
         raise ResourceError(
-            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {who} of its "
-            "limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not needed"
+            f"{name}: the group needs {len(members) - 1} descriptors on each rank, and {_SPARE} to spare: {named} "
+            "of its limit of open files (RLIMIT_NOFILE). Raise the limit (ulimit -n), or destroy groups that are not "
+            "needed"
         )
 
 
@@ -300,12 +317,12 @@ def _users(tag: int) -> int:
 
 def _inodes() -> dict[int, int]:
     """The sockets of this process: descriptor, inode."""
-    found = {}
+    inodes = {}
     for name in os.listdir("/proc/self/fd"):
         inode = _inode(int(name))
         if inode is not None:
-            found[int(name)] = inode
-    return found
+            inodes[int(name)] = inode
+    return inodes
 
 
 def _inode(fd: int) -> int | None:
@@ -347,9 +364,9 @@ def _shut(fd: int, inode: int) -> None:
             os.close(copy)
 
 
-def _leak(found: Any) -> None:
-    """Keep `found` from ever being destroyed."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+def _leak(thing: Any) -> None:
+    """Keep `thing` from ever being destroyed."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _child() -> None:

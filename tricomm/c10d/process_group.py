@@ -1,4 +1,4 @@
-"""The backend: a `ProcessGroup` that turns every c10d method into calls of an engine, or hands it to a native group.
+"""The backend: a `ProcessGroup` that makes a `Call` of every c10d method and hands it to the group's dispatcher.
 
 Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
@@ -13,21 +13,18 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d import checked_point_to_point, conventions, fallback_backends
-from tricomm.c10d.call_guard import guarded
-from tricomm.c10d.capabilities import Facts
-from tricomm.c10d.dispatch import Engine, Place
+from tricomm.c10d import checked_point_to_point, group_calls
+from tricomm.c10d.call_guard import guarded, refused
+from tricomm.c10d.capabilities import Facts, Place
+from tricomm.c10d.dispatch import Engine
 from tricomm.c10d.dtype_emulation import as_bytes
-from tricomm.c10d.fast_path import Quick
-from tricomm.c10d.handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
-from tricomm.c10d.normalized_call import Call
+from tricomm.c10d.fallback_backends import Backends
+from tricomm.c10d.group_calls import Call
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-
-# Of one type for two devices, torch would take the first backend for both.
-_TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
 @guarded(
@@ -40,31 +37,27 @@ _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.B
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
-    def __init__(self, place: Place, facts: Facts, backends: dict[str, Any], options: Options | None = None) -> None:
+    # Of the backend object for the CPU, which is the group itself.
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    def __init__(self, place: Place, facts: Facts, backends: Backends, options: Options | None = None) -> None:
         super().__init__(place.rank, place.world_size)
-        self._place = place
-        self._quick = Quick(self._allreduce, self.interrupted)
-        self.allreduce = self._quick.all_reduce
-        self._engine = Engine(place, facts, options, self._quick, self._abort_nccl)
-        self._backends = backends
+        self._place, self._backends = place, backends
+        self._engine = Engine(place, facts, backends, options)
+        self._fast_path = self._engine.fast_path
         self._coalescing: list[Any] | None = None
-        self._own = True  # whether the native backends end with this group
         self._name, self._desc = place.name, ""
-        self._points: checked_point_to_point.Points | None = None
-        cpu = backends.get("cpu")
-        if isinstance(cpu, fallback_backends.CpuBackend):
-            cpu.serves(self)
-            self._engine.use(cpu.transport)
-            self._points = checked_point_to_point.Points(cpu.transport, self._engine.checks, place.timeout, str(place))
-        for device, backend in backends.items():
-            native = None if isinstance(backend, fallback_backends.CpuBackend) else backend
-            self._register_backend(torch.device(device), _TYPES[device], native)
-        self._set_default_backend(_TYPES["cuda" if "cuda" in backends else "cpu"])
+        self._points = None
+        if backends.transport is not None:
+            self._points = checked_point_to_point.Points(
+                backends.transport, self._engine.checks, place.timeout, str(place)
+            )
+        backends.register(self)
 
     def getBackendName(self) -> str:
         return "tricomm"
 
-    # torch keeps these in the backends' objects, which the CPU has none of.
+    # torch keeps these in the backends' objects, and the CPU has none.
 
     def getGroupName(self) -> str:
         return self._name
@@ -84,46 +77,57 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _has_hooks(self) -> bool:
         return False
 
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
     # In place
 
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        # On one line: Python then looks for interrupts inside of the `try` only.
+        try: return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
+        except BaseException as error:
+            if not refused(error):
+                self.interrupted(error)
+            raise
+
     def _allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
+        opts = group_calls.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
         x = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
         if x is not None and x.layout != torch.strided and x.device.type == "cpu":
-            call = Call("all_reduce_sparse", op=conventions.operation(opts.reduceOp), result=[x], keep=[x])
+            call = Call("all_reduce_sparse", op=group_calls.operation(opts.reduceOp), result=[x], keep=[x])
         else:
-            x, op = conventions.premultiplied(conventions.one(tensors, "all_reduce"), opts.reduceOp)
-            call = conventions.in_place("all_reduce", x, op, result=tensors)
+            x, op = group_calls.premultiplied(group_calls.one(tensors, "all_reduce"), opts.reduceOp)
+            call = group_calls.in_place("all_reduce", x, op, result=tensors)
         return self._submit([call], opts, ("allreduce",), tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
-        op = conventions.operation(opts.reduceOp)
+        op = group_calls.operation(opts.reduceOp)
         batch = [
-            conventions.in_place("all_reduce", conventions.checked(x, "all_reduce"), op, result=[x]) for x in tensors
+            group_calls.in_place("all_reduce", group_calls.checked(x, "all_reduce"), op, result=[x]) for x in tensors
         ]
         return self._submit(batch, opts, ("allreduce_coalesced",), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
-        x = conventions.one(tensors, "broadcast")
-        call = conventions.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
+        opts = group_calls.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
+        x = group_calls.one(tensors, "broadcast")
+        call = group_calls.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
         return self._submit([call], opts, ("broadcast",), tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.ReduceOptions, opts, "rootRank", timeout)
+        opts = group_calls.options(c10d.ReduceOptions, opts, "rootRank", timeout)
         if op is not None:
             opts.reduceOp = op
-        x, name = conventions.premultiplied(conventions.one(tensors, "reduce"), opts.reduceOp)
-        call = conventions.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
+        x, name = group_calls.premultiplied(group_calls.one(tensors, "reduce"), opts.reduceOp)
+        call = group_calls.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
         return self._submit([call], opts, ("reduce",), tensors, opts)
 
     # Gathering
 
     def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllgatherOptions, opts, None, timeout)
-        rows = conventions.tensor_list(outs, "all_gather output list", self.size())
-        call = conventions.gathered(rows, conventions.one(xs, "all_gather"), self.rank(), result=outs)
+        opts = group_calls.options(c10d.AllgatherOptions, opts, None, timeout)
+        rows = group_calls.tensor_list(outs, "all_gather output list", self.size())
+        call = group_calls.gathered(rows, group_calls.one(xs, "all_gather"), self.rank(), result=outs)
         return self._submit([call], opts, ("allgather",), outs, xs, opts)
 
     def allgather_coalesced(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -136,104 +140,87 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             )
         batch = []
         for i, x in enumerate(xs):
-            rows = [conventions.checked(row[i], "all_gather_coalesced output") for row in outs]
-            batch.append(conventions.gathered(rows, conventions.checked(x, "all_gather_coalesced"), self.rank(), rows))
+            rows = [group_calls.checked(row[i], "all_gather_coalesced output") for row in outs]
+            batch.append(group_calls.gathered(rows, group_calls.checked(x, "all_gather_coalesced"), self.rank(), rows))
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        x, y = (conventions.checked(t, "all_gather_into_tensor") for t in (x, out))
-        call = conventions.gathered_single(y, x, self.size())
+        x, y = (group_calls.checked(t, "all_gather_into_tensor") for t in (x, out))
+        call = group_calls.gathered_single(y, x, self.size())
         return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
 
-    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        return self.all_gather_single(out, x, opts)
+    _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
+    def all_gather_single_coalesced(self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(outs, xs, strict=True)
-        return self._each([(out, x) for out, x in pairs], opts, conventions.gathered_single, self.all_gather_single)
+        return self._each([(out, x) for out, x in pairs], opts, group_calls.gathered_single, self.all_gather_single)
 
-    def allgather_into_tensor_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.all_gather_single_coalesced(outs, xs, opts)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def gather(
-        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.GatherOptions, opts, "rootRank", timeout)
+    def gather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = group_calls.options(c10d.GatherOptions, opts, "rootRank", timeout)
         root = self._root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
-        call = conventions.gather(rows, conventions.one(xs, "gather"), root)
+        call = group_calls.gather(rows, group_calls.one(xs, "gather"), root)
         return self._submit([call], opts, ("gather",), outs, xs, opts)
 
     # Scattering
 
     def scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.ScatterOptions, opts, "rootRank", timeout)
+        opts = group_calls.options(c10d.ScatterOptions, opts, "rootRank", timeout)
         root = self._root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
-        call = conventions.scatter(conventions.one(outs, "scatter"), parts, root)
+        call = group_calls.scatter(group_calls.one(outs, "scatter"), parts, root)
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
-    def reduce_scatter(
-        self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
-        parts = conventions.tensor_list(xs, "reduce_scatter input list", self.size())
-        op = conventions.operation(opts.reduceOp)
-        call = conventions.reduced_list(conventions.one(outs, "reduce_scatter"), parts, op, self.rank())
+    def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = group_calls.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
+        parts = group_calls.tensor_list(xs, "reduce_scatter input list", self.size())
+        op = group_calls.operation(opts.reduceOp)
+        call = group_calls.reduced_list(group_calls.one(outs, "reduce_scatter"), parts, op, self.rank())
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        x, y = (conventions.checked(t, "reduce_scatter_tensor") for t in (x, out))
-        call = conventions.reduced_single(y, x, conventions.operation(opts.reduceOp), self.size())
+        x, y = (group_calls.checked(t, "reduce_scatter_tensor") for t in (x, out))
+        call = group_calls.reduced_single(y, x, group_calls.operation(opts.reduceOp), self.size())
         return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
 
-    def _reduce_scatter_base(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single(out, x, opts)
+    _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
         self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        op = conventions.operation(opts.reduceOp)
+        op = group_calls.operation(opts.reduceOp)
 
         def make(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
-            return conventions.reduced_single(out, x, op, world_size)
+            return group_calls.reduced_single(out, x, op, world_size)
 
         return self._each(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
 
-    def reduce_scatter_tensor_coalesced(
-        self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.reduce_scatter_single_coalesced(outs, xs, opts)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     # All to all
 
     def alltoall(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.AllToAllOptions, opts, None, timeout)
-        rows = conventions.tensor_list(outs, "all_to_all output list", self.size())
-        parts = conventions.tensor_list(xs, "all_to_all input list", self.size())
-        return self._submit([conventions.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
+        opts = group_calls.options(c10d.AllToAllOptions, opts, None, timeout)
+        rows = group_calls.tensor_list(outs, "all_to_all output list", self.size())
+        parts = group_calls.tensor_list(xs, "all_to_all input list", self.size())
+        return self._submit([group_calls.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
 
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:  # fmt: skip
-        opts = conventions.options(c10d.AllToAllOptions, opts, None, None)
-        y, z = (conventions.checked(t, "all_to_all_single") for t in (out, x))
-        call = conventions.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
+    ) -> Any:
+        opts = group_calls.options(c10d.AllToAllOptions, opts, None, None)
+        y, z = (group_calls.checked(t, "all_to_all_single") for t in (out, x))
+        call = group_calls.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
         names = ("all_to_all_single", "alltoall_base")
         return self._submit([call], opts, names, out, x, out_splits or [], in_splits or [], opts)
 
-    def alltoall_base(
-        self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
-    ) -> Any:  # fmt: skip
-        return self.all_to_all_single(out, x, out_splits, in_splits, opts)
+    alltoall_base = all_to_all_single
 
     # Point to point, barriers
 
@@ -256,14 +243,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._native(x.device).recv_anysource([_bare(x)], tag)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
-        opts = conventions.options(c10d.BarrierOptions, opts, None, timeout)
+        opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
         device = opts.device
-        if device is None or device.type not in self._backends:
-            cuda = bool(opts.device_ids) or "cpu" not in self._backends
+        if device is None or device.type not in self._backends.devices:
+            cuda = bool(opts.device_ids) or "cpu" not in self._backends.devices
             device = torch.device("cpu")
             if cuda:
                 device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._engine.gpu()
-        return self._submit([conventions.barrier(device)], opts, ("barrier",), opts)
+        return self._submit([group_calls.barrier(device)], opts, ("barrier",), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """As `dist.monitored_barrier`, which torch before 2.15 refuses by name for every backend but gloo.
@@ -274,7 +261,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = c10d.BarrierOptions()
         opts.asyncOp = False
         opts.timeout = self._place.timeout if bounded(timeout) is None else timeout
-        self._submit([conventions.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
+        self._submit([group_calls.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
     # Coalescing
 
@@ -294,26 +281,18 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Life
 
     def shutdown(self) -> None:
-        """Idempotent. What is under way gets a moment to end."""
+        """Idempotent. Calls under way get a moment to end."""
         self._engine.close()
-        if self._own:
-            for backend in self._backends.values():
-                backend.shutdown()
+        self._backends.shutdown()
 
     def abort(self) -> None:
         self._engine.give_up(GroupAborted(f"rank {self.rank()} aborted the group"))
         self._engine.close()
-        if self._own and "cuda" in self._backends:
-            self._backends["cuda"].abort()
+        self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
         """A foreign exception has left a call of this group."""
         self._engine.interrupted(error)
-
-    def _abort_nccl(self) -> None:
-        backend = self._backends.get("cuda")
-        if self._own and backend is not None:
-            backend.abort()
 
     def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
@@ -325,12 +304,13 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
         backend = self._native(device)
+
+        def native() -> Any:
+            name = next((n for n in names if hasattr(backend, n)), names[0])
+            return getattr(backend, name)(*args)
+
         with _profiled(batch[0].collective):
-            if device.type == "cpu":
-                work = self._engine.on_cpu(batch)
-            else:
-                name = next((n for n in names if hasattr(backend, n)), names[0])
-                work = self._engine.on_cuda(batch, lambda: getattr(backend, name)(*args))
+            work = self._engine.run(batch, native)
         if self._coalescing is not None:
             self._coalescing.append(work)
         if in_backward():
@@ -344,14 +324,17 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return AllOf([single(out, x, opts) for out, x in pairs])
 
     def _native(self, device: torch.device) -> Any:
-        found = self._backends.get(device.type)
-        if found is None:
-            there = ", ".join(self._backends) or "no device"
+        """torch's own backend for `device`; the group itself if its own connections serve it."""
+        native = self._backends.native.get(device.type)
+        if native is not None:
+            return native
+        served = self._backends.devices
+        if device.type not in served:
             raise InvalidArgument(
-                f"{self._place}: a tensor on {device} was given; this group serves {there}: move the tensor, or make a "
-                f"group with a backend for {device.type}"
+                f"{self._place}: a tensor on {device} was given; this group serves {', '.join(served) or 'no device'}: "
+                f"move the tensor, or make a group with a backend for {device.type}"
             )
-        return found
+        return self
 
     def _root(self, opts: Any, what: str) -> int:
         root = int(opts.rootRank)
@@ -362,17 +345,15 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def _root_list(self, tensors: Any, root: int, what: str) -> list[torch.Tensor]:
         """A list of one tensor per rank on the root, and nothing on the others."""
         if self.rank() == root:
-            return conventions.tensor_list(tensors, f"{what} list", self.size())
-        found = [x for row in tensors for x in (row if isinstance(row, list | tuple) else [row])]
-        if found:
-            raise InvalidArgument(
-                f"{what} list: only rank {root} gives one, rank {self.rank()} gave {len(found)} tensors"
-            )
+            return group_calls.tensor_list(tensors, f"{what} list", self.size())
+        given = sum(len(row) if isinstance(row, list | tuple) else 1 for row in tensors)
+        if given:
+            raise InvalidArgument(f"{what} list: only rank {root} gives one, rank {self.rank()} gave {given} tensors")
         return []
 
     def _point(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
         self._engine.usable(what)
-        x = conventions.one(tensors, what)
+        x = group_calls.one(tensors, what)
         if peer is not None and not 0 <= peer < self.size():
             raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
         if peer == self.rank():
@@ -392,7 +373,7 @@ def _bare(x: torch.Tensor) -> torch.Tensor:
 
 
 def _profiled(collective: str) -> Any:
-    """A name for the profiler, which sees no c10d event of a Python group; nothing where no profiler looks."""
+    """A name for the profiler, if one runs: it sees no c10d event of a Python group."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.autograd.profiler.record_function(f"tricomm::{collective}")

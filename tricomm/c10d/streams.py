@@ -1,4 +1,4 @@
-"""CUDA calls over the kernels: on the caller's stream where it waits anyway, else on a stream of the group's own."""
+"""CUDA calls over the kernels: on the caller's stream if the caller waits, else on a stream of the group's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
-from tricomm.c10d.handles import FinishedWork, bounded, failed
+from tricomm.c10d.work_handles import FinishedWork, bounded, failed
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu
@@ -28,7 +28,7 @@ class CudaWork(Work):
 
     def __init__(
         self, what: str, result: list[Any], event: Any, future: Any, comm: Communicator, gpu: Gpu, limit: float | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self._what, self._result, self._event, self._future = what, result, event, future
         self._comm, self._gpu, self._limit = comm, gpu, limit
@@ -89,20 +89,30 @@ class Streams:
         self._stream: Any = None
 
     def run(
-        self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
+        self,
+        action: Callable[[], None],
+        what: str,
+        result: list[Any],
+        keep: list[torch.Tensor],
+        async_op: bool,
         timeout: timedelta | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Launch `action`; the memory of `keep` is not given to others before the stream has passed it.
 
-        Works whatever device is current, and leaves that as it was.
+        Works whatever device is the current one, and leaves it the current one.
         """
         run = self._gpu.under(self._run) if self._gpu.elsewhere() else self._run
         return run(action, what, result, keep, async_op, timeout)
 
     def _run(
-        self, action: Callable[[], None], what: str, result: list[Any], keep: list[torch.Tensor], async_op: bool,
+        self,
+        action: Callable[[], None],
+        what: str,
+        result: list[Any],
+        keep: list[torch.Tensor],
+        async_op: bool,
         timeout: timedelta | None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         gpu = self._gpu
         if not async_op or gpu.capturing():
             action()

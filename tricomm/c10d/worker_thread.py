@@ -1,21 +1,21 @@
 """The order of a group's calls on the CPU, and the worker threads that all groups of a process share.
 
 All ranks hand their collectives to Gloo, or to the kernels, in one order, so a group's calls run one after another.
-They run on worker threads and not in the caller's: `async_op=True` never blocks, a caller who waits can be interrupted,
-and overlapping groups may be used in different orders.
+They run on worker threads and not in the caller's: `async_op=True` never blocks, a caller that waits can be
+interrupted, and overlapping groups may be used in different orders.
 
     caller: CallQueue.run -> inbox -> the leader, one of the workers -> it runs the call, another one leads -> inbox
 
 One worker runs the asynchronous calls of all groups as long as they make progress. If one of them blocks for longer
 than `_PATIENCE_SECONDS` while other groups have calls to run, one more worker starts, up to `_MOST_BLOCKED`. A caller
-who waits blocks a thread of its own, so its call gets a worker at once. The workers end when the last group does.
+that waits blocks its own thread anyway, so its call gets a worker at once. The workers end when the last group does.
 
 Interpreted kernels run one at a time in a process. If two ranks ran the kernels of two groups in different orders, each
 would wait for the other, so the calls of groups over the kernels (`one_at_a_time`) run in the order in which they were
 made, across all of these groups.
 
 A future's callbacks belong to its call: the calls that they make (as PowerSGD's do) run at once, before those in the
-queue. A callback that does not return, because it waits for one of those, is left behind after a moment.
+queue. A callback may wait for a call in the queue and so never return: the queue goes on without it after a moment.
 
 Only the leader touches the state of the queues, and callers only put messages into the inbox. So a caller holds no
 lock, and an interrupt in the caller's thread cannot leave one taken.
@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from tricomm.c10d.handles import FinishedWork, Latch, PendingWork
+from tricomm.c10d.work_handles import FinishedWork, Latch, PendingWork
 from tricomm.errors import GroupAborted
 
 _PATIENCE_SECONDS = 0.1  # for an asynchronous call that blocks, while other groups have calls to run
@@ -74,14 +74,11 @@ class _Run:
 class CallQueue:
     """Runs one group's calls in the order in which they were made.
 
-    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a caller's wait for a call.
     `one_at_a_time`: its calls run alone among those of all such groups.
     """
 
-    def __init__(
-        self, name: str, interrupted: Callable[[BaseException], None] = lambda error: None, one_at_a_time: bool = False
-    ) -> None:
-        self._name, self._interrupted, self.one_at_a_time = name, interrupted, one_at_a_time
+    def __init__(self, name: str, one_at_a_time: bool = False) -> None:
+        self._name, self.one_at_a_time = name, one_at_a_time
         self._closed = self._used = False
         self.refusal: GroupAborted | None = None  # for the calls that are still in the queue
         self.current: _Run | None = None
@@ -90,8 +87,18 @@ class CallQueue:
         self.drained: Latch | None = None
         _workers.queues.add(self)
 
-    def run(self, action: Callable[[], None], what: str, result: list[Any], async_op: bool) -> Any:
-        """Run `action` in its turn; returns a handle, which is finished if the caller waits."""
+    def run(
+        self,
+        action: Callable[[], None],
+        what: str,
+        result: list[Any],
+        async_op: bool,
+        interrupted: Callable[[BaseException], None] = lambda error: None,
+    ) -> Any:
+        """Run `action` in its turn; returns a handle, which is finished if the caller waits.
+
+        `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
+        """
         if self._closed:
             raise GroupAborted(f"{what}: the group was destroyed; make a new one")
         current = self.current
@@ -99,7 +106,7 @@ class CallQueue:
             with torch.no_grad():
                 action()
             return FinishedWork(result)
-        work = PendingWork(what, result, self._interrupted)
+        work = PendingWork(what, result, interrupted)
         self._used = True
         nested = threading.current_thread() in _workers.threads
         _workers.put(("call", self, _Call(next(_numbers), action, work, not async_op, nested)))

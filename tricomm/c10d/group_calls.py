@@ -1,12 +1,15 @@
-"""c10d's calling conventions, made one: whatever way a collective is called, a `Call` comes out, or a refusal.
+"""One collective call of a group, whatever way of calling c10d's it came in: flat tensors, an operation, a root.
 
-Everything here is checked before anything is sent, so that a refused call leaves the group as it was.
+c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
+`Call` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group as it
+was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,25 +18,95 @@ import torch
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_plain
 from tricomm.c10d.dtype_emulation import check_reduction
-from tricomm.c10d.normalized_call import Call
 from tricomm.errors import InvalidArgument
+from tricomm.store.control import Descriptor, Record
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-        "BXOR": "bxor", "PREMUL_SUM": "premul_sum"}  # fmt: skip
+OPERATIONS = {  # c10d's names and tricomm's
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor", "PREMUL_SUM": "premul_sum",
+}  # fmt: skip
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass
+class Call:
+    """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
+
+    `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
+    caller's own tensors. `result` is the value of the future: the caller's list.
+    """
+
+    collective: str
+    x: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    op: str = "none"
+    root: int = -1
+    sizes: tuple[int, ...] = ()
+    splits: tuple[list[int], list[int]] | None = None
+    result: list[Any] = field(default_factory=list)
+    finish: Callable[[], None] = _nothing
+    timeout: timedelta | None = None
+    async_op: bool = True
+    count: int = 0
+    device: torch.device = torch.device("cpu")
+    keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        tensor = self.x if self.x is not None else self.out
+        return None if tensor is None else tensor.dtype
+
+    @property
+    def nbytes(self) -> int | None:
+        """Input of one rank; None if ranks may differ in it."""
+        if self.splits is not None or self.sizes:
+            return None
+        return 0 if self.dtype is None else self.count * self.dtype.itemsize
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """All that decides the route of the call; equal on all ranks, but for the number of the device."""
+        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes
+
+    def text(self) -> str:
+        """All that the ranks must agree on, in words."""
+        words = [self.collective]
+        if self.op != "none":
+            words.append(f"op={self.op}")
+        if self.dtype is not None:
+            words.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
+            words.append(
+                f"sizes={list(self.sizes)}" if self.sizes else f"count={self.count}" if not self.splits else ""
+            )
+        if self.root >= 0:
+            words.append(f"root={self.root}")
+        return " ".join(word for word in words if word)
+
+    def fingerprint(self) -> int:
+        return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
+
+    def record(self, path: str) -> Record:
+        """What a control page shows of it if it goes to `path`, which is not the kernels."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        text = (self.collective, self.op, dtype, path, path)
+        return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").record()
 
 
 def operation(op: Any) -> str:
     """The name of a `ReduceOp`; raises `InvalidArgument` for what is none."""
     kind = getattr(op, "op", op)
-    name = _OPS.get(getattr(kind, "name", ""))
+    name = OPERATIONS.get(getattr(kind, "name", ""))
     if name is None:
         raise InvalidArgument(f"op={op!r}: a torch.distributed.ReduceOp is needed")
     return name
 
 
 def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
-    """c10d's options; the short forms give the one thing that matters (`field`) in their place."""
+    """c10d's options. The short forms of a call have the value of one `field` in their place."""
     if hasattr(given, "asyncOp"):
         return given
     made = kind()
@@ -51,7 +124,7 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
 
 
 def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
-    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, for Gloo has none."""
+    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, because Gloo has none."""
     name = operation(op)
     if name == "premul_sum" and x.device.type == "cpu":
         factor = op.__getstate__()[1]
@@ -61,11 +134,11 @@ def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
 
 
 def one(tensors: Any, what: str) -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself. c10d's lists are for several devices per rank, long gone."""
-    found = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    if len(found) != 1:
-        raise InvalidArgument(f"{what}: {len(found)} tensors were given; one per rank is needed")
-    return checked(found[0], what)
+    """The only tensor of a list, or the tensor itself. c10d's lists are of a time when a rank had several devices."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if len(tensors) != 1:
+        raise InvalidArgument(f"{what}: {len(tensors)} tensors were given; one per rank is needed")
+    return checked(tensors[0], what)
 
 
 def checked(x: Any, what: str) -> torch.Tensor:
@@ -82,12 +155,12 @@ def checked(x: Any, what: str) -> torch.Tensor:
 
 def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
     """One tensor per rank; c10d wraps the list in another one."""
-    found = list(tensors)
-    if len(found) == 1 and isinstance(found[0], list | tuple):
-        found = list(found[0])
-    if len(found) != length:
-        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(found)}")
-    return [checked(x, f"{what}[{i}]") for i, x in enumerate(found)]
+    tensors = list(tensors)
+    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
+        tensors = list(tensors[0])
+    if len(tensors) != length:
+        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(tensors)}")
+    return [checked(x, f"{what}[{i}]") for i, x in enumerate(tensors)]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +201,7 @@ def barrier(device: torch.device) -> Call:
 
 
 def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> Call:
-    """all_gather into a list; where its tensors differ in size, each rank gives as many elements as its own."""
+    """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
     what = "all_gather"
     _same(what, x, *outs)
     sizes = tuple(out.numel() for out in outs)
@@ -144,9 +217,16 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
 
     even = len(set(sizes)) == 1
     return Call(
-        "all_gather" if even else "all_gather_v", _flat(x), flat, count=x.numel() if even else 0,
-        sizes=() if even else sizes, result=result, finish=finish, device=x.device, keep=[x, flat, *outs],
-    )  # fmt: skip
+        "all_gather" if even else "all_gather_v",
+        _flat(x),
+        flat,
+        count=x.numel() if even else 0,
+        sizes=() if even else sizes,
+        result=result,
+        finish=finish,
+        device=x.device,
+        keep=[x, flat, *outs],
+    )
 
 
 def gathered_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
@@ -173,10 +253,17 @@ def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: in
     even = len(set(sizes)) == 1
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     return Call(
-        what if even else "reduce_scatter_v", torch.cat([_flat(p) for p in parts]), into, op,
-        count=sum(sizes) if even else 0, sizes=() if even else sizes, result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
-    )  # fmt: skip
+        what if even else "reduce_scatter_v",
+        torch.cat([_flat(p) for p in parts]),
+        into,
+        op,
+        count=sum(sizes) if even else 0,
+        sizes=() if even else sizes,
+        result=[out],
+        device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        keep=[out, into, *parts],
+    )
 
 
 def reduced_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> Call:
@@ -222,9 +309,16 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     x = torch.cat([_flat(p) for p in parts]) if parts else None
     return Call(
-        "scatter", x, into, root=root, count=out.numel(), result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
-    )  # fmt: skip
+        "scatter",
+        x,
+        into,
+        root=root,
+        count=out.numel(),
+        result=[out],
+        device=out.device,
+        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        keep=[out, into, *parts],
+    )
 
 
 def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call:
@@ -238,9 +332,15 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
             out.copy_(part.view(out.shape))
 
     return Call(
-        "all_to_all_v", torch.cat([_flat(p) for p in parts]), flat, splits=(sent, received), result=list(outs),
-        finish=finish, device=flat.device, keep=[flat, *outs, *parts],
-    )  # fmt: skip
+        "all_to_all_v",
+        torch.cat([_flat(p) for p in parts]),
+        flat,
+        splits=(sent, received),
+        result=list(outs),
+        finish=finish,
+        device=flat.device,
+        keep=[flat, *outs, *parts],
+    )
 
 
 def exchanged_single(
@@ -252,9 +352,7 @@ def exchanged_single(
     flat = _output(out, what)
     received = _counts(out, out_splits, world_size, f"{what} output")
     sent = _counts(x, in_splits, world_size, f"{what} input")
-    return Call(
-        "all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
-    )  # fmt: skip
+    return Call("all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out])
 
 
 def _counts(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:

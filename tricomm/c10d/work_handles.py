@@ -1,7 +1,7 @@
-"""Handles: what a c10d call returns, to Python callers and to C++ ones.
+"""The handles that c10d calls return, to Python callers and to C++ ones.
 
-DDP's reducer waits in C++ for the futures of its buckets, and what it raises there is a RuntimeError with the text of
-the call's error. A Python callback of the backward pass, which runs before the reducer's own, raises the error itself.
+DDP's reducer waits in C++ for the futures of its buckets, and raises a RuntimeError with the text of a call's error. A
+Python callback of the backward pass runs before the reducer's own, and raises the error itself.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +19,16 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.errors import CollectiveTimeout
+from tricomm.errors import CollectiveTimeout, TricommError
 
 _UNSET = timedelta(0)
+_LOSS = "tricomm_loss"  # attribute of an error by which a group was lost
 _LOOK_SECONDS = 1.0
 _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
 
 
 def bounded(timeout: timedelta | None) -> float | None:
-    """Seconds, or None where no limit was given: c10d says that with zero or a negative number."""
+    """Seconds, or None if no limit was given, which is zero or a negative number in c10d."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
@@ -56,13 +58,32 @@ class Latch:
         return self.is_open
 
 
+@dataclass
+class Loss:
+    """Of a group that is lost: whether an error that says by what has been raised to the caller."""
+
+    told: bool = False
+
+    def said_by(self, error: TricommError) -> TricommError:
+        """`error`, which says what the group was lost by."""
+        setattr(error, _LOSS, self)
+        return error
+
+
+def told(error: BaseException) -> None:
+    """`error` reaches the caller: it leaves a call, or is what waiting for one gives."""
+    loss = getattr(error, _LOSS, None)
+    if loss is not None:
+        loss.told = True
+
+
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 class _Promise:
-    """A future that somebody else completes, once."""
+    """A future that another thread may complete, once."""
 
     def __init__(self, future: Any, complete: Callable[[], None]) -> None:
         self.future = future
@@ -111,6 +132,7 @@ class PendingWork(Work):
         if not over:
             raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
         if self._error is not None:
+            told(self._error)
             raise self._error
         return True
 
@@ -146,7 +168,7 @@ class PendingWork(Work):
 
     def _for_python(self) -> _Promise:
         future: Any = Future()
-        return self._promise(future, lambda: _settle(future, self._error, self._result))
+        return self._promise(future, lambda: _settle(future, self._error, self._result, _tell))
 
     def _for_reducer(self) -> _Promise:
         trigger: Any = Future()
@@ -160,18 +182,29 @@ class PendingWork(Work):
 
 
 def failed(error: BaseException) -> Any:
-    """A future that has failed with `error`, for whoever asks now."""
+    """A future that has failed with `error`; for the reducer if a backward pass runs on this thread."""
     future: Any = Future()
-    found = _read_by_reducer(future) if in_backward() else future
+    failing = _read_by_reducer(future) if in_backward() else future
     _settle(future, error, [])
-    return found
+    return failing
 
 
-def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
+def _settle(
+    future: Any, error: BaseException | None, result: list[Any], unwrap: Callable[[Any], Any] | None = None
+) -> None:
+    """Complete `future`; `unwrap` raises the error, in place of torch's own function, whenever it is asked for."""
     if error is None:
         future.set_result(result)
-    else:
+    elif unwrap is None:
         future.set_exception(error)
+    else:
+        future._set_unwrap_func(unwrap)
+        future.set_result(error)
+
+
+def _tell(error: BaseException) -> None:
+    told(error)
+    raise error
 
 
 def _read_by_reducer(future: Any) -> Any:

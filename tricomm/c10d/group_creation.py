@@ -1,4 +1,4 @@
-"""How groups are made: for `init_process_group`, and over a group that a framework already made; and DDP's hook."""
+"""How groups are made: for `init_process_group`, over a group that a framework already made, and by DDP's hook."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
-from tricomm.c10d.capabilities import agree
-from tricomm.c10d.dispatch import Place
+from tricomm.c10d.capabilities import Place, agree
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
@@ -36,12 +36,12 @@ class WrappedGroup(TricommGroup):
 
 
 def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
-    """A group of the same ranks that goes through tricomm where its kernels cover a call, else through `group`'s own.
+    """A group of the same ranks that uses tricomm if its kernels cover a call, else `group`'s own backends.
 
     Every rank of `group` calls it. The result goes wherever c10d takes a group (`group=`, `DDP(process_group=)`,
     `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends the wrapper alone. Wrapping
-    twice gives the same one. Raises `InvalidArgument` where this process is no member, `RendezvousError` where some
-    rank does not come.
+    twice gives the same one. Raises `InvalidArgument` if this process is no member, `RendezvousError` if a rank
+    does not come.
     """
     if group is None:
         group = dist.group.WORLD
@@ -49,10 +49,10 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
         raise InvalidArgument(f"wrap: a process group that this process is in is needed, found {group!r}")
     if isinstance(group, TricommGroup):
         return group
-    found = _wrapped.get(group)
+    wrapped = _wrapped.get(group)
     world: Any = distributed_c10d._world
-    if found is not None and found in world.pg_map:
-        return found
+    if wrapped is not None and wrapped in world.pg_map:
+        return wrapped
     if group not in world.pg_map:
         raise InvalidArgument(f"wrap: {group!r} was destroyed, or torch.distributed did not make it")
     return _wrap(group, world, options)
@@ -67,17 +67,16 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     place = Place(store, group.rank(), group.size(), timeout, ranks, name)
     facts = agree(store, place.rank, place.world_size, timeout.total_seconds())
-    found = WrappedGroup(place, facts, backends, options)
-    found._own = False
-    world.pg_map[found] = ("tricomm", store)
-    world.pg_names[found] = name
-    world.pg_group_ranks[found] = dict(world.pg_group_ranks[group])
-    world.pg_backend_config[found] = world.pg_backend_config[group]
-    world.pg_to_tag[found] = f"tricomm:{name}"
-    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(found)
-    c10d._register_process_group(name, found)
-    _wrapped[group] = found
-    return found
+    wrapped = WrappedGroup(place, facts, Backends(backends, owned=False), options)
+    world.pg_map[wrapped] = ("tricomm", store)
+    world.pg_names[wrapped] = name
+    world.pg_group_ranks[wrapped] = dict(world.pg_group_ranks[group])
+    world.pg_backend_config[wrapped] = world.pg_backend_config[group]
+    world.pg_to_tag[wrapped] = f"tricomm:{name}"
+    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(wrapped)
+    c10d._register_process_group(name, wrapped)
+    _wrapped[group] = wrapped
+    return wrapped
 
 
 def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -106,14 +105,11 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
         raise InvalidArgument(f"pg_options={pg_options!r}: tricomm.Options or None is needed")
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     name = str(opts.group_id)
-    return make(opts.store, opts.group_rank, opts.group_size, opts.timeout, ranks, name, pg_options)
+    store = c10d.PrefixStore("tricomm", opts.store)
+    return make(Place(store, opts.group_rank, opts.group_size, opts.timeout, ranks, name), pg_options)
 
 
-def make(
-    store: Any, rank: int, world_size: int, timeout: timedelta, ranks: list[int], name: str, options: Options | None
-) -> TricommGroup:
-    """Agree with the other members over `store`, and make this rank's group and the native backends behind it."""
-    place = Place(c10d.PrefixStore("tricomm", store), rank, world_size, timeout, ranks, name)
-    facts = agree(place.store, rank, world_size, timeout.total_seconds())
-    backends = fallback_backends.make(place.store, rank, world_size, timeout, ranks, name, facts.members, options)
-    return TricommGroup(place, facts, backends, options)
+def make(place: Place, options: Options | None) -> TricommGroup:
+    """Agree with the other members over the group's store; make this rank's group and the backends that it needs."""
+    facts = agree(place.store, place.rank, place.world_size, place.timeout.total_seconds())
+    return TricommGroup(place, facts, fallback_backends.make(place, facts.members, options), options)

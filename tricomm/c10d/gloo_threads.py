@@ -1,0 +1,122 @@
+"""The threads of a process that serve the connections of its groups: one that watches waits, and helpers that wait.
+
+There are as many helpers as the main thread, sends and messages of any rank need at once. A wait that a helper does can
+be left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from tricomm.c10d.gloo_faults import Connections, Waiting
+
+_TICK = 0.05  # seconds between two looks at the waits under way
+_SPARE = 2  # helpers that are kept although they have nothing to do
+
+_waits: set[Waiting] = set()
+_awake = threading.Event()
+_starting = threading.Lock()
+_watcher: threading.Thread | None = None
+_helpers: list[queue.SimpleQueue[Job]] = []  # of those that have nothing to do
+
+
+class Job:
+    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+        try:
+            jobs = _helpers.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
+        jobs.put(self)
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+        self._running.release()
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Until it has run, for `seconds` at most; whether it has."""
+        if not self._running.acquire(timeout=seconds):
+            return False
+        self._running.release()
+        return True
+
+    def result(self) -> None:
+        """Raises what the action, which has run, raised."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def watch(waiting: Waiting) -> None:
+    """Look at `waiting` from now on."""
+    global _watcher
+    _waits.add(waiting)
+    if not _awake.is_set():
+        _awake.set()
+        with _starting:
+            if _watcher is None:
+                _watcher = threading.Thread(target=_watch, name="tricomm-gloo-watch", daemon=True)
+                _watcher.start()
+
+
+unwatch = _waits.discard
+
+
+def wake(transport: Connections) -> None:
+    """The connections of `transport` are shut down."""
+    for waiting in list(_waits):
+        if waiting.transport is transport:
+            waiting.wake()
+
+
+def _help(jobs: queue.SimpleQueue[Job]) -> None:
+    while True:
+        job = jobs.get()
+        job.run()
+        del job
+        if len(_helpers) >= _SPARE:  # a moment that needed many threads does not keep them for good
+            return
+        _helpers.append(jobs)
+
+
+def _watch() -> None:
+    last = time.monotonic()
+    while True:
+        if not _waits:
+            _awake.clear()
+            if not _waits:
+                _awake.wait()
+                last = time.monotonic()
+        time.sleep(_TICK)
+        now = time.monotonic()
+        # A process that was stopped itself has seen nothing meanwhile.
+        elapsed, last = min(now - last, 4 * _TICK), now
+        for waiting in list(_waits):
+            try:
+                waiting.look(elapsed)
+            except Exception as error:  # a wait that is not watched might never end
+                waiting.failed(-1, error)
+                waiting.transport.cut()
+
+
+def _child() -> None:
+    global _awake, _starting, _watcher
+    _waits.clear()
+    _helpers.clear()
+    _awake, _starting, _watcher = threading.Event(), threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_child)
