@@ -55,7 +55,7 @@ def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
     name = operation(op)
     if name == "premul_sum" and x.device.type == "cpu":
         factor = op.__getstate__()[1]
-        x.mul_(factor)
+        x.data.mul_(factor)
         return x, "sum"
     return x, name
 
@@ -107,7 +107,12 @@ def _same(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
 def _output(x: torch.Tensor, what: str) -> torch.Tensor:
     if not x.is_contiguous():
         raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
-    return x.view(-1)
+    return x.data.view(-1)
+
+
+def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
+    """Unseen by autograd, as what NCCL writes: `data` has a version of its own."""
+    out.data.copy_(flat.view(out.shape))
 
 
 def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> Call:
@@ -115,11 +120,11 @@ def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1,
     calls.check_writable(x, collective)
     if op != "none":
         check_reduction(op, x.dtype, collective)
-    flat = _flat(x)
+    flat = _flat(x.data)
     call = Call(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
     call.result = [x] if result is None else result
     if flat.data_ptr() != x.data_ptr() and x.numel():
-        call.finish = lambda: (x.copy_(flat.view(x.shape)), None)[1]
+        call.finish = lambda: _put(x, flat)
     return call
 
 
@@ -140,7 +145,7 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
 
     def finish() -> None:
         for out, part in zip(outs, flat.split(list(sizes)), strict=True):
-            out.copy_(part.view(out.shape))
+            _put(out, part)
 
     even = len(set(sizes)) == 1
     return Call(
@@ -175,7 +180,7 @@ def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: in
     return Call(
         what if even else "reduce_scatter_v", torch.cat([_flat(p) for p in parts]), into, op,
         count=sum(sizes) if even else 0, sizes=() if even else sizes, result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
+        finish=lambda: _put(out, into), keep=[out, into, *parts],
     )  # fmt: skip
 
 
@@ -207,7 +212,7 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> Call:
 
         def finish() -> None:
             for out, part in zip(outs, flat.chunk(len(outs)) if flat.numel() else [], strict=False):
-                out.copy_(part.view(out.shape))
+                _put(out, part)
 
         call.finish = finish
     return call
@@ -223,7 +228,7 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
     x = torch.cat([_flat(p) for p in parts]) if parts else None
     return Call(
         "scatter", x, into, root=root, count=out.numel(), result=[out], device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1], keep=[out, into, *parts],
+        finish=lambda: _put(out, into), keep=[out, into, *parts],
     )  # fmt: skip
 
 
@@ -235,7 +240,7 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
 
     def finish() -> None:
         for out, part in zip(outs, flat.split(received), strict=True):
-            out.copy_(part.view(out.shape))
+            _put(out, part)
 
     return Call(
         "all_to_all_v", torch.cat([_flat(p) for p in parts]), flat, splits=(sent, received), result=list(outs),
