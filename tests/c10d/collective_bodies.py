@@ -252,3 +252,36 @@ def points(rank, world_size, tell, url, route):
             work.wait()
         wrong += [] if same(y, of(left, (4,))) else ["batch"]
     return wrong
+
+
+def unseen(rank, world_size, tell, url, route):
+    """No call changes the version by which autograd sees that a tensor was written to: NCCL's do not."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+
+        def check(name, call, *written):
+            before = [x._version for x in written]
+            call()
+            if before != [x._version for x in written]:
+                wrong.append(name)
+
+        x, gaps, wide = torch.ones(2), torch.ones(2, 2)[:, 0], torch.ones(2 * world_size)
+        outs = list(torch.zeros(world_size, 2).unbind())
+        check("all_reduce", lambda: dist.all_reduce(x), x)
+        check("all_reduce with gaps", lambda: dist.all_reduce(gaps), gaps)
+        check("broadcast", lambda: dist.broadcast(x, 0), x)
+        check("all_gather", lambda: dist.all_gather(outs, x), *outs)
+        check("all_gather_into_tensor", lambda: dist.all_gather_into_tensor(wide, x), wide)
+        check("reduce_scatter", lambda: dist.reduce_scatter(x, list(wide.chunk(world_size))), x)
+        check("reduce_scatter_tensor", lambda: dist.reduce_scatter_tensor(x, wide), x)
+        check("gather", lambda: dist.gather(x, outs if rank == 0 else None), *outs)
+        check("scatter", lambda: dist.scatter(x, outs if rank == 0 else None), x)
+        check("all_to_all", lambda: dist.all_to_all(outs, list(wide.chunk(world_size))), *outs)
+        check("all_to_all_single", lambda: dist.all_to_all_single(wide.clone(), wide), wide)
+        check("message", lambda: dist.send(x, 1) if rank == 0 else dist.recv(x), x)
+        saved = torch.ones(2, requires_grad=True)
+        hidden = saved.relu()  # whose gradient needs what relu gave
+        dist.all_reduce(hidden)
+        hidden.sum().backward()
+        wrong += [] if saved.grad.tolist() == [1.0, 1.0] else ["gradient"]
+    return wrong

@@ -42,3 +42,8 @@ def test_reductions_of_every_type_and_operation(world_size, route, step, url):
 def test_a_group_of_one(route, step, url):
     for body in (bodies.reductions, bodies.movements):
         assert ranks.run(1, body, f"{url}{body.__name__}", route, step, timeout=200) == [[]]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_autograd_does_not_see_a_call(route, url):
+    assert ranks.run(2, bodies.unseen, url, route) == [[], []]

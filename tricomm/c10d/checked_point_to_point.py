@@ -125,8 +125,7 @@ class Message(Work):
                 f"{self._tag}: rank {self._source_rank()} sent "
                 f"{sent if magic == _MAGIC else 'no message of this group'}; give recv a tensor of what is sent"
             )
-        with torch.no_grad():
-            as_bytes(x.view(-1)).copy_(message[_HEAD.size : _HEAD.size + x.nbytes])
+        as_bytes(x.data.view(-1)).copy_(message[_HEAD.size : _HEAD.size + x.nbytes])
 
     def synchronize(self) -> None:
         self.wait()

@@ -128,7 +128,7 @@ def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
     name = operation(op)
     if name == "premul_sum" and x.device.type == "cpu":
         factor = op.__getstate__()[1]
-        x.mul_(factor)
+        x.data.mul_(factor)
         return x, "sum"
     return x, name
 
@@ -180,7 +180,12 @@ def _same(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
 def _output(x: torch.Tensor, what: str) -> torch.Tensor:
     if not x.is_contiguous():
         raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
-    return x.view(-1)
+    return x.data.view(-1)
+
+
+def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
+    """Unseen by autograd, as what NCCL writes: `data` has a version of its own."""
+    out.data.copy_(flat.view(out.shape))
 
 
 def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> Call:
@@ -188,11 +193,11 @@ def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1,
     arguments.check_writable(x, collective)
     if op != "none":
         check_reduction(op, x.dtype, collective)
-    flat = _flat(x)
+    flat = _flat(x.data)
     call = Call(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
     call.result = [x] if result is None else result
     if flat.data_ptr() != x.data_ptr() and x.numel():
-        call.finish = lambda: (x.copy_(flat.view(x.shape)), None)[1]
+        call.finish = lambda: _put(x, flat)
     return call
 
 
@@ -213,7 +218,7 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
 
     def finish() -> None:
         for out, part in zip(outs, flat.split(list(sizes)), strict=True):
-            out.copy_(part.view(out.shape))
+            _put(out, part)
 
     even = len(set(sizes)) == 1
     return Call(
@@ -261,7 +266,7 @@ def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: in
         sizes=() if even else sizes,
         result=[out],
         device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        finish=lambda: _put(out, into),
         keep=[out, into, *parts],
     )
 
@@ -294,7 +299,7 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> Call:
 
         def finish() -> None:
             for out, part in zip(outs, flat.chunk(len(outs)) if flat.numel() else [], strict=False):
-                out.copy_(part.view(out.shape))
+                _put(out, part)
 
         call.finish = finish
     return call
@@ -316,7 +321,7 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
         count=out.numel(),
         result=[out],
         device=out.device,
-        finish=lambda: (out.copy_(into.view(out.shape)), None)[1],
+        finish=lambda: _put(out, into),
         keep=[out, into, *parts],
     )
 
@@ -329,7 +334,7 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
 
     def finish() -> None:
         for out, part in zip(outs, flat.split(received), strict=True):
-            out.copy_(part.view(out.shape))
+            _put(out, part)
 
     return Call(
         "all_to_all_v",
