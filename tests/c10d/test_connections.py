@@ -184,7 +184,7 @@ def test_a_moment_that_needs_many_threads_does_not_keep_them():
         return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
 
     hold = threading.Event()
-    jobs = [gloo_threads.Job(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
+    jobs = [gloo_threads.HelperTask(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
     assert helpers() >= gloo_threads._SPARE + 6
     hold.set()
     assert all(job.wait(30) for job in jobs)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
-from tricomm.c10d.work_handles import FinishedWork, bounded, failed
+from tricomm.c10d.work_handles import FinishedWork, failed, limit_seconds
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu
@@ -35,7 +35,7 @@ class CudaWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._event.wait(self._gpu.stream())
-        limit = bounded(timeout)
+        limit = limit_seconds(timeout)
         if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
             try:
                 self._on_host(limit or self._limit)
@@ -80,7 +80,7 @@ class CudaWork(Work):
         return self._future if error is None else failed(error)
 
 
-class Streams:
+class GroupStream:
     """One group's stream on the device of `comm`."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -127,4 +127,4 @@ class Streams:
             future.set_result(result)  # here, so that the future's event is on this stream
         for tensor in keep:
             tensor.record_stream(self._stream)
-        return CudaWork(what, result, event, future, self._comm, gpu, bounded(timeout))
+        return CudaWork(what, result, event, future, self._comm, gpu, limit_seconds(timeout))
