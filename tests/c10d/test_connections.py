@@ -47,12 +47,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
     """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
     with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=60.0) as started:

@@ -17,12 +17,6 @@ GPU = Site("cuda", 8, 1, None, "nccl")
 CPU = Site("cpu", 2, 1, None, "gloo")
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize(
     ("site", "call", "path", "word"),
     [

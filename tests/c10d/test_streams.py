@@ -11,6 +11,7 @@ import torch
 
 from tricomm import errors
 from tricomm.c10d import streams, work_handles
+from tricomm.c10d.group_calls import GroupCall
 
 DEVICE = torch.device("cuda", 0)
 
@@ -119,8 +120,8 @@ def cuda(monkeypatch):
 
 
 def run(cuda, own, async_op, timeout=None):
-    kept = [Kept(cuda)]
-    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, timeout)
+    call = GroupCall("all_reduce", result=[1], keep=[Kept(cuda)], async_op=async_op)
+    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timeout)
 
 
 def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):

@@ -199,9 +199,9 @@ def killed(rank, world_size, tell, url):
 class Inline:
     """Stands for the group's stream on a GPU."""
 
-    def run(self, action, what, result, keep, async_op, timeout):
+    def run(self, action, batch, timeout):
         action()
-        return FinishedWork(result)
+        return FinishedWork([])
 
 
 def another_way(rank, world_size, tell, url, first, compared=True):

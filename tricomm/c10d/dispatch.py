@@ -245,14 +245,10 @@ class Dispatcher:
                 _COMMUNICATOR_CALLS[call.collective](comm, call)
                 call.finish()
 
-        keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
-        result = [x for call in batch for x in call.result]
         streams = self._streams.get(first.device)
         if streams is None:
             streams = self._streams[first.device] = GroupStream(comm)
-        work = streams.run(
-            action, first.collective, result, keep, first.async_op, first.timeout or self._config.timeout
-        )
+        work = streams.run(action, batch, first.timeout or self._config.timeout)
         if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.x is not None:
             self.fast_path.learn(comm, first.x, first.op)
         return work
