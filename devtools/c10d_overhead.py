@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import Communicator
-from tricomm.c10d.capabilities import Place, agree
+from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf.null_launch import communicator
@@ -34,8 +34,8 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
     x = torch.ones(count)
     fake = _fake()
     comm = communicator()
-    place = Place(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
-    group = TricommGroup(place, agree(place.store, 0, 1, 60.0), Backends({}))
+    config = GroupConfig(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
+    group = TricommGroup(config, exchange_capabilities(config.store, 0, 1, 60.0), Backends({}))
     comm.all_reduce(x)
     group._fast_path.learn(comm, x, "sum")  # as after a first call on a GPU, which `comm` stands for
     dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
@@ -56,7 +56,7 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
             counting = min(counting, _counting(comm, calls))
     finally:
         del dist.distributed_c10d._world.pg_group_ranks[group]
-        group._engine.close()
+        group._dispatcher.close()
         comm.close()
         dist.destroy_process_group()
     best = {name: min(all_us) for name, all_us in took.items()} | {"counting": counting}

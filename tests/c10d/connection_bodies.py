@@ -29,7 +29,7 @@ def after_one_that_is_not_waited_for():
 def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
     """Rank `victim` is in the test's hands; the others wait for it."""
     if unwatched:
-        gloo_faults.Waiting.look = lambda waiting, elapsed: None
+        gloo_faults.Wait.look = lambda waiting, elapsed: None
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
         "next": after_one_that_is_not_waited_for,
@@ -68,7 +68,7 @@ def leaves(rank, world_size, tell, url, how):
             except KeyboardInterrupt:
                 return "KeyboardInterrupt", "", time.monotonic() - began
         elif how == "fails":
-            dist.group.WORLD._engine.give_up(tricomm.GroupAborted("rank 2 has no more data"))
+            dist.group.WORLD._dispatcher.abort_waits(tricomm.GroupAborted("rank 2 has no more data"))
             time.sleep(2)
         return "left", "", 0.0
     if rank == 1:

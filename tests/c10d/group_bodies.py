@@ -148,16 +148,16 @@ def two_devices(rank, world_size, tell, url):
     """With a backend per device, torch finds the right one for each."""
     from torch._C._distributed_c10d import ProcessGroupGloo
 
-    from tricomm.c10d.capabilities import agree
+    from tricomm.c10d.capabilities import exchange_capabilities
     from tricomm.c10d.fallback_backends import Backends
     from tricomm.c10d.process_group import TricommGroup
 
     with default_group(rank, world_size, url) as world:
-        place = world._place
-        store = dist.PrefixStore("other", place.store)
-        other = ProcessGroupGloo(store, rank, world_size, place.timeout)
+        config = world._config
+        store = dist.PrefixStore("other", config.store)
+        other = ProcessGroupGloo(store, rank, world_size, config.timeout)
         backends = Backends({"cuda": other}, world._backends.transport, owned=False)
-        group = TricommGroup(place, agree(store, rank, world_size, 60), backends)
+        group = TricommGroup(config, exchange_capabilities(store, rank, world_size, 60), backends)
         cpu, cuda = (group._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
-        group._engine.close()
+        group._dispatcher.close()
         return cpu is group, cuda is other

@@ -25,9 +25,10 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     between = tricomm.stats()
     dist.all_reduce(y, group=mine)
     inside = tricomm.stats()
+    facts = dist.group.WORLD._dispatcher.site("cpu")
     found = {
         "whole": x[0].item(), "part": y[0].item(), "kernels": inside["kernels"], "gloo": between["gloo"],
-        "why": dist.group.WORLD._engine.site("cpu").no_kernels, "nodes": dist.group.WORLD._engine.site("cpu").nodes,
+        "why": facts.no_kernels, "nodes": facts.nodes,
     }  # fmt: skip
     last = dist.new_group(timeout=timedelta(seconds=LIMIT))
     dist.all_reduce(x, group=last)

@@ -75,4 +75,4 @@ def handshake_fails(rank, world_size, tell, url):
         x = torch.ones(3)
         for _ in range(2):
             dist.all_reduce(x)
-        return tricomm.stats()["gloo"], world._engine.site("cpu").no_kernels
+        return tricomm.stats()["gloo"], world._dispatcher.site("cpu").no_kernels

@@ -77,7 +77,7 @@ def test_refused(group, what):
 
 def test_tensors_of_a_device_that_the_group_does_not_serve(group):
     other = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=60))
-    cuda_only = TricommGroup(group._place, group._engine._facts, Backends({"cuda": other}))
+    cuda_only = TricommGroup(group._config, group._dispatcher._agreed, Backends({"cuda": other}))
     for call in (
         lambda: cuda_only.allreduce([ones(3)]),
         lambda: cuda_only.all_gather_single(ones(3), ones(3)),
@@ -85,12 +85,12 @@ def test_tensors_of_a_device_that_the_group_does_not_serve(group):
     ):
         with pytest.raises(InvalidArgument, match="on cpu was given; this group serves cuda: move the tensor.*for cpu"):
             call()
-    cuda_only._engine.close()
+    cuda_only._dispatcher.close()
 
 
 def test_devices_are_not_mixed():
     with pytest.raises(InvalidArgument, match="tensors on cpu and meta are mixed; move them to one device"):
-        group_calls.gathered_single(torch.ones(2, device="meta"), ones(2), 1)
+        group_calls.all_gather_single(torch.ones(2, device="meta"), ones(2), 1)
 
 
 def test_address_space_that_is_refused_is_named(group, monkeypatch):

@@ -44,11 +44,11 @@ class Attacked:
 
 
 def outcomes(store, world_size: int = 3, timeout: float = 2.0):
-    """What `agree` gives, or raises, on every rank."""
+    """What `exchange_capabilities` gives, or raises, on every rank."""
 
     def run(rank: int):
         try:
-            return capabilities.agree(store, rank, world_size, timeout)
+            return capabilities.exchange_capabilities(store, rank, world_size, timeout)
         except TricommError as error:
             return error
 
@@ -108,20 +108,20 @@ def test_any_flipped_bit_is_refused(secret, monkeypatch):
         with ThreadPoolExecutor(1) as pool:
             peer = pool.submit(outcomes_of_one, store)
             with pytest.raises(RendezvousError, match="rank 1's record: bad "):
-                capabilities.agree(store, 0, 2, 5.0)
+                capabilities.exchange_capabilities(store, 0, 2, 5.0)
             peer.result()
 
 
 def outcomes_of_one(store) -> None:
     try:
-        capabilities.agree(store, 1, 2, 0.2)
+        capabilities.exchange_capabilities(store, 1, 2, 0.2)
     except RendezvousError:
         pass
 
 
 def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
     """Whatever ends the making on one rank is told to the others, before their time is up."""
-    mine, ranks = capabilities._mine, itertools.count()
+    mine, ranks = capabilities._own_capabilities, itertools.count()
     lock = threading.Lock()
 
     def broken():
@@ -145,12 +145,12 @@ def test_a_forged_failure_is_not_believed(token):
     forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
     store.set("tricomm/facts/failed/1", forged)
     with pytest.raises(RendezvousError, match="failure record: bad MAC"):
-        capabilities.agree(store, 0, 2, 5.0)
+        capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
 
 def old_record(switches: int) -> bytes:
     """A record of rank 1 that the token's holders once wrote, for another group."""
-    body = dataclasses.replace(capabilities._mine(), switches=switches)
+    body = dataclasses.replace(capabilities._own_capabilities(), switches=switches)
     return Record(1, 3, 1, b"o" * 16, body).pack(TOKEN)
 
 
@@ -169,18 +169,18 @@ def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
     [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
 )
 def test_another_world_size_is_named(world_size, words):
-    forged = Record(1, world_size, 1, bytes(16), capabilities._mine()).pack(None)
+    forged = Record(1, world_size, 1, bytes(16), capabilities._own_capabilities()).pack(None)
     store = HashStore()
     store.set(KEY, forged)
     with pytest.raises(RendezvousError, match=words):
-        capabilities.agree(store, 0, 2, 5.0)
+        capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
 
 def test_another_rank_is_named():
     store = HashStore()
-    store.set(KEY, Record(0, 2, 1, bytes(16), capabilities._mine()).pack(None))
+    store.set(KEY, Record(0, 2, 1, bytes(16), capabilities._own_capabilities()).pack(None))
     with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
-        capabilities.agree(store, 0, 2, 5.0)
+        capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
 
 @pytest.mark.parametrize("count", [-7, 2**63 - 2])
@@ -188,13 +188,13 @@ def test_an_impossible_count_of_groups_is_refused(count):
     store = HashStore()
     store.add("tricomm/facts/0", count)
     with pytest.raises(RendezvousError, match="does something else use this store"):
-        capabilities.agree(store, 0, 2, 5.0)
+        capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
 
 def test_who_does_not_come_is_named_when_the_time_is_up():
     began = time.monotonic()
     with pytest.raises(RendezvousError, match=r"rank 0 of 3: timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
-        capabilities.agree(HashStore(), 0, 3, 0.3)
+        capabilities.exchange_capabilities(HashStore(), 0, 3, 0.3)
     assert time.monotonic() - began < 5
 
 
@@ -202,14 +202,14 @@ def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monk
     """Ranks of the Gloo route write into the store why they give a group up."""
     store = HashStore()
     transports = [SimpleNamespace(store=store, rank=rank, world_size=2, others=[1 - rank]) for rank in range(2)]
-    reasons = gloo_faults._Reasons(transports[0])
-    gloo_faults.tell(transports[1], PeerDied("rank 7 has ended"))
+    reasons = gloo_faults._PublishedReasons(transports[0])
+    gloo_faults.publish_reason(transports[1], PeerDied("rank 7 has ended"))
     found = reasons.read()
     assert [(rank, type(error), str(error)) for rank, error in found.items()] == [(1, PeerDied, "rank 7 has ended")]
     monkeypatch.delenv("TRICOMM_TOKEN")
-    gloo_faults.tell(transports[1], GroupAborted("forged"))  # whoever writes has no token
-    assert gloo_faults._Reasons(transports[0]).read()  # nor has the reader: the same bytes are believed
+    gloo_faults.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
+    assert gloo_faults._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed
     monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
-    assert gloo_faults._Reasons(transports[0]).read() == {}
+    assert gloo_faults._PublishedReasons(transports[0]).read() == {}
     monkeypatch.setattr(records, "_check_seal", lambda *record: None)
-    assert gloo_faults._Reasons(transports[0]).read()
+    assert gloo_faults._PublishedReasons(transports[0]).read()

@@ -9,12 +9,6 @@ from tests.c10d import point_bodies as bodies
 from tests.c10d.groups import ROUTES
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_message_that_does_not_fit_is_named_and_the_group_goes_on(route, url):
     nothing, said = ranks.run(2, bodies.misfits, url, route)

@@ -13,12 +13,6 @@ SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 2)
 OPERATIONS = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 3), REST])
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])
 @pytest.mark.parametrize("body", EACH, ids=lambda b: b.__name__)

@@ -47,12 +47,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
     """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
     with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=60.0) as started:
@@ -184,7 +178,7 @@ def test_a_moment_that_needs_many_threads_does_not_keep_them():
         return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
 
     hold = threading.Event()
-    jobs = [gloo_threads.Job(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
+    jobs = [gloo_threads.HelperTask(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
     assert helpers() >= gloo_threads._SPARE + 6
     hold.set()
     assert all(job.wait(30) for job in jobs)

@@ -17,12 +17,6 @@ GPU = Site("cuda", 8, 1, None, "nccl")
 CPU = Site("cpu", 2, 1, None, "gloo")
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize(
     ("site", "call", "path", "word"),
     [
@@ -51,7 +45,7 @@ def test_without_anybody_behind_the_kernels_the_refusal_says_why():
 
 
 def test_every_row_of_the_table_has_a_kernel():
-    for collective in dispatch._KERNELS:
+    for collective in dispatch._COMMUNICATOR_CALLS:
         op = "sum" if collective in backend_choice.REDUCTIONS else "none"
         assert decide(CPU, collective, torch.float32, op, None).path == "kernels"
 
@@ -62,8 +56,8 @@ def test_an_operation_that_a_type_lacks_goes_elsewhere():
 
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():
-    assert set(COLLECTIVES) - set(dispatch._KERNELS) == {"all_to_all"}
-    assert set(dispatch._KERNELS) <= set(gloo_collectives.TABLE)
+    assert set(COLLECTIVES) - set(dispatch._COMMUNICATOR_CALLS) == {"all_to_all"}
+    assert set(dispatch._COMMUNICATOR_CALLS) <= set(gloo_collectives.TABLE)
 
 
 def member(node=b"n" * 16, flags=0b1111, pid=1):

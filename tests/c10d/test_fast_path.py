@@ -121,7 +121,7 @@ def test_a_groups_first_call_is_not_captured_and_the_group_goes_on(group, monkey
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(tricomm.InvalidArgument, match="make one call before the capture"):
-        group._engine._communicator(torch.device("cuda", 0))
+        group._dispatcher._communicator(torch.device("cuda", 0))
     monkeypatch.undo()
     x = torch.ones(3)
     group.allreduce([x]).wait()
@@ -137,5 +137,5 @@ def test_a_barrier_without_a_device_takes_the_gpu_that_the_group_uses(group, mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     comms = {torch.device("cuda", index): SimpleNamespace(close=lambda: None) for index in used}
-    monkeypatch.setattr(group._engine, "_comms", comms)
-    assert group._engine.gpu() == torch.device("cuda", chosen)
+    monkeypatch.setattr(group._dispatcher, "_comms", comms)
+    assert group._dispatcher.gpu() == torch.device("cuda", chosen)

@@ -20,12 +20,6 @@ NCCL4PY = pytest.mark.skipif(importlib.util.find_spec("nccl") is None, reason="n
 WORLDS = [1, pytest.param(2, marks=NEWER)]
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_small_by_the_kernels_and_large_by_nccl(world_size, url):
     for wrong, stats in ranks.run(world_size, bodies.calls, url, timeout=200):

@@ -7,12 +7,6 @@ from tests.c10d import gradient_bodies as bodies
 from tests.c10d.groups import ROUTES
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_tensors_that_require_grad(route, url):
     assert ranks.run(2, bodies.gradients, url, route) == [[], []]

@@ -15,12 +15,6 @@ from tests.c10d.groups import ROUTES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -11,6 +11,7 @@ import torch
 
 from tricomm import errors
 from tricomm.c10d import streams, work_handles
+from tricomm.c10d.group_calls import GroupCall
 
 DEVICE = torch.device("cuda", 0)
 
@@ -119,17 +120,17 @@ def cuda(monkeypatch):
 
 
 def run(cuda, own, async_op, timeout=None):
-    kept = [Kept(cuda)]
-    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), "all_reduce", [1], kept, async_op, timeout)
+    call = GroupCall("all_reduce", result=[1], keep=[Kept(cuda)], async_op=async_op)
+    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timeout)
 
 
 def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):
-    work = run(cuda, streams.Streams(FakeComm(cuda)), False)
+    work = run(cuda, streams.GroupStream(FakeComm(cuda)), False)
     assert work.wait() and cuda.log == ["kernel on user"]
 
 
 def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda):
-    own = streams.Streams(FakeComm(cuda))
+    own = streams.GroupStream(FakeComm(cuda))
     cuda.done = False
     work = run(cuda, own, True)
     assert cuda.log == [
@@ -145,7 +146,7 @@ def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda)
 
 def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
     cuda.done = False
-    work = run(cuda, streams.Streams(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
+    work = run(cuda, streams.GroupStream(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
     with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
         work.wait(timedelta(seconds=0.01))
     monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
@@ -157,7 +158,7 @@ def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
 
 def test_a_fault_of_the_group_comes_out_of_wait(cuda):
     comm = FakeComm(cuda)
-    work = run(cuda, streams.Streams(comm), True)
+    work = run(cuda, streams.GroupStream(comm), True)
     comm.fault = errors.PeerDied("rank 1 died")
     with pytest.raises(errors.PeerDied):
         work.wait()
@@ -173,7 +174,7 @@ def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
     comm, made = FakeComm(cuda), []
 
     def bucket(grad):
-        made.append(run(cuda, streams.Streams(comm), True))
+        made.append(run(cuda, streams.GroupStream(comm), True))
         called_by_autograd(made[0])
         assert "PeerDied: rank 1" in reads_as_the_reducer_does(made[0], comm)
         return grad
@@ -207,7 +208,7 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
     comm, told = FakeComm(cuda), []
     comm.interrupted = told.append
     cuda.done = False
-    work = run(cuda, streams.Streams(comm), True)
+    work = run(cuda, streams.GroupStream(comm), True)
 
     def interrupt(seconds):
         raise KeyboardInterrupt
@@ -220,5 +221,5 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
 
 def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
     cuda.capturing = True
-    run(cuda, streams.Streams(FakeComm(cuda)), True)
+    run(cuda, streams.GroupStream(FakeComm(cuda)), True)
     assert cuda.log == ["kernel on user"]

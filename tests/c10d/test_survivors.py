@@ -24,12 +24,6 @@ EXPECTED = {
 }
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def cases():
     for route in ("gloo", "kernels"):
         for mode in MODES:

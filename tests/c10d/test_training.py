@@ -8,13 +8,6 @@ from tests import ranks
 from tests.c10d import train_bodies as bodies
 from tests.c10d.groups import ROUTES
 
-
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 HOWS = ["plain", "static", "unused", "hook", "python hook", "built-in hook"]
 CASES = [
     *[(f"ddp, {how}", bodies.ddp, "gloo", how, 4) for how in HOWS],

@@ -11,12 +11,6 @@ from tests.c10d import work_bodies as bodies
 from tests.c10d.groups import ROUTES
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("route", ROUTES)
 def test_handles_and_futures(route, url):
     assert ranks.run(2, bodies.handles, url, route, timeout=120) == [[]] * 2

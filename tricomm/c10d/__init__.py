@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d import custom_ops
-from tricomm.c10d.capabilities import Place
+from tricomm.c10d.capabilities import GroupConfig
 from tricomm.c10d.group_creation import create, ddp_hook, make, wrap
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.options import Options
@@ -35,5 +35,5 @@ def group_over(
 
     Every member calls it, with a store (or a `PrefixStore`) that is this group's alone. `shutdown()` ends it.
     """
-    place = Place(PrefixStore("tricomm", store), rank, world_size, timeout, list(range(world_size)), name)
-    return make(place, options)
+    config = GroupConfig(PrefixStore("tricomm", store), rank, world_size, timeout, list(range(world_size)), name)
+    return make(config, options)

@@ -20,7 +20,7 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.work_handles import AllOf, FinishedWork, told
+from tricomm.c10d.work_handles import CombinedWork, FinishedWork, told
 from tricomm.errors import InvalidArgument, TricommError
 
 # Errors of a call's own, raised before anything is sent or by the call itself; the group goes on.
@@ -31,7 +31,7 @@ _pending: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _tokens = itertools.count()
 
 
-def guarded(*names: str) -> Callable[[type], type]:
+def guard_methods(*names: str) -> Callable[[type], type]:
     """Class decorator: the methods `names` take wrapper tensors, and call `self.interrupted(error)` if a foreign
     exception leaves them."""
 
@@ -49,7 +49,7 @@ def _guarded(method: Any) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.
         try: return _run(method, self, args, keywords)  # noqa: E701 # fmt: skip
         except BaseException as error:
-            if not refused(error):
+            if not is_refusal(error):
                 self.interrupted(error)
             told(error)
             raise
@@ -57,7 +57,7 @@ def _guarded(method: Any) -> Any:
     return call
 
 
-def refused(error: BaseException) -> bool:
+def is_refusal(error: BaseException) -> bool:
     """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
     return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
 
@@ -66,21 +66,21 @@ def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:
     try:
         return method(group, *args, **keywords)
     except WrapperTensor:
-        return unwrapped(method, group, args, keywords)
+        return call_unwrapped(method, group, args, keywords)
 
 
 class WrapperTensor(InvalidArgument):
     """A tensor was given that wraps other tensors."""
 
 
-def check_plain(x: torch.Tensor, what: str) -> None:
+def check_not_wrapper(x: torch.Tensor, what: str) -> None:
     """Raises `WrapperTensor` if the memory of `x` is not its own but that of tensors inside of it."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")
 
 
-def unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
+def call_unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
     """Call `method(group, *args, **keywords)` with the inner tensors, once or more often; returns one handle.
 
     Raises `InvalidArgument` if the subclass does not know how to unwrap itself.
@@ -109,7 +109,7 @@ def unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
         ) from error
     finally:
         del _pending[token]
-    return AllOf(works) if works else FinishedWork([])
+    return CombinedWork(works) if works else FinishedWork([])
 
 
 def _unwrapped(tensors: list[torch.Tensor], token: int) -> None:

@@ -33,7 +33,7 @@ _LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Place:
+class GroupConfig:
     """A group as it was asked for: this process's rank in it, its global `ranks`, its name, and a store of its own."""
 
     store: Store
@@ -48,7 +48,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """The process of one rank, and its node."""
 
     node: bytes
@@ -64,19 +64,19 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Facts:
+class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
     `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[RankProcess, ...]
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
 
 
-def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
+def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float) -> GroupCapabilities:
     """Exchange capabilities; every rank of the group calls it.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
@@ -88,20 +88,20 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
     bounded = Bounded(store, timeout + _GRACE_SECONDS)
     try:
         generation = next_generation(bounded, f"tricomm/facts/{rank}")
-        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _mine())
+        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _own_capabilities())
         said = _gather(bounded, own, token, "facts", timeout, end)
         if token is not None:
             _confirm(bounded, own, said, token, timeout, end)
     except BaseException as error:
         if generation:
-            _tell(bounded, rank, world_size, generation, token, error)
+            _publish_failure(bounded, rank, world_size, generation, token, error)
         raise
     finally:
         bounded.close()
-    return _conclude([_capabilities(record) for record in said])
+    return _conclude([_body(record) for record in said])
 
 
-def _tell(
+def _publish_failure(
     store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
 ) -> None:
     """Tell the other ranks why this one fails, so that none waits for it; only the first failure is told."""
@@ -109,17 +109,17 @@ def _tell(
     record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
     try:
         store.extend(_GRACE_SECONDS)
-        if store.usable and not store.check(_failed(generation)):
-            store.set(_failed(generation), record.pack(token))
+        if store.usable and not store.check(_failure_key(generation)):
+            store.set(_failure_key(generation), record.pack(token))
     except RendezvousError:
         pass  # the store is gone; the caller's own error matters more
 
 
-def _failed(generation: int) -> str:
+def _failure_key(generation: int) -> str:
     return f"tricomm/facts/failed/{generation}"
 
 
-def _mine() -> Capabilities:
+def _own_capabilities() -> Capabilities:
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
@@ -159,7 +159,7 @@ def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeou
         if time.monotonic() < next_look:
             return
         next_look = time.monotonic() + _LOOK_SECONDS
-        if data := store.read(_failed(mine.generation)):
+        if data := store.read(_failure_key(mine.generation)):
             record = records.parse(data, Kind.FAILURE, mine.generation, None, token)
             assert isinstance(failure := record.body, Failure), "parse gives the kind that it was asked for"
             raise RendezvousError(
@@ -182,13 +182,13 @@ def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, time
             )
 
 
-def _capabilities(record: Record) -> Capabilities:
+def _body(record: Record) -> Capabilities:
     assert isinstance(record.body, Capabilities), "gather gives records of the kind that it was given"
     return record.body
 
 
-def _conclude(said: list[Capabilities]) -> Facts:
-    members = tuple(Member(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
+def _conclude(said: list[Capabilities]) -> GroupCapabilities:
+    members = tuple(RankProcess(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
     common = ~0
     for one in said:
         common &= one.switches
@@ -198,7 +198,7 @@ def _conclude(said: list[Capabilities]) -> Facts:
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
     cuda = None if common & _CUDA_KERNELS else cuda
     nodes = len({member.node for member in members})
-    return Facts(members, nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
+    return GroupCapabilities(members, nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
 
 
 def torch_backend(device: str) -> str | None:

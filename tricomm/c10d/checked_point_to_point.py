@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.work_handles import bounded, told
+from tricomm.c10d.work_handles import limit_seconds, told
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
 LONGEST_EXCESS = 1 << 30  # bytes that a message may be too long and still be refused, and not end the process
@@ -28,31 +28,31 @@ _MAGIC = b"TCPOINT\x01"
 _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which the module lacks
 
 
-class Points:
+class CheckedPointToPoint:
     """One group's messages; `headed`: with headers; `limit` is how long a wait may take."""
 
     def __init__(self, transport: Transport, headed: bool, limit: timedelta, group: str) -> None:
         self.transport, self.headed, self.limit, self.group = transport, headed, limit, group
 
-    def send(self, x: torch.Tensor, dst: int, tag: int) -> Message:
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Send contiguous `x`, which may be changed at once if messages have headers."""
         data = as_bytes(x.view(-1))
         if self.headed:
             head = bytearray(_HEAD.pack(_MAGIC, x.numel(), _name(x.dtype)))
             data = torch.cat([torch.frombuffer(head, dtype=torch.uint8), data])
-        return Message(self, self.transport.send(data, dst, tag), x, dst, f"send to rank {dst}", tag)
+        return MessageWork(self, self.transport.send(data, dst, tag), x, dst, f"send to rank {dst}", tag)
 
-    def recv(self, x: torch.Tensor, src: int | None, tag: int) -> Message:
+    def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Receive into contiguous `x`, from `src` or (None) from the first rank that sends.
 
         Raises `ResourceError` if address space is refused.
         """
-        data = self._room(x) if self.headed else as_bytes(x.view(-1))
+        data = self._receive_range(x) if self.headed else as_bytes(x.view(-1))
         handle = self.transport.recv(data, src, tag)
         what = "recv from any rank" if src is None else f"recv from rank {src}"
-        return Message(self, handle, x, src, what, tag, data if self.headed else None)
+        return MessageWork(self, handle, x, src, what, tag, data if self.headed else None)
 
-    def _room(self, x: torch.Tensor) -> torch.Tensor:
+    def _receive_range(self, x: torch.Tensor) -> torch.Tensor:
         nbytes = _HEAD.size + x.nbytes + LONGEST_EXCESS
         try:
             room = mmap.mmap(-1, nbytes, flags=_UNTOUCHED)
@@ -64,12 +64,12 @@ class Points:
         return torch.frombuffer(room, dtype=torch.uint8)
 
 
-class Message(Work):
+class MessageWork(Work):
     """A message under way. `wait` copies one that is received with a header into its tensor."""
 
     def __init__(
         self,
-        points: Points,
+        points: CheckedPointToPoint,
         handle: Any,
         x: torch.Tensor,
         peer: int | None,
@@ -92,7 +92,7 @@ class Message(Work):
         if self._error is not None:
             raise self._error
         if not self._done:
-            limit = timeout if bounded(timeout) else self._points.limit
+            limit = timeout if limit_seconds(timeout) else self._points.limit
             try:
                 self._points.transport.wait(
                     self._handle,

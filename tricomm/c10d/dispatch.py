@@ -14,14 +14,14 @@ from torch._C._distributed_c10d import PrefixStore
 from tricomm import env
 from tricomm.c10d import fallback_backends, gloo_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT
-from tricomm.c10d.capabilities import Facts, Place, agree, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
-from tricomm.c10d.gloo_collectives import Records, Turn
+from tricomm.c10d.gloo_collectives import CallContext, CallRecords
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.group_calls import Call
-from tricomm.c10d.streams import Streams
-from tricomm.c10d.work_handles import bounded
+from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.streams import GroupStream
+from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator, pick_device
 from tricomm.errors import (
@@ -43,7 +43,7 @@ from tricomm.store.deadline import first_line
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 # Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
-_KERNELS: dict[str, Callable[[Any, Call], Any]] = {
+_COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
     "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
     "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
     "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.x, op=call.op, out=call.out),
@@ -64,7 +64,7 @@ class _Routed:
     record: Record | None
 
 
-class Engine:
+class Dispatcher:
     """Runs one group's calls. It makes what they need at the first call that needs it.
 
     call -> run -> fast path (known calls over the kernels), or
@@ -72,16 +72,18 @@ class Engine:
                    caller's or group's stream (CUDA) -> communicator or NCCL
     """
 
-    def __init__(self, place: Place, facts: Facts, backends: Backends, options: Options | None) -> None:
-        self._place, self._facts, self._backends, self._options = place, facts, backends, options
+    def __init__(
+        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None
+    ) -> None:
+        self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self.fast_path = FastPath()
-        self._queue = CallQueue(str(place), one_at_a_time=facts.no_kernels.get("cpu", "") is None)
-        self._streams: dict[torch.device, Streams] = {}
+        self._queue = CallQueue(str(config), one_at_a_time=agreed.no_kernels.get("cpu", "") is None)
+        self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
-        self._no_kernels = dict(facts.no_kernels)
+        self._no_kernels = dict(agreed.no_kernels)
         self._routed: dict[tuple[Any, ...], _Routed] = {}
-        self._records = Records(place.world_size)
-        self._text = str(place)
+        self._records = CallRecords(config.world_size)
+        self._text = str(config)
         self._number = 0
         self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
@@ -89,14 +91,14 @@ class Engine:
     @property
     def checks(self) -> bool:
         """Whether ranks compare what they do before Gloo does it: TRICOMM_CHECK, the same on all of them."""
-        return self._facts.check
+        return self._agreed.check
 
-    def run(self, batch: list[Call], native: Callable[[], Any]) -> Any:
+    def run(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
         """Run the calls of `batch`, which are on one device, one after another; returns a handle for all of them.
 
         `native` makes the same calls of NCCL.
         """
-        self.usable(batch[0].collective)
+        self.check_usable(batch[0].collective)
         return self.on_cpu(batch) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
 
     # Routes
@@ -105,14 +107,14 @@ class Engine:
         """The facts that decide a route; the same on all ranks."""
         return Site(
             device,
-            self._place.world_size,
-            self._facts.nodes,
+            self._config.world_size,
+            self._agreed.nodes,
             self._no_kernels.get(device, f"no {device} kernels"),
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
         )
 
-    def _route(self, call: Call) -> _Routed:
+    def _route(self, call: GroupCall) -> _Routed:
         """The route of `call`, which is counted.
 
         The first call makes the kernels' communicator, whatever its own route is. Otherwise ranks that disagree about
@@ -133,35 +135,35 @@ class Engine:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
                 self._routed[key] = routed
-        self.took(call, routed.route)
+        self.count_call(call, routed.route)
         return routed
 
     @staticmethod
-    def _decide(site: Site, call: Call) -> Route:
+    def _decide(site: Site, call: GroupCall) -> Route:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
-    def took(self, call: Call, route: Route) -> None:
+    def count_call(self, call: GroupCall, route: Route) -> None:
         backend_choice.took(
-            route, self._place.name, self._place.rank, call.collective, call.dtype, call.op, call.nbytes
+            route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
         )
 
     def _communicator(self, device: torch.device) -> None:
         """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why."""
         if _capturing(device):
             raise InvalidArgument(
-                f"{self._place}: the first call of a group sets up its memory, and cannot be captured in a CUDA graph; "
-                "make one call before the capture"
+                f"{self._config}: the first call of a group sets up its memory, and cannot be captured in a CUDA "
+                "graph; make one call before the capture"
             )
-        place = self._place
-        store = PrefixStore(f"kernels/{device.type}", place.store)
+        config = self._config
+        store = PrefixStore(f"kernels/{device.type}", config.store)
         try:
             comm = Communicator(
                 store,
-                place.rank,
-                place.world_size,
+                config.rank,
+                config.world_size,
                 device,
-                place.timeout,
-                options_for(self._options, place.timeout, device.type),
+                config.timeout,
+                options_for(self._options, config.timeout, device.type),
                 look=self._still_connected,
             )
             comm.counted = False
@@ -183,54 +185,54 @@ class Engine:
     def _still_connected(self) -> None:
         """Raises if a rank has ended or left, which the store does not show."""
         if self._backends.transport is not None:
-            self._backends.transport.check(lambda: f"{self._place}: setting up the kernels' memory")
+            self._backends.transport.check_connected(lambda: f"{self._config}: setting up the kernels' memory")
 
     # The CPU
 
-    def on_cpu(self, batch: list[Call]) -> Any:
+    def on_cpu(self, batch: list[GroupCall]) -> Any:
         """Run `batch` in its turn, on a worker thread."""
         result = [x for call in batch for x in call.result]
         return self._queue.run(
-            lambda: self._on_worker(batch), str(self._place), result, batch[0].async_op, self.interrupted
+            lambda: self._on_worker(batch), str(self._config), result, batch[0].async_op, self.interrupted
         )
 
-    def _on_worker(self, batch: list[Call]) -> None:
-        self.usable(batch[0].collective)
+    def _on_worker(self, batch: list[GroupCall]) -> None:
+        self.check_usable(batch[0].collective)
         self._number += 1
-        here = None
-        if self._facts.check:
-            here = self._records.check(self._turn(batch[0]), batch, self._number, self._text)
+        inputs = None
+        if self._agreed.check:
+            inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
         for call in batch:
             if self._route(call).route.path == backend_choice.KERNELS:
-                _KERNELS[call.collective](self._comms[call.device], call)
+                _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
             else:
-                gloo_collectives.run(self._turn(call, here), call)
+                gloo_collectives.run(self._context(call, inputs), call)
             call.finish()
 
-    def _turn(self, call: Call, here: list[torch.Tensor] | None = None) -> Turn:
-        """The connections, until the time limit of `call`; `here` are the ranks' inputs if they are here already."""
+    def _context(self, call: GroupCall, inputs: list[torch.Tensor] | None = None) -> CallContext:
+        """The connections, until the time limit of `call`; `inputs` are the ranks' inputs if they are here already."""
         number, text = self._number, self._text
-        limit = (call.timeout or self._place.timeout).total_seconds()
+        limit = (call.timeout or self._config.timeout).total_seconds()
         if self._backends.transport is None:
             self._backends.transport = self._connected()
         end = time.monotonic() + limit
-        return Turn(self._backends.transport, end, lambda: f"{text}, call {number} ({call.text()})", here)
+        return CallContext(self._backends.transport, end, lambda: f"{text}, call {number} ({call.text()})", inputs)
 
     def _connected(self) -> Transport:
         """Connections for a wrapped group, at the first call that needs them: those of Gloo are in use by Gloo."""
-        place = self._place
-        store = PrefixStore("wrapped", place.store)
+        config = self._config
+        store = PrefixStore("wrapped", config.store)
         try:
-            facts = agree(store, place.rank, place.world_size, place.timeout.total_seconds())
+            agreed = exchange_capabilities(store, config.rank, config.world_size, config.timeout.total_seconds())
         except RendezvousError as error:
             if "timeout" not in str(error):
                 raise
-            raise CollectiveTimeout(f"{place}, call {self._number}: timeout: {error}") from error
-        return fallback_backends.connect(store, place, facts.members, self._options)
+            raise CollectiveTimeout(f"{config}, call {self._number}: timeout: {error}") from error
+        return fallback_backends.connect(store, config, agreed.members, self._options)
 
     # CUDA
 
-    def on_cuda(self, batch: list[Call], native: Callable[[], Any]) -> Any:
+    def on_cuda(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
         """Launch `batch` if the kernels cover all of it, else make the calls of NCCL by `native`."""
         routed = [self._route(call) for call in batch]
         first = batch[0]
@@ -240,21 +242,21 @@ class Engine:
 
         def action() -> None:
             for call in batch:
-                _KERNELS[call.collective](comm, call)
+                _COMMUNICATOR_CALLS[call.collective](comm, call)
                 call.finish()
 
-        keep = [x for call in batch for x in (call.x, call.out, *call.keep) if x is not None]
-        result = [x for call in batch for x in call.result]
         streams = self._streams.get(first.device)
         if streams is None:
-            streams = self._streams[first.device] = Streams(comm)
-        work = streams.run(action, first.collective, result, keep, first.async_op, first.timeout or self._place.timeout)
+            streams = self._streams[first.device] = GroupStream(comm)
+        work = streams.run(action, batch, first.timeout or self._config.timeout)
         if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.x is not None:
             self.fast_path.learn(comm, first.x, first.op)
         return work
 
     @staticmethod
-    def _to_nccl(native: Callable[[], Any], comm: Communicator | None, batch: list[Call], routed: list[_Routed]) -> Any:
+    def _to_nccl(
+        native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routed: list[_Routed]
+    ) -> Any:
         """Make the calls of NCCL, announced to the ranks that are in a kernel meanwhile."""
         if comm is None:
             return native()
@@ -269,16 +271,16 @@ class Engine:
 
     # Life
 
-    def usable(self, what: str) -> None:
+    def check_usable(self, what: str) -> None:
         """Raises `GroupAborted` after `close`, and after a failure that the group did not survive."""
         if self._closed:
-            raise GroupAborted(f"{self._place}: {what} on a group that was destroyed; make a new one")
+            raise GroupAborted(f"{self._config}: {what} on a group that was destroyed; make a new one")
         if self._backends.transport is not None:
-            self._backends.transport.usable(what)
+            self._backends.transport.check_usable(what)
         if self._lost is not None:
-            raise GroupAborted(f"{self._place}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
+            raise GroupAborted(f"{self._config}: {what} on a group that is lost; make a new one. Lost by: {self._lost}")
 
-    def give_up(self, error: TricommError) -> None:
+    def abort_waits(self, error: TricommError) -> None:
         """End all waits on the connections, here and on the other ranks, with `error`; any thread may call it."""
         if self._backends.transport is not None:
             self._backends.transport.fail(error)
@@ -288,10 +290,10 @@ class Engine:
         if self._closed:
             return
         if self._lost is None:
-            self._lost = GroupAborted(f"rank {self._place.rank} was stopped by {first_line(error)}")
+            self._lost = GroupAborted(f"rank {self._config.rank} was stopped by {first_line(error)}")
         for comm in list(self._comms.values()):
             comm.interrupted(error)
-        self.give_up(self._lost)
+        self.abort_waits(self._lost)
         self._backends.abort()
 
     def close(self) -> None:
@@ -319,7 +321,7 @@ def options_for(given: Options | None, timeout: timedelta, device: str) -> Optio
     """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
     if given is not None:
         return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
-    limit = bounded(timeout)
+    limit = limit_seconds(timeout)
     options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
     nbytes = env.integer("TRICOMM_ARENA_BYTES")
     if nbytes is None and device == "cpu":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d.capabilities import Member, Place, torch_backend
+from tricomm.c10d.capabilities import GroupConfig, RankProcess, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
 from tricomm.options import Options
@@ -66,28 +66,28 @@ class Backends:
         return None
 
 
-def make(place: Place, members: Sequence[Member], options: Options | None) -> Backends:
+def make(config: GroupConfig, members: Sequence[RankProcess], options: Options | None) -> Backends:
     """What serves every device type that this process has. All ranks of the group call it together, and connect.
 
     Raises `ResourceError` on all ranks if one of them has too few descriptors; `RendezvousError` without a connection.
     """
     made = Backends({})
     if torch_backend("cpu") is not None:
-        made.transport = connect(place.store, place, members, options)
+        made.transport = connect(config.store, config, members, options)
     if torch.cuda.is_available() and torch_backend("cuda") == backend_choice.NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
-        nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = place.timeout, place.ranks, place.name
-        store = PrefixStore("nccl", place.store)
-        made.native["cuda"] = c10d.ProcessGroupNCCL(store, place.rank, place.world_size, nccl)
+        nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = config.timeout, config.ranks, config.name
+        store = PrefixStore("nccl", config.store)
+        made.native["cuda"] = c10d.ProcessGroupNCCL(store, config.rank, config.world_size, nccl)
         made.native["cuda"]._set_sequence_number_for_group()
     return made
 
 
-def connect(store: Store, place: Place, members: Sequence[Member], options: Options | None) -> Transport:
+def connect(store: Store, config: GroupConfig, members: Sequence[RankProcess], options: Options | None) -> Transport:
     """The connections of a group; all its ranks call it together. Raises as `make` does."""
-    stall = options.stall_timeout if options is not None else min(_STALL, place.timeout.total_seconds())
-    name = f"c10d group {place.name!r}"
-    return Transport(PrefixStore("cpu", store), place.rank, place.world_size, members, name, stall, place.timeout)
+    stall = options.stall_timeout if options is not None else min(_STALL, config.timeout.total_seconds())
+    name = f"c10d group {config.name!r}"
+    return Transport(PrefixStore("cpu", store), config.rank, config.world_size, members, name, stall, config.timeout)
 
 
 def _stand_in(rank: int, world_size: int) -> Any:

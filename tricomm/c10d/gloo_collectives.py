@@ -27,31 +27,31 @@ import torch
 
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
 from tricomm.c10d.gloo_transport import Part, Transport
-from tricomm.c10d.group_calls import Call
+from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
 _ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # both ways move the same bytes then, and two shots reduce half of them
-_KEPT_BYTES = 16 * 1024 * 1024  # of memory for what is reduced, by a thread that runs calls: fresh pages are slow
+_SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
 
 _HEAD = struct.Struct("<QI")  # of a record: number, fingerprint
 _WORDS = struct.Struct("<Q160s")
-_ROOM = 2048  # bytes of data in a record
+_DATA_BYTES = 2048  # in a record
 
-_kept = threading.local()
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
-class Turn:
+class CallContext:
     """The context of one call over the connections: its `deadline` (of `time.monotonic()`) and, in `what`, its words.
 
-    `here` are the ranks' inputs, if they have come with the records already.
+    `inputs` are the ranks' inputs, if they have come with the records already.
     """
 
     transport: Transport
     deadline: float
     what: Callable[[], str]
-    here: list[torch.Tensor] | None = None
+    inputs: list[torch.Tensor] | None = None
 
     @property
     def rank(self) -> int:
@@ -66,58 +66,60 @@ class Turn:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def exchange(self, sends: list[Part], receives: list[Part]) -> None:
-        if self.here is None:
+        if self.inputs is None:
             self.transport.exchange(sends, receives, self.deadline, self.what)
             return
         for rank, x in receives:
-            x.copy_(self.here[rank][: len(x)])
+            x.copy_(self.inputs[rank][: len(x)])
 
 
-class Records:
+class CallRecords:
     """The records of one group: this rank's to be written, the others' to be read."""
 
     def __init__(self, world_size: int) -> None:
         self._splits = struct.Struct(f"<{2 * world_size}q")
         self._data = _HEAD.size + self._splits.size
-        self._size = self._data + _ROOM
+        self._size = self._data + _DATA_BYTES
         self._bytes = bytearray(world_size * self._size)
         self._rows = list(torch.frombuffer(self._bytes, dtype=torch.uint8).view(world_size, -1).unbind())
-        self._given = [row[self._data :] for row in self._rows]
+        self._inputs = [row[self._data :] for row in self._rows]
 
-    def check(self, turn: Turn, batch: list[Call], number: int, group: str) -> list[torch.Tensor] | None:
+    def check(self, context: CallContext, batch: list[GroupCall], number: int, group: str) -> list[torch.Tensor] | None:
         """What each rank gives to the only call of `batch`, as bytes, if it came with the records; else None. It stays
         until the next check.
 
         Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called.
         """
-        world_size, rank, first = turn.world_size, turn.rank, batch[0]
+        world_size, rank, first = context.world_size, context.rank, batch[0]
         sums = zlib.crc32(struct.pack(f"<{len(batch)}I", *(call.fingerprint() for call in batch)))
         start = rank * self._size
         _HEAD.pack_into(self._bytes, start, number, sums)
         if first.splits is not None:
             self._splits.pack_into(self._bytes, start + _HEAD.size, *first.splits[0], *first.splits[1])
-        nbytes = _given(first) if len(batch) == 1 else None
-        small = nbytes is not None and nbytes <= _ROOM
+        nbytes = _input_bytes(first) if len(batch) == 1 else None
+        small = nbytes is not None and nbytes <= _DATA_BYTES
         if small and nbytes and first.x is not None:
-            self._given[rank][:nbytes].copy_(as_bytes(first.x))
-        mine, others = self._rows[rank], turn.others()
-        turn.exchange([(r, mine) for r in others], [(r, self._rows[r]) for r in others])
+            self._inputs[rank][:nbytes].copy_(as_bytes(first.x))
+        mine, others = self._rows[rank], context.others()
+        context.exchange([(r, mine) for r in others], [(r, self._rows[r]) for r in others])
         heads = {bytes(self._bytes[i : i + _HEAD.size]) for i in range(0, len(self._bytes), self._size)}
         if len(heads) > 1:
-            raise CollectiveMismatch(f"{group}, call {number}: ranks made different calls: {_who(turn, batch, number)}")
+            raise CollectiveMismatch(
+                f"{group}, call {number}: ranks made different calls: {_calls_in_words(context, batch, number)}"
+            )
         if first.splits is not None:
             rows = [self._splits.unpack_from(self._bytes, r * self._size + _HEAD.size) for r in range(world_size)]
             _compare_splits(rows, number, group)
-        return self._given if small else None
+        return self._inputs if small else None
 
 
-def _who(turn: Turn, batch: list[Call], number: int) -> str:
+def _calls_in_words(context: CallContext, batch: list[GroupCall], number: int) -> str:
     """Each rank's call in words; all ranks have seen that they differ."""
     text = "; ".join(call.text() for call in batch[:2]) + (f"; {len(batch) - 2} more" if len(batch) > 2 else "")
     mine = torch.frombuffer(bytearray(_WORDS.pack(number, text.encode()[:160])), dtype=torch.uint8)
-    said = [mine if r == turn.rank else torch.empty_like(mine) for r in range(turn.world_size)]
-    others = turn.others()
-    turn.exchange([(r, mine) for r in others], [(r, said[r]) for r in others])
+    said = [mine if r == context.rank else torch.empty_like(mine) for r in range(context.world_size)]
+    others = context.others()
+    context.exchange([(r, mine) for r in others], [(r, said[r]) for r in others])
     groups: dict[tuple[int, str], list[int]] = {}
     for rank, row in enumerate(said):
         theirs, words = _WORDS.unpack(row.numpy().tobytes())
@@ -138,18 +140,18 @@ def _compare_splits(rows: list[tuple[int, ...]], number: int, group: str) -> Non
                 )
 
 
-def _given(call: Call) -> int | None:
+def _input_bytes(call: GroupCall) -> int | None:
     """Bytes of a rank's input, if each receiver gets all of it and all ranks know its size; else None."""
-    return call.nbytes if call.collective in _GIVEN_WHOLE else None
+    return call.nbytes if call.collective in _WHOLE_INPUT else None
 
 
-def run(turn: Turn, call: Call) -> None:
+def run(context: CallContext, call: GroupCall) -> None:
     """This rank's part of `call`; returns when it is done."""
     with torch.no_grad():
-        TABLE[call.collective](turn, call)
+        TABLE[call.collective](context, call)
 
 
-def _both(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _input_and_output(call: GroupCall) -> tuple[torch.Tensor, torch.Tensor]:
     assert call.x is not None and call.out is not None, "a call of this collective has an input and an output"
     return call.x, call.out
 
@@ -163,139 +165,139 @@ def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(as_bytes(x).view(count, -1).unbind()) if x.numel() else [as_bytes(x)] * count
 
 
-def _gathered(turn: Turn, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
+def _exchange_rows(context: CallContext, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
     """All ranks' bytes into `rows`."""
-    mine, others = as_bytes(x), turn.others()
-    turn.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
-    rows[turn.rank].copy_(mine)
+    mine, others = as_bytes(x), context.others()
+    context.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
+    rows[context.rank].copy_(mine)
 
 
-def _shuffled(turn: Turn, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
+def _swap_rows(context: CallContext, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
     """Row r to rank r."""
-    others = turn.others()
-    turn.exchange([(r, sent[r]) for r in others], [(r, received[r]) for r in others])
-    received[turn.rank].copy_(sent[turn.rank])
+    others = context.others()
+    context.exchange([(r, sent[r]) for r in others], [(r, received[r]) for r in others])
+    received[context.rank].copy_(sent[context.rank])
 
 
-def _collected(turn: Turn, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
+def _receive_and_reduce(context: CallContext, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
     """Row r of each rank to rank r, which reduces them `into`."""
-    mine = rows[turn.rank]
-    parts = _parts(turn, mine)
-    others = turn.others()
-    turn.exchange([(r, as_bytes(rows[r])) for r in others], [(r, as_bytes(parts[r])) for r in others])
+    mine = rows[context.rank]
+    parts = _receive_buffers(context, mine)
+    others = context.others()
+    context.exchange([(r, as_bytes(rows[r])) for r in others], [(r, as_bytes(parts[r])) for r in others])
     reduce_into(op, parts, into)
 
 
-def _parts(turn: Turn, mine: torch.Tensor) -> list[torch.Tensor]:
+def _receive_buffers(context: CallContext, mine: torch.Tensor) -> list[torch.Tensor]:
     """By rank: `mine`, and room for what the others send."""
-    room = _room(mine.nbytes * (turn.world_size - 1)).view(mine.dtype)
-    rest = [room[i * len(mine) : (i + 1) * len(mine)] for i in range(turn.world_size - 1)]
-    return [*rest[: turn.rank], mine, *rest[turn.rank :]]
+    room = _scratch(mine.nbytes * (context.world_size - 1)).view(mine.dtype)
+    rest = [room[i * len(mine) : (i + 1) * len(mine)] for i in range(context.world_size - 1)]
+    return [*rest[: context.rank], mine, *rest[context.rank :]]
 
 
-def _room(nbytes: int) -> torch.Tensor:
+def _scratch(nbytes: int) -> torch.Tensor:
     """`nbytes` of memory for one call; this thread keeps it for the next."""
-    if nbytes > _KEPT_BYTES:
+    if nbytes > _SCRATCH_BYTES:
         return torch.empty(nbytes, dtype=torch.uint8)
-    kept: torch.Tensor | None = getattr(_kept, "room", None)
+    kept: torch.Tensor | None = getattr(_thread, "scratch", None)
     if kept is None or len(kept) < nbytes:
-        kept = _kept.room = torch.empty(nbytes, dtype=torch.uint8)
+        kept = _thread.scratch = torch.empty(nbytes, dtype=torch.uint8)
     return kept[:nbytes]
 
 
-def _all_reduce(turn: Turn, call: Call) -> None:
-    x, out = _both(call)
-    if x.nbytes <= (_ONE_SHOT_BYTES_OF_TWO if turn.world_size == 2 else _ONE_SHOT_BYTES):
-        _collected(turn, call.op, [x] * turn.world_size, out)
+def _all_reduce(context: CallContext, call: GroupCall) -> None:
+    x, out = _input_and_output(call)
+    if x.nbytes <= (_ONE_SHOT_BYTES_OF_TWO if context.world_size == 2 else _ONE_SHOT_BYTES):
+        _receive_and_reduce(context, call.op, [x] * context.world_size, out)
         return
-    ends = [x.numel() * r // turn.world_size for r in range(turn.world_size + 1)]
+    ends = [x.numel() * r // context.world_size for r in range(context.world_size + 1)]
     sizes = [b - a for a, b in zip(ends, ends[1:], strict=False)]
-    mine = out.split(sizes)[turn.rank]
-    _collected(turn, call.op, list(x.split(sizes)), mine)
-    _gathered(turn, mine, _rows(out, sizes))
+    mine = out.split(sizes)[context.rank]
+    _receive_and_reduce(context, call.op, list(x.split(sizes)), mine)
+    _exchange_rows(context, mine, _rows(out, sizes))
 
 
-def _reduce(turn: Turn, call: Call) -> None:
-    x, out = _both(call)
-    if turn.rank != call.root:
-        turn.exchange([(call.root, as_bytes(x))], [])
+def _reduce(context: CallContext, call: GroupCall) -> None:
+    x, out = _input_and_output(call)
+    if context.rank != call.root:
+        context.exchange([(call.root, as_bytes(x))], [])
         return
-    parts = _parts(turn, x)
-    turn.exchange([], [(r, as_bytes(parts[r])) for r in turn.others()])
+    parts = _receive_buffers(context, x)
+    context.exchange([], [(r, as_bytes(parts[r])) for r in context.others()])
     reduce_into(call.op, parts, out)
 
 
-def _reduce_scatter(turn: Turn, call: Call) -> None:
-    x, out = _both(call)
-    _collected(turn, call.op, list(x.split(list(call.sizes or (out.numel(),) * turn.world_size))), out)
+def _reduce_scatter(context: CallContext, call: GroupCall) -> None:
+    x, out = _input_and_output(call)
+    _receive_and_reduce(context, call.op, list(x.split(list(call.sizes or (out.numel(),) * context.world_size))), out)
 
 
-def _broadcast(turn: Turn, call: Call) -> None:
-    x, _ = _both(call)
-    if turn.rank == call.root:
-        turn.exchange([(r, as_bytes(x)) for r in turn.others()], [])
+def _broadcast(context: CallContext, call: GroupCall) -> None:
+    x, _ = _input_and_output(call)
+    if context.rank == call.root:
+        context.exchange([(r, as_bytes(x)) for r in context.others()], [])
     else:
-        turn.exchange([], [(call.root, as_bytes(x))])
+        context.exchange([], [(call.root, as_bytes(x))])
 
 
-def _all_gather(turn: Turn, call: Call) -> None:
-    x, out = _both(call)
-    _gathered(turn, x, _rows(out, list(call.sizes)) if call.sizes else _even(out, turn.world_size))
+def _all_gather(context: CallContext, call: GroupCall) -> None:
+    x, out = _input_and_output(call)
+    _exchange_rows(context, x, _rows(out, list(call.sizes)) if call.sizes else _even(out, context.world_size))
 
 
-def _gather(turn: Turn, call: Call) -> None:
+def _gather(context: CallContext, call: GroupCall) -> None:
     assert call.x is not None, "every rank of a gather gives something"
     mine = as_bytes(call.x)
     if call.out is None:
-        turn.exchange([(call.root, mine)], [])
+        context.exchange([(call.root, mine)], [])
         return
-    rows = _even(call.out, turn.world_size)
-    turn.exchange([], [(r, rows[r]) for r in turn.others()])
-    rows[turn.rank].copy_(mine)
+    rows = _even(call.out, context.world_size)
+    context.exchange([], [(r, rows[r]) for r in context.others()])
+    rows[context.rank].copy_(mine)
 
 
-def _scatter(turn: Turn, call: Call) -> None:
+def _scatter(context: CallContext, call: GroupCall) -> None:
     assert call.out is not None, "every rank of a scatter gets something"
     mine = as_bytes(call.out)
     if call.x is None:
-        turn.exchange([], [(call.root, mine)])
+        context.exchange([], [(call.root, mine)])
         return
-    rows = _even(call.x, turn.world_size)
-    turn.exchange([(r, rows[r]) for r in turn.others()], [])
-    mine.copy_(rows[turn.rank])
+    rows = _even(call.x, context.world_size)
+    context.exchange([(r, rows[r]) for r in context.others()], [])
+    mine.copy_(rows[context.rank])
 
 
-def _all_to_all_v(turn: Turn, call: Call) -> None:
-    x, out = _both(call)
+def _all_to_all_v(context: CallContext, call: GroupCall) -> None:
+    x, out = _input_and_output(call)
     assert call.splits is not None, "an all_to_all has splits"
     sent, received = call.splits
-    _shuffled(turn, _rows(x, sent), _rows(out, received))
+    _swap_rows(context, _rows(x, sent), _rows(out, received))
 
 
-def _barrier(turn: Turn, call: Call) -> None:
+def _barrier(context: CallContext, call: GroupCall) -> None:
     word = torch.zeros(1, dtype=torch.uint8)
-    _shuffled(turn, [word] * turn.world_size, [torch.empty_like(word) for _ in range(turn.world_size)])
+    _swap_rows(context, [word] * context.world_size, [torch.empty_like(word) for _ in range(context.world_size)])
 
 
-def _all_reduce_sparse(turn: Turn, call: Call) -> None:
+def _all_reduce_sparse(context: CallContext, call: GroupCall) -> None:
     """The sum of COO tensors, in rank order, into the caller's own; ranks may have any number of elements."""
     (x,) = call.result
     if call.op != "sum" or x.layout != torch.sparse_coo:
         raise InvalidArgument(f"all_reduce: {call.op} of {x.layout} is not defined; sum of a sparse COO tensor is")
     mine = x.detach().coalesce()
     head = torch.tensor([mine._nnz(), mine.sparse_dim(), mine.dense_dim(), *_shape(mine)], dtype=torch.int64)
-    heads = [torch.empty_like(head) for _ in range(turn.world_size)]
-    _gathered(turn, head, [as_bytes(row) for row in heads])
+    heads = [torch.empty_like(head) for _ in range(context.world_size)]
+    _exchange_rows(context, head, [as_bytes(row) for row in heads])
     if any(row[1:].tolist() != head[1:].tolist() for row in heads):
         said = "; ".join(f"rank {r}: {row[1:].tolist()}" for r, row in enumerate(heads))
         raise CollectiveMismatch(
-            f"{turn.what()}: ranks have sparse tensors of different shapes (sparse and dense dimensions, type, number "
-            f"of dimensions, sizes): {said}; give all ranks one shape and type"
+            f"{context.what()}: ranks have sparse tensors of different shapes (sparse and dense dimensions, type, "
+            f"number of dimensions, sizes): {said}; give all ranks one shape and type"
         )
     counts = [int(row[0]) for row in heads]
     values, indices = mine.values(), mine.indices()
-    all_indices = _ragged(turn, indices.t(), counts)
-    all_values = _ragged(turn, values, counts)
+    all_indices = _gather_uneven(context, indices.t(), counts)
+    all_values = _gather_uneven(context, values, counts)
     parts = [
         torch.sparse_coo_tensor(index.t(), value, mine.shape, check_invariants=True)
         for index, value in zip(all_indices, all_values, strict=True)
@@ -316,18 +318,18 @@ def _shape(x: torch.Tensor) -> list[int]:
     return [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape, *[0] * (_DIMENSIONS - x.dim())]
 
 
-def _ragged(turn: Turn, x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
+def _gather_uneven(context: CallContext, x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
     """The first dimension of rank r's tensor is `counts[r]` long, the others are equal."""
     x = x.contiguous()
     row = math.prod(x.shape[1:])
     flat = torch.empty(sum(counts) * row, dtype=x.dtype)
     ends = list(accumulate(counts, initial=0))
-    _gathered(turn, x.view(-1), _rows(flat, [n * row for n in counts]))
+    _exchange_rows(context, x.view(-1), _rows(flat, [n * row for n in counts]))
     return [flat[a * row : b * row].view(b - a, *x.shape[1:]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-_GIVEN_WHOLE = frozenset({"all_reduce", "all_gather", "broadcast", "reduce", "gather", "barrier"})
-TABLE: dict[str, Callable[[Turn, Call], None]] = {
+_WHOLE_INPUT = frozenset({"all_reduce", "all_gather", "broadcast", "reduce", "gather", "barrier"})
+TABLE: dict[str, Callable[[CallContext, GroupCall], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_sparse": _all_reduce_sparse,
     "all_gather": _all_gather,

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from tricomm import env, errors
-from tricomm.c10d.capabilities import Member
+from tricomm.c10d.capabilities import RankProcess
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
 from tricomm.store import process, records
 from tricomm.store.deadline import Bounded, first_line
@@ -38,7 +38,7 @@ class Connections(Protocol):
     rank: int
     world_size: int
     others: list[int]
-    members: Sequence[Member]
+    members: Sequence[RankProcess]
     visible: set[int]
     stall: float
     store: Any
@@ -46,12 +46,12 @@ class Connections(Protocol):
     @property
     def error(self) -> TricommError | None: ...
     def connected(self, rank: int) -> bool: ...
-    def cut(self, rank: int | None = None) -> None: ...
-    def lose(self, error: TricommError) -> bool: ...
+    def shut_down(self, rank: int | None = None) -> None: ...
+    def record_loss(self, error: TricommError) -> bool: ...
     def of_loss(self, error: TricommError) -> TricommError: ...
 
 
-class Waiting:
+class Wait:
     """One wait for messages: `todo` are ranks and handles of Gloo's, each waited for once, by one thread; then `sends`.
 
     `any` says that it is for one message, of whatever rank; the rank in `todo` means nothing then.
@@ -94,7 +94,7 @@ class Waiting:
     def run(self) -> None:
         """Wait for all of it. After a failure the rest is looked at, too: messages that have come are not missing."""
         if self.lost:
-            self.transport.cut()
+            self.transport.shut_down()
         while self.todo:
             self.current, handle = self.todo.pop(0)
             self._one(self.current, handle)
@@ -117,7 +117,7 @@ class Waiting:
             handle.wait(timedelta(seconds=limit))
         except RuntimeError as error:
             self.failed(rank, error)
-            self.transport.cut()
+            self.transport.shut_down()
 
     def wake(self) -> None:
         """Its connections are shut down. A wait for any rank, or for a send, may not notice that: it is left behind."""
@@ -131,25 +131,25 @@ class Waiting:
         """End this wait if it cannot succeed any more; `elapsed` seconds have passed since the last look."""
         transport, now = self.transport, time.monotonic()
         if self.lost or transport.error is not None:
-            transport.cut()
+            transport.shut_down()
         elif now > self.deadline:
             self.timed_out = True
-            transport.cut()
+            transport.shut_down()
         else:
             peers = self.peers()
             closed = [r for r in peers if not transport.connected(r)]
             if not self.any:
                 for rank in closed:
-                    self._try(rank)
+                    self._collect(rank)
                 self.closing = self.closing + elapsed if self.ended is not None and self.current in closed else 0.0
                 if self.closing > _GRACE:
-                    transport.cut()
+                    transport.shut_down()
             elif len(closed) == len(peers):
-                transport.cut()
+                transport.shut_down()
             if now - self.began > _NEW:
                 self._processes(peers, elapsed)
 
-    def _try(self, rank: int) -> None:
+    def _collect(self, rank: int) -> None:
         """The connection to `rank` is closed: each of its messages has come, or never will."""
         for entry in [entry for entry in self.todo if entry[0] == rank]:
             try:
@@ -166,28 +166,28 @@ class Waiting:
             if state == process.ENDED:
                 self.gone[rank] = self.gone.get(rank, 0.0) + elapsed
                 if self.gone[rank] > _HELD and transport.connected(rank):
-                    transport.cut(rank)
+                    transport.shut_down(rank)
             self.stopped[rank] = self.stopped.get(rank, 0.0) + elapsed if state == process.STOPPED else 0.0
             if self.stopped[rank] > transport.stall and not self.any:
-                transport.cut(rank)
+                transport.shut_down(rank)
 
     # For the thread that waited
 
-    def verdict(self) -> TricommError:
+    def final_error(self) -> TricommError:
         """What to raise. The group is lost by it, and the others are told."""
         transport = self.transport
         if transport.error is None:
-            error = self._diagnosed()
-            if transport.lose(error):
-                tell(transport, error)
-                transport.cut()
+            error = self._diagnose()
+            if transport.record_loss(error):
+                publish_reason(transport, error)
+                transport.shut_down()
         lost_by = transport.error
         assert lost_by is not None, "a transport is lost before its calls are judged"
         error = transport.of_loss(type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one"))
         error.__cause__ = self.cause
         return error
 
-    def _diagnosed(self) -> TricommError:
+    def _diagnose(self) -> TricommError:
         waited = time.monotonic() - self.began
         missing = sorted(set(self.missing)) or sorted(self.peers())
         stalled = [r for r, seconds in self.stopped.items() if seconds > self.transport.stall]
@@ -211,7 +211,7 @@ class Waiting:
         closed = self.closed or missing
         # Of several, some closed theirs because of another one, and say so when their own grace is over.
         end = time.monotonic() + (_GRACE if len(closed) == 1 else 2 * _GRACE)
-        reasons = _Reasons(transport)
+        reasons = _PublishedReasons(transport)
         try:
             while True:
                 said = reasons.read()
@@ -238,7 +238,7 @@ class Waiting:
         return GroupAborted(f"the connection to rank(s) {closed} failed: {first_line(self.cause or RuntimeError())}")
 
     def _reasons(self) -> dict[int, TricommError]:
-        reasons = _Reasons(self.transport)
+        reasons = _PublishedReasons(self.transport)
         try:
             return reasons.read()
         finally:
@@ -264,7 +264,7 @@ _KINDS = {
 }
 
 
-def tell(transport: Connections, error: TricommError) -> None:
+def publish_reason(transport: Connections, error: TricommError) -> None:
     """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
     bounded = Bounded(transport.store, _STORE_SECONDS)
     try:
@@ -281,7 +281,7 @@ def _record(transport: Connections, rank: int) -> records.Record:
     return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
 
 
-class _Reasons:
+class _PublishedReasons:
     """The reasons in the store why other ranks gave the group up. A record that is not theirs counts for nothing."""
 
     def __init__(self, transport: Connections) -> None:

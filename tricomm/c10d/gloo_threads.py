@@ -12,19 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 
-from tricomm.c10d.gloo_faults import Connections, Waiting
+from tricomm.c10d.gloo_faults import Connections, Wait
 
 _TICK = 0.05  # seconds between two looks at the waits under way
 _SPARE = 2  # helpers that are kept although they have nothing to do
 
-_waits: set[Waiting] = set()
+_waits: set[Wait] = set()
 _awake = threading.Event()
 _starting = threading.Lock()
 _watcher: threading.Thread | None = None
-_helpers: list[queue.SimpleQueue[Job]] = []  # of those that have nothing to do
+_helpers: list[queue.SimpleQueue[HelperTask]] = []  # of those that have nothing to do
 
 
-class Job:
+class HelperTask:
     """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -60,7 +60,7 @@ class Job:
             raise error
 
 
-def watch(waiting: Waiting) -> None:
+def watch(waiting: Wait) -> None:
     """Look at `waiting` from now on."""
     global _watcher
     _waits.add(waiting)
@@ -82,7 +82,7 @@ def wake(transport: Connections) -> None:
             waiting.wake()
 
 
-def _help(jobs: queue.SimpleQueue[Job]) -> None:
+def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
     while True:
         job = jobs.get()
         job.run()
@@ -109,14 +109,14 @@ def _watch() -> None:
                 waiting.look(elapsed)
             except Exception as error:  # a wait that is not watched might never end
                 waiting.failed(-1, error)
-                waiting.transport.cut()
+                waiting.transport.shut_down()
 
 
-def _child() -> None:
+def _in_forked_child() -> None:
     global _awake, _starting, _watcher
     _waits.clear()
     _helpers.clear()
     _awake, _starting, _watcher = threading.Event(), threading.Lock(), None
 
 
-os.register_at_fork(after_in_child=_child)
+os.register_at_fork(after_in_child=_in_forked_child)

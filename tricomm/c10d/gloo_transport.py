@@ -2,7 +2,7 @@
 
 All groups of a process share one Gloo device, and with it one thread that moves the data. A group has only its
 connections for itself: world size - 1 descriptors. Collectives are exchanges of messages (`exchange`). Messages of
-users have other tags: those from `OWN_TAGS` on are for collectives.
+users have other tags: those from `FIRST_OWN_TAG` on are for collectives.
 
 A wait inside Gloo cannot be cancelled, and if one ends by Gloo's own time limit, Gloo closes all connections. So a
 blocked wait is ended by shutting down its sockets, which also tells the other side at once. For that, each group knows
@@ -29,17 +29,17 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm.c10d import gloo_faults, gloo_threads
-from tricomm.c10d.capabilities import Member
-from tricomm.c10d.gloo_faults import Waiting
-from tricomm.c10d.gloo_threads import Job
+from tricomm.c10d.capabilities import RankProcess
+from tricomm.c10d.gloo_faults import Wait
+from tricomm.c10d.gloo_threads import HelperTask
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.deadline import first_line
 
-OWN_TAGS = 1 << 30  # a user's tags are below
-COLLECTIVE, _MEETING = OWN_TAGS, OWN_TAGS + 1
+FIRST_OWN_TAG = 1 << 30  # a user's tags are below
+COLLECTIVE, _HANDSHAKE = FIRST_OWN_TAG, FIRST_OWN_TAG + 1
 _SPARE = 16  # descriptors that a group leaves for files and the store
 _CONNECT_SECONDS = 30.0  # the ranks have just met over the store
 
@@ -62,7 +62,7 @@ class Transport:
         store: Store,
         rank: int,
         world_size: int,
-        members: Sequence[Member],
+        members: Sequence[RankProcess],
         name: str,
         stall: float,
         timeout: timedelta,
@@ -107,9 +107,9 @@ class Transport:
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
         `GroupAborted`, with the words of `what`; the group is lost then.
         """
-        self.shielded(lambda: self._exchange(sends, receives, Waiting(self, deadline, what), tag))
+        self.interruptible(lambda: self._exchange(sends, receives, Wait(self, deadline, what), tag))
 
-    def _exchange(self, sends: Sequence[Part], receives: Sequence[Part], waiting: Waiting, tag: int) -> None:
+    def _exchange(self, sends: Sequence[Part], receives: Sequence[Part], waiting: Wait, tag: int) -> None:
         try:
             for rank, x in receives:
                 if x.numel():
@@ -121,7 +121,7 @@ class Transport:
             waiting.failed(rank, error)
         self._wait(waiting)
 
-    def shielded(self, action: Callable[[], None]) -> None:
+    def interruptible(self, action: Callable[[], None]) -> None:
         """Run `action`, which uses the connections, so that signals are handled meanwhile; in any thread.
 
         If a signal's handler raises, the group is given up, and the others are told.
@@ -129,7 +129,7 @@ class Transport:
         if threading.current_thread() is not threading.main_thread():
             action()
             return
-        job = Job(action)
+        job = HelperTask(action)
         try:
             job.wait()
         except BaseException as error:
@@ -140,33 +140,33 @@ class Transport:
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> Any:
         """Start to send contiguous `x`; the handle goes to `wait`. Raises as `exchange` does."""
-        return self._start(lambda: self._native.send([x], dst, _users(tag)), dst, "send")
+        return self._start(lambda: self._native.send([x], dst, _user_tag(tag)), dst, "send")
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> Any:
         """Start to receive into contiguous `x`, from `src` or (None) from any rank; the handle goes to `wait`."""
         if src is None:
-            return self._start(lambda: self._native.recv_anysource([x], _users(tag)), -1, "recv")
-        return self._start(lambda: self._native.recv([x], src, _users(tag)), src, "recv")
+            return self._start(lambda: self._native.recv_anysource([x], _user_tag(tag)), -1, "recv")
+        return self._start(lambda: self._native.recv([x], src, _user_tag(tag)), src, "recv")
 
     def wait(self, handle: Any, peer: int | None, deadline: float, what: Callable[[], str], sent: bool = False) -> None:
         """Wait for what `send` (`sent`) or `recv` began, with rank `peer` or (None) with any.
 
         Raises as `exchange` does.
         """
-        waiting = Waiting(self, deadline, what, any=peer is None)
+        waiting = Wait(self, deadline, what, any=peer is None)
         (waiting.sends if sent else waiting.todo).append((-1 if peer is None else peer, handle))
-        self.shielded(lambda: self._wait(waiting))
+        self.interruptible(lambda: self._wait(waiting))
 
     def _start(self, begin: Callable[[], Any], peer: int, what: str) -> Any:
-        self.usable(what)
+        self.check_usable(what)
         try:
             return begin()
         except RuntimeError as error:
-            waiting = Waiting(self, time.monotonic(), lambda: f"{self.name}: {what}")
+            waiting = Wait(self, time.monotonic(), lambda: f"{self.name}: {what}")
             waiting.failed(peer, error)
-            raise waiting.verdict() from error
+            raise waiting.final_error() from error
 
-    def _wait(self, waiting: Waiting) -> None:
+    def _wait(self, waiting: Wait) -> None:
         if self.error is None:
             gloo_threads.watch(waiting)
             try:
@@ -174,16 +174,16 @@ class Transport:
                     waiting.run()
                     if waiting.sends and not waiting.lost:  # Gloo forgets a send whose connection closes
                         waiting.ended = threading.Event()
-                        Job(waiting.run_sends)
+                        HelperTask(waiting.run_sends)
                         waiting.ended.wait()
                 else:  # no closed connection ends a wait for any rank: it is left behind then
-                    Job(waiting.run)
+                    HelperTask(waiting.run)
                     waiting.ended.wait()
             finally:
                 gloo_threads.unwatch(waiting)
             if not waiting.lost:
                 return
-        raise waiting.verdict()
+        raise waiting.final_error()
 
     # Life
 
@@ -192,7 +192,7 @@ class Transport:
         """What the group was lost by."""
         return self._errors[0] if self._errors else None
 
-    def usable(self, what: str) -> None:
+    def check_usable(self, what: str) -> None:
         """Raises `GroupAborted`, with the cause, if the group is lost or closed; an error of the class of the cause as
         long as the caller has not been told of the loss."""
         if self.error is not None:
@@ -204,39 +204,39 @@ class Transport:
         """`error`, which says what this group was lost by."""
         return self._loss.said_by(error)
 
-    def check(self, what: Callable[[], str]) -> None:
+    def check_connected(self, what: Callable[[], str]) -> None:
         """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""
-        waiting = Waiting(self, time.monotonic(), what)
+        waiting = Wait(self, time.monotonic(), what)
         for rank in self.others:
             if not self.connected(rank):
                 waiting.failed(rank, RuntimeError("the connection is closed"))
         if self.error is not None or waiting.lost:
-            raise waiting.verdict()
+            raise waiting.final_error()
 
     def fail(self, error: TricommError) -> None:
         """Give the group up: say why to the others, wake every blocked wait, close the connections. Any thread may
         call it, an interrupted one too; the first error counts."""
-        if self.lose(error):
-            gloo_faults.tell(self, error)
-        self.cut()
+        if self.record_loss(error):
+            gloo_faults.publish_reason(self, error)
+        self.shut_down()
 
-    def lose(self, error: TricommError) -> bool:
+    def record_loss(self, error: TricommError) -> bool:
         """Take `error` as the cause of the group's loss, unless there is one; True if it is the first."""
         self._errors.append(error)
         return self._errors[0] is error
 
     def close(self) -> None:
         """Close the connections, which the other ranks see at once; idempotent."""
-        self.lose(GroupAborted(f"{self.name} was destroyed here"))
-        self.cut()
+        self.record_loss(GroupAborted(f"{self.name} was destroyed here"))
+        self.shut_down()
         self._native = None
 
-    def cut(self, rank: int | None = None) -> None:
+    def shut_down(self, rank: int | None = None) -> None:
         """Shut down the connection to `rank`, or (None) all: every wait for it ends, here and there."""
         for peer in range(self.world_size) if rank is None else (rank,):
             entry = self._sockets.get(peer)
             if entry is not None:
-                _shut(*entry)
+                _shut_down_socket(*entry)
         if rank is None:
             gloo_threads.wake(self)
 
@@ -259,7 +259,11 @@ class Transport:
         others = [r for r in range(self.world_size) if r != self.rank]
         heard = {r: torch.empty_like(said) for r in others}
         self.exchange(
-            [(r, said) for r in others], list(heard.items()), deadline, lambda: f"{self.name}: first exchange", _MEETING
+            [(r, said) for r in others],
+            list(heard.items()),
+            deadline,
+            lambda: f"{self.name}: first exchange",
+            _HANDSHAKE,
         )
         for rank, text in heard.items():
             theirs = table.unpack(text.numpy().tobytes())
@@ -279,7 +283,7 @@ class Transport:
         self._sockets = {}
 
 
-def _check_descriptors(members: Sequence[Member], name: str) -> None:
+def _check_descriptors(members: Sequence[RankProcess], name: str) -> None:
     """Raises `ResourceError`, on all ranks alike, if any of them has too few descriptors for its connections."""
     needed = len(members) - 1 + _SPARE
     short = {rank: member.descriptors for rank, member in enumerate(members) if member.descriptors < needed}
@@ -309,8 +313,8 @@ def _new_device() -> Any:
     return c10d.ProcessGroupGloo.create_default_device(lazy_init=False)
 
 
-def _users(tag: int) -> int:
-    if not 0 <= tag < OWN_TAGS:
+def _user_tag(tag: int) -> int:
+    if not 0 <= tag < FIRST_OWN_TAG:
         raise InvalidArgument(f"tag={tag}: a tag from 0 to 2**30 - 1 is needed; those above are tricomm's own")
     return tag
 
@@ -344,7 +348,7 @@ def _ports(fd: int) -> tuple[int, int]:
         return 0, 0
 
 
-def _shut(fd: int, inode: int) -> None:
+def _shut_down_socket(fd: int, inode: int) -> None:
     # Through a copy: the number may be another file's by the time of the call, the copy's file cannot change.
     try:
         copy = os.dup(fd)
@@ -369,7 +373,7 @@ def _leak(thing: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
-def _child() -> None:
+def _in_forked_child() -> None:
     global _device, _connecting
     for transport in list(_transports):
         transport._forked()
@@ -386,4 +390,4 @@ def _close_all() -> None:
         transport.close()
 
 
-os.register_at_fork(after_in_child=_child)
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -1,8 +1,8 @@
 """One collective call of a group, whatever way of calling c10d's it came in: flat tensors, an operation, a root.
 
 c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
-`Call` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group as it
-was.
+`GroupCall` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group
+as it was.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.c10d.call_guard import check_plain
+from tricomm.c10d.call_guard import check_not_wrapper
 from tricomm.c10d.dtype_emulation import check_reduction
 from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, Record
@@ -33,7 +33,7 @@ def _nothing() -> None:
 
 
 @dataclass
-class Call:
+class GroupCall:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
 
     `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
@@ -133,19 +133,19 @@ def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
     return x, name
 
 
-def one(tensors: Any, what: str) -> torch.Tensor:
+def single_tensor(tensors: Any, what: str) -> torch.Tensor:
     """The only tensor of a list, or the tensor itself. c10d's lists are of a time when a rank had several devices."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(tensors) != 1:
         raise InvalidArgument(f"{what}: {len(tensors)} tensors were given; one per rank is needed")
-    return checked(tensors[0], what)
+    return checked_tensor(tensors[0], what)
 
 
-def checked(x: Any, what: str) -> torch.Tensor:
+def checked_tensor(x: Any, what: str) -> torch.Tensor:
     """`x` detached, if it is a dense tensor with data; raises `InvalidArgument` otherwise."""
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
-    check_plain(x, what)
+    check_not_wrapper(x, what)
     if x.layout in _UNSUPPORTED or x.is_nested or x.is_quantized:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.device.type == "meta":
@@ -160,14 +160,14 @@ def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
         tensors = list(tensors[0])
     if len(tensors) != length:
         raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(tensors)}")
-    return [checked(x, f"{what}[{i}]") for i, x in enumerate(tensors)]
+    return [checked_tensor(x, f"{what}[{i}]") for i, x in enumerate(tensors)]
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _same(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
+def _check_alike(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
     for other in others:
         if other.dtype != x.dtype:
             raise InvalidArgument(f"{what}: tensors of {x.dtype} and {other.dtype} are mixed; give one dtype")
@@ -177,7 +177,7 @@ def _same(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
             )
 
 
-def _output(x: torch.Tensor, what: str) -> torch.Tensor:
+def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
     if not x.is_contiguous():
         raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
     return x.data.view(-1)
@@ -188,27 +188,27 @@ def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
     out.data.copy_(flat.view(out.shape))
 
 
-def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> Call:
+def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> GroupCall:
     """all_reduce, broadcast, reduce: one tensor, in place, of any strides."""
     arguments.check_writable(x, collective)
     if op != "none":
         check_reduction(op, x.dtype, collective)
     flat = _flat(x.data)
-    call = Call(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
+    call = GroupCall(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
     call.result = [x] if result is None else result
     if flat.data_ptr() != x.data_ptr() and x.numel():
         call.finish = lambda: _put(x, flat)
     return call
 
 
-def barrier(device: torch.device) -> Call:
-    return Call("barrier", device=device)
+def barrier(device: torch.device) -> GroupCall:
+    return GroupCall("barrier", device=device)
 
 
-def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> Call:
+def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> GroupCall:
     """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
     what = "all_gather"
-    _same(what, x, *outs)
+    _check_alike(what, x, *outs)
     sizes = tuple(out.numel() for out in outs)
     if sizes[rank] != x.numel():
         raise InvalidArgument(
@@ -221,7 +221,7 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
             _put(out, part)
 
     even = len(set(sizes)) == 1
-    return Call(
+    return GroupCall(
         "all_gather" if even else "all_gather_v",
         _flat(x),
         flat,
@@ -234,30 +234,30 @@ def gathered(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) 
     )
 
 
-def gathered_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
+def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> GroupCall:
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
-    _same(what, x, out)
+    _check_alike(what, x, out)
     if out.numel() != world_size * x.numel():
         raise InvalidArgument(
             f"{what}: the output has {out.numel()} elements; {world_size} ranks with {x.numel()} each need "
             f"{world_size * x.numel()}"
         )
-    flat = _output(out, what)
-    return Call("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+    flat = _flat_output(out, what)
+    return GroupCall("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
 
 
-def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> Call:
+def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
     """reduce_scatter from a list, of tensors of any sizes."""
     what = "reduce_scatter"
-    _same(what, out, *parts)
+    _check_alike(what, out, *parts)
     check_reduction(op, out.dtype, what)
     sizes = tuple(part.numel() for part in parts)
     if sizes[rank] != out.numel():
         raise InvalidArgument(f"{what}: the output has {out.numel()} elements, this rank's input {sizes[rank]}")
     even = len(set(sizes)) == 1
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    return Call(
+    return GroupCall(
         what if even else "reduce_scatter_v",
         torch.cat([_flat(p) for p in parts]),
         into,
@@ -271,27 +271,31 @@ def reduced_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: in
     )
 
 
-def reduced_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> Call:
+def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> GroupCall:
     """reduce_scatter from one tensor."""
     what = "reduce_scatter_tensor"
-    _same(what, x, out)
+    _check_alike(what, x, out)
     check_reduction(op, x.dtype, what)
     if x.numel() != world_size * out.numel():
         raise InvalidArgument(
             f"{what}: the input has {x.numel()} elements; {world_size} ranks with an output of {out.numel()} need "
             f"{world_size * out.numel()}"
         )
-    flat = _output(out, what)
-    return Call("reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+    flat = _flat_output(out, what)
+    return GroupCall(
+        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out]
+    )
 
 
-def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> Call:
+def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
     """gather; `outs` is empty on all ranks but `root`."""
-    _same("gather", x, *outs)
+    _check_alike("gather", x, *outs)
     for i, out in enumerate(outs):
         if out.numel() != x.numel():
             raise InvalidArgument(f"gather: output {i} has {out.numel()} elements, the input {x.numel()}")
-    call = Call("gather", _flat(x), None, root=root, count=x.numel(), result=[outs], device=x.device, keep=[x, *outs])
+    call = GroupCall(
+        "gather", _flat(x), None, root=root, count=x.numel(), result=[outs], device=x.device, keep=[x, *outs]
+    )
     if outs:
         flat = torch.empty(len(outs) * x.numel(), dtype=x.dtype, device=x.device)
         call.out = flat
@@ -305,15 +309,15 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> Call:
     return call
 
 
-def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
+def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCall:
     """scatter; `parts` is empty on all ranks but `root`."""
-    _same("scatter", out, *parts)
+    _check_alike("scatter", out, *parts)
     for i, part in enumerate(parts):
         if part.numel() != out.numel():
             raise InvalidArgument(f"scatter: input {i} has {part.numel()} elements, the output {out.numel()}")
     into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
     x = torch.cat([_flat(p) for p in parts]) if parts else None
-    return Call(
+    return GroupCall(
         "scatter",
         x,
         into,
@@ -326,9 +330,9 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> Call:
     )
 
 
-def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call:
+def all_to_all_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> GroupCall:
     """all_to_all of lists, of tensors of any sizes."""
-    _same("all_to_all", outs[0], *outs, *parts)
+    _check_alike("all_to_all", outs[0], *outs, *parts)
     sent, received = [p.numel() for p in parts], [o.numel() for o in outs]
     flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
 
@@ -336,7 +340,7 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
         for out, part in zip(outs, flat.split(received), strict=True):
             _put(out, part)
 
-    return Call(
+    return GroupCall(
         "all_to_all_v",
         torch.cat([_flat(p) for p in parts]),
         flat,
@@ -348,19 +352,21 @@ def exchanged_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Call
     )
 
 
-def exchanged_single(
+def all_to_all_single(
     out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int], in_splits: Sequence[int], world_size: int
-) -> Call:
+) -> GroupCall:
     """all_to_all of one tensor, in rows of dimension 0; without splits, in equal parts."""
     what = "all_to_all_single"
-    _same(what, x, out)
-    flat = _output(out, what)
-    received = _counts(out, out_splits, world_size, f"{what} output")
-    sent = _counts(x, in_splits, world_size, f"{what} input")
-    return Call("all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out])
+    _check_alike(what, x, out)
+    flat = _flat_output(out, what)
+    received = _elements_by_rank(out, out_splits, world_size, f"{what} output")
+    sent = _elements_by_rank(x, in_splits, world_size, f"{what} input")
+    return GroupCall(
+        "all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
+    )
 
 
-def _counts(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:
+def _elements_by_rank(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:
     """Elements per rank."""
     rows = x.shape[0] if x.dim() else 1
     if not len(splits):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
-from tricomm.c10d.capabilities import Place, agree
+from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
@@ -65,9 +65,9 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     timeout = next((b.options._timeout for b in backends.values() if hasattr(b, "options")), timedelta(minutes=30))
     ranks = dist.get_process_group_ranks(group)
     store = c10d.PrefixStore(name, world.pg_map[group][1])
-    place = Place(store, group.rank(), group.size(), timeout, ranks, name)
-    facts = agree(store, place.rank, place.world_size, timeout.total_seconds())
-    wrapped = WrappedGroup(place, facts, Backends(backends, owned=False), options)
+    config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
+    agreed = exchange_capabilities(store, config.rank, config.world_size, timeout.total_seconds())
+    wrapped = WrappedGroup(config, agreed, Backends(backends, owned=False), options)
     world.pg_map[wrapped] = ("tricomm", store)
     world.pg_names[wrapped] = name
     world.pg_group_ranks[wrapped] = dict(world.pg_group_ranks[group])
@@ -106,10 +106,10 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     name = str(opts.group_id)
     store = c10d.PrefixStore("tricomm", opts.store)
-    return make(Place(store, opts.group_rank, opts.group_size, opts.timeout, ranks, name), pg_options)
+    return make(GroupConfig(store, opts.group_rank, opts.group_size, opts.timeout, ranks, name), pg_options)
 
 
-def make(place: Place, options: Options | None) -> TricommGroup:
+def make(config: GroupConfig, options: Options | None) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs."""
-    facts = agree(place.store, place.rank, place.world_size, place.timeout.total_seconds())
-    return TricommGroup(place, facts, fallback_backends.make(place, facts.members, options), options)
+    agreed = exchange_capabilities(config.store, config.rank, config.world_size, config.timeout.total_seconds())
+    return TricommGroup(config, agreed, fallback_backends.make(config, agreed.members, options), options)

@@ -1,4 +1,4 @@
-"""The backend: a `ProcessGroup` that makes a `Call` of every c10d method and hands it to the group's dispatcher.
+"""The backend: a `ProcessGroup` that makes a `GroupCall` of every c10d method and hands it to the group's dispatcher.
 
 Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 
 from tricomm.c10d import checked_point_to_point, group_calls
-from tricomm.c10d.call_guard import guarded, refused
-from tricomm.c10d.capabilities import Facts, Place
-from tricomm.c10d.dispatch import Engine
+from tricomm.c10d.call_guard import guard_methods, is_refusal
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
+from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.fallback_backends import Backends
-from tricomm.c10d.group_calls import Call
+from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.torch_names import c10d
-from tricomm.c10d.work_handles import AllOf, FinishedWork, bounded, in_backward, raise_in_backward
+from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 
 
-@guarded(
+@guard_methods(
     "_allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
     "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
     "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
@@ -40,17 +40,19 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Of the backend object for the CPU, which is the group itself.
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
 
-    def __init__(self, place: Place, facts: Facts, backends: Backends, options: Options | None = None) -> None:
-        super().__init__(place.rank, place.world_size)
-        self._place, self._backends = place, backends
-        self._engine = Engine(place, facts, backends, options)
-        self._fast_path = self._engine.fast_path
+    def __init__(
+        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None = None
+    ) -> None:
+        super().__init__(config.rank, config.world_size)
+        self._config, self._backends = config, backends
+        self._dispatcher = Dispatcher(config, agreed, backends, options)
+        self._fast_path = self._dispatcher.fast_path
         self._coalescing: list[Any] | None = None
-        self._name, self._desc = place.name, ""
-        self._points = None
+        self._name, self._desc = config.name, ""
+        self._point_to_point = None
         if backends.transport is not None:
-            self._points = checked_point_to_point.Points(
-                backends.transport, self._engine.checks, place.timeout, str(place)
+            self._point_to_point = checked_point_to_point.CheckedPointToPoint(
+                backends.transport, self._dispatcher.checks, config.timeout, str(config)
             )
         backends.register(self)
 
@@ -72,7 +74,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._desc = text
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._native(torch.device(device))
+        return self._backend_for(torch.device(device))
 
     def _has_hooks(self) -> bool:
         return False
@@ -86,7 +88,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         # On one line: Python then looks for interrupts inside of the `try` only.
         try: return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
         except BaseException as error:
-            if not refused(error):
+            if not is_refusal(error):
                 self.interrupted(error)
             raise
 
@@ -94,9 +96,9 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = group_calls.options(c10d.AllreduceOptions, opts, "reduceOp", timeout)
         x = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
         if x is not None and x.layout != torch.strided and x.device.type == "cpu":
-            call = Call("all_reduce_sparse", op=group_calls.operation(opts.reduceOp), result=[x], keep=[x])
+            call = GroupCall("all_reduce_sparse", op=group_calls.operation(opts.reduceOp), result=[x], keep=[x])
         else:
-            x, op = group_calls.premultiplied(group_calls.one(tensors, "all_reduce"), opts.reduceOp)
+            x, op = group_calls.premultiplied(group_calls.single_tensor(tensors, "all_reduce"), opts.reduceOp)
             call = group_calls.in_place("all_reduce", x, op, result=tensors)
         return self._submit([call], opts, ("allreduce",), tensors, opts)
 
@@ -104,22 +106,23 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = opts or c10d.AllreduceCoalescedOptions()
         op = group_calls.operation(opts.reduceOp)
         batch = [
-            group_calls.in_place("all_reduce", group_calls.checked(x, "all_reduce"), op, result=[x]) for x in tensors
+            group_calls.in_place("all_reduce", group_calls.checked_tensor(x, "all_reduce"), op, result=[x])
+            for x in tensors
         ]
         return self._submit(batch, opts, ("allreduce_coalesced",), tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.BroadcastOptions, opts, "rootRank", timeout)
-        x = group_calls.one(tensors, "broadcast")
-        call = group_calls.in_place("broadcast", x, root=self._root(opts, "broadcast"), result=tensors)
+        x = group_calls.single_tensor(tensors, "broadcast")
+        call = group_calls.in_place("broadcast", x, root=self._checked_root(opts, "broadcast"), result=tensors)
         return self._submit([call], opts, ("broadcast",), tensors, opts)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.ReduceOptions, opts, "rootRank", timeout)
         if op is not None:
             opts.reduceOp = op
-        x, name = group_calls.premultiplied(group_calls.one(tensors, "reduce"), opts.reduceOp)
-        call = group_calls.in_place("reduce", x, name, self._root(opts, "reduce"), result=tensors)
+        x, name = group_calls.premultiplied(group_calls.single_tensor(tensors, "reduce"), opts.reduceOp)
+        call = group_calls.in_place("reduce", x, name, self._checked_root(opts, "reduce"), result=tensors)
         return self._submit([call], opts, ("reduce",), tensors, opts)
 
     # Gathering
@@ -127,7 +130,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.AllgatherOptions, opts, None, timeout)
         rows = group_calls.tensor_list(outs, "all_gather output list", self.size())
-        call = group_calls.gathered(rows, group_calls.one(xs, "all_gather"), self.rank(), result=outs)
+        call = group_calls.all_gather_list(rows, group_calls.single_tensor(xs, "all_gather"), self.rank(), result=outs)
         return self._submit([call], opts, ("allgather",), outs, xs, opts)
 
     def allgather_coalesced(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -140,14 +143,18 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             )
         batch = []
         for i, x in enumerate(xs):
-            rows = [group_calls.checked(row[i], "all_gather_coalesced output") for row in outs]
-            batch.append(group_calls.gathered(rows, group_calls.checked(x, "all_gather_coalesced"), self.rank(), rows))
+            rows = [group_calls.checked_tensor(row[i], "all_gather_coalesced output") for row in outs]
+            batch.append(
+                group_calls.all_gather_list(
+                    rows, group_calls.checked_tensor(x, "all_gather_coalesced"), self.rank(), rows
+                )
+            )
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        x, y = (group_calls.checked(t, "all_gather_into_tensor") for t in (x, out))
-        call = group_calls.gathered_single(y, x, self.size())
+        x, y = (group_calls.checked_tensor(t, "all_gather_into_tensor") for t in (x, out))
+        call = group_calls.all_gather_single(y, x, self.size())
         return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
 
     _allgather_base = all_gather_single
@@ -155,37 +162,41 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         pairs = zip(outs, xs, strict=True)
-        return self._each([(out, x) for out, x in pairs], opts, group_calls.gathered_single, self.all_gather_single)
+        return self._coalesced(
+            [(out, x) for out, x in pairs], opts, group_calls.all_gather_single, self.all_gather_single
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.GatherOptions, opts, "rootRank", timeout)
-        root = self._root(opts, "gather")
+        root = self._checked_root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
-        call = group_calls.gather(rows, group_calls.one(xs, "gather"), root)
+        call = group_calls.gather(rows, group_calls.single_tensor(xs, "gather"), root)
         return self._submit([call], opts, ("gather",), outs, xs, opts)
 
     # Scattering
 
     def scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.ScatterOptions, opts, "rootRank", timeout)
-        root = self._root(opts, "scatter")
+        root = self._checked_root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
-        call = group_calls.scatter(group_calls.one(outs, "scatter"), parts, root)
+        call = group_calls.scatter(group_calls.single_tensor(outs, "scatter"), parts, root)
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
     def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
         parts = group_calls.tensor_list(xs, "reduce_scatter input list", self.size())
         op = group_calls.operation(opts.reduceOp)
-        call = group_calls.reduced_list(group_calls.one(outs, "reduce_scatter"), parts, op, self.rank())
+        call = group_calls.reduce_scatter_list(
+            group_calls.single_tensor(outs, "reduce_scatter"), parts, op, self.rank()
+        )
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        x, y = (group_calls.checked(t, "reduce_scatter_tensor") for t in (x, out))
-        call = group_calls.reduced_single(y, x, group_calls.operation(opts.reduceOp), self.size())
+        x, y = (group_calls.checked_tensor(t, "reduce_scatter_tensor") for t in (x, out))
+        call = group_calls.reduce_scatter_single(y, x, group_calls.operation(opts.reduceOp), self.size())
         return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -196,10 +207,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = opts or c10d.ReduceScatterOptions()
         op = group_calls.operation(opts.reduceOp)
 
-        def make(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Call:
-            return group_calls.reduced_single(out, x, op, world_size)
+        def make(out: torch.Tensor, x: torch.Tensor, world_size: int) -> GroupCall:
+            return group_calls.reduce_scatter_single(out, x, op, world_size)
 
-        return self._each(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
+        return self._coalesced(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -209,14 +220,14 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = group_calls.options(c10d.AllToAllOptions, opts, None, timeout)
         rows = group_calls.tensor_list(outs, "all_to_all output list", self.size())
         parts = group_calls.tensor_list(xs, "all_to_all input list", self.size())
-        return self._submit([group_calls.exchanged_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
+        return self._submit([group_calls.all_to_all_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
 
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
     ) -> Any:
         opts = group_calls.options(c10d.AllToAllOptions, opts, None, None)
-        y, z = (group_calls.checked(t, "all_to_all_single") for t in (out, x))
-        call = group_calls.exchanged_single(y, z, out_splits or [], in_splits or [], self.size())
+        y, z = (group_calls.checked_tensor(t, "all_to_all_single") for t in (out, x))
+        call = group_calls.all_to_all_single(y, z, out_splits or [], in_splits or [], self.size())
         names = ("all_to_all_single", "alltoall_base")
         return self._submit([call], opts, names, out, x, out_splits or [], in_splits or [], opts)
 
@@ -225,22 +236,22 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Point to point, barriers
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        x = self._point("send", tensors, dst)
-        if self._points is not None and x.device.type == "cpu":
-            return self._points.send(x, dst, tag)
-        return self._native(x.device).send([_bare(x)], dst, tag)
+        x = self._checked_message("send", tensors, dst)
+        if self._point_to_point is not None and x.device.type == "cpu":
+            return self._point_to_point.send(x, dst, tag)
+        return self._backend_for(x.device).send([_for_gloo(x)], dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        x = self._point("recv", tensors, src)
-        if self._points is not None and x.device.type == "cpu":
-            return self._points.recv(x, src, tag)
-        return self._native(x.device).recv([_bare(x)], src, tag)
+        x = self._checked_message("recv", tensors, src)
+        if self._point_to_point is not None and x.device.type == "cpu":
+            return self._point_to_point.recv(x, src, tag)
+        return self._backend_for(x.device).recv([_for_gloo(x)], src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        x = self._point("recv", tensors, None)
-        if self._points is not None and x.device.type == "cpu":
-            return self._points.recv(x, None, tag)
-        return self._native(x.device).recv_anysource([_bare(x)], tag)
+        x = self._checked_message("recv", tensors, None)
+        if self._point_to_point is not None and x.device.type == "cpu":
+            return self._point_to_point.recv(x, None, tag)
+        return self._backend_for(x.device).recv_anysource([_for_gloo(x)], tag)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
@@ -249,7 +260,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             cuda = bool(opts.device_ids) or "cpu" not in self._backends.devices
             device = torch.device("cpu")
             if cuda:
-                device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._engine.gpu()
+                device = torch.device("cuda", opts.device_ids[0]) if opts.device_ids else self._dispatcher.gpu()
         return self._submit([group_calls.barrier(device)], opts, ("barrier",), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -257,86 +268,87 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
         Any barrier names all ranks that have not come, so `wait_all_ranks` changes nothing.
         """
-        self._engine.usable("monitored_barrier")
+        self._dispatcher.check_usable("monitored_barrier")
         opts = c10d.BarrierOptions()
         opts.asyncOp = False
-        opts.timeout = self._place.timeout if bounded(timeout) is None else timeout
+        opts.timeout = self._config.timeout if limit_seconds(timeout) is None else timeout
         self._submit([group_calls.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
     # Coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
-        backend = self._native(device)
+        backend = self._backend_for(device)
         if backend.supports_coalescing:
             backend._start_coalescing()
 
     def _end_coalescing(self, device: torch.device) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        backend = self._native(device)
+        backend = self._backend_for(device)
         if backend.supports_coalescing:
             works.append(backend._end_coalescing())
-        return AllOf(works)
+        return CombinedWork(works)
 
     # Life
 
     def shutdown(self) -> None:
         """Idempotent. Calls under way get a moment to end."""
-        self._engine.close()
+        self._dispatcher.close()
         self._backends.shutdown()
 
     def abort(self) -> None:
-        self._engine.give_up(GroupAborted(f"rank {self.rank()} aborted the group"))
-        self._engine.close()
+        self._dispatcher.abort_waits(GroupAborted(f"rank {self.rank()} aborted the group"))
+        self._dispatcher.close()
         self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
         """A foreign exception has left a call of this group."""
-        self._engine.interrupted(error)
+        self._dispatcher.interrupted(error)
 
-    def _submit(self, batch: list[Call], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
+    def _submit(self, batch: list[GroupCall], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
             return FinishedWork([])
-        timeout = None if bounded(opts.timeout) is None else opts.timeout
+        timeout = None if limit_seconds(opts.timeout) is None else opts.timeout
         for call in batch:
             call.timeout, call.async_op = timeout, opts.asyncOp
         device = batch[0].device
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
-        backend = self._native(device)
+        backend = self._backend_for(device)
 
         def native() -> Any:
             name = next((n for n in names if hasattr(backend, n)), names[0])
             return getattr(backend, name)(*args)
 
         with _profiled(batch[0].collective):
-            work = self._engine.run(batch, native)
+            work = self._dispatcher.run(batch, native)
         if self._coalescing is not None:
             self._coalescing.append(work)
         if in_backward():
             raise_in_backward(work)
         return work
 
-    def _each(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:
+    def _coalesced(self, pairs: list[tuple[torch.Tensor, torch.Tensor]], opts: Any, make: Any, single: Any) -> Any:
         """A coalesced call: on the CPU one batch, else one call after another (no binding of NCCL's before 2.14)."""
         if all(out.device.type == "cpu" for out, _ in pairs):
             return self._submit([make(out, x, self.size()) for out, x in pairs], opts, ())
-        return AllOf([single(out, x, opts) for out, x in pairs])
+        return CombinedWork([single(out, x, opts) for out, x in pairs])
 
-    def _native(self, device: torch.device) -> Any:
+    def _backend_for(self, device: torch.device) -> Any:
         """torch's own backend for `device`; the group itself if its own connections serve it."""
         native = self._backends.native.get(device.type)
         if native is not None:
             return native
         served = self._backends.devices
         if device.type not in served:
+            names = ", ".join(served) or "no device"
             raise InvalidArgument(
-                f"{self._place}: a tensor on {device} was given; this group serves {', '.join(served) or 'no device'}: "
-                f"move the tensor, or make a group with a backend for {device.type}"
+                f"{self._config}: a tensor on {device} was given; this group serves {names}: move the "
+                f"tensor, or make a group with a backend for {device.type}"
             )
         return self
 
-    def _root(self, opts: Any, what: str) -> int:
+    def _checked_root(self, opts: Any, what: str) -> int:
         root = int(opts.rootRank)
         if not 0 <= root < self.size():
             raise InvalidArgument(f"{what}: root rank {root} is not in 0..{self.size() - 1} of this group")
@@ -351,23 +363,23 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise InvalidArgument(f"{what} list: only rank {root} gives one, rank {self.rank()} gave {given} tensors")
         return []
 
-    def _point(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
-        self._engine.usable(what)
-        x = group_calls.one(tensors, what)
+    def _checked_message(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
+        self._dispatcher.check_usable(what)
+        x = group_calls.single_tensor(tensors, what)
         if peer is not None and not 0 <= peer < self.size():
             raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
         if peer == self.rank():
             raise InvalidArgument(f"{what}: rank {peer} is this rank itself; copy the tensor instead")
         if not x.is_contiguous():
             raise InvalidArgument(f"{what}: a contiguous tensor is needed; pass x.contiguous() and copy from it")
-        call = Call(what, x, device=x.device, count=x.numel())
-        self._engine.took(
-            call, backend_choice.decide(self._engine.site(x.device.type), what, x.dtype, "none", x.nbytes)
+        call = GroupCall(what, x, device=x.device, count=x.numel())
+        self._dispatcher.count_call(
+            call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)
         )
         return x
 
 
-def _bare(x: torch.Tensor) -> torch.Tensor:
+def _for_gloo(x: torch.Tensor) -> torch.Tensor:
     """Gloo lacks some types, and moves bytes."""
     return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
 

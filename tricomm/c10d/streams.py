@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
-from tricomm.c10d.work_handles import FinishedWork, bounded, failed
+from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.work_handles import FinishedWork, failed, limit_seconds
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu
@@ -35,7 +36,7 @@ class CudaWork(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._event.wait(self._gpu.stream())
-        limit = bounded(timeout)
+        limit = limit_seconds(timeout)
         if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
             try:
                 self._on_host(limit or self._limit)
@@ -80,7 +81,7 @@ class CudaWork(Work):
         return self._future if error is None else failed(error)
 
 
-class Streams:
+class GroupStream:
     """One group's stream on the device of `comm`."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -88,33 +89,19 @@ class Streams:
         self._comm, self._gpu = comm, comm.gpu
         self._stream: Any = None
 
-    def run(
-        self,
-        action: Callable[[], None],
-        what: str,
-        result: list[Any],
-        keep: list[torch.Tensor],
-        async_op: bool,
-        timeout: timedelta | None,
-    ) -> Any:
-        """Launch `action`; the memory of `keep` is not given to others before the stream has passed it.
+    def run(self, action: Callable[[], None], batch: list[GroupCall], timeout: timedelta) -> Any:
+        """Launch `action`, which makes the calls of `batch`, and return a handle for all of them.
 
-        Works whatever device is the current one, and leaves it the current one.
+        The allocator gives the memory of their tensors to no other use before the stream has passed the calls. Works
+        whatever device is the current one, and leaves it the current one.
         """
         run = self._gpu.under(self._run) if self._gpu.elsewhere() else self._run
-        return run(action, what, result, keep, async_op, timeout)
+        return run(action, batch, timeout)
 
-    def _run(
-        self,
-        action: Callable[[], None],
-        what: str,
-        result: list[Any],
-        keep: list[torch.Tensor],
-        async_op: bool,
-        timeout: timedelta | None,
-    ) -> Any:
+    def _run(self, action: Callable[[], None], batch: list[GroupCall], timeout: timedelta) -> Any:
         gpu = self._gpu
-        if not async_op or gpu.capturing():
+        result = [x for call in batch for x in call.result]
+        if not batch[0].async_op or gpu.capturing():
             action()
             return FinishedWork(result)
         if self._stream is None:
@@ -125,6 +112,6 @@ class Streams:
             event = gpu.recorded(self._stream)
             future: Any = Future(devices=[gpu.device])
             future.set_result(result)  # here, so that the future's event is on this stream
-        for tensor in keep:
+        for tensor in (x for call in batch for x in (call.x, call.out, *call.keep) if x is not None):
             tensor.record_stream(self._stream)
-        return CudaWork(what, result, event, future, self._comm, gpu, bounded(timeout))
+        return CudaWork(batch[0].collective, result, event, future, self._comm, gpu, limit_seconds(timeout))

@@ -27,7 +27,7 @@ _LOOK_SECONDS = 1.0
 _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
 
 
-def bounded(timeout: timedelta | None) -> float | None:
+def limit_seconds(timeout: timedelta | None) -> float | None:
     """Seconds, or None if no limit was given, which is zero or a negative number in c10d."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
@@ -125,7 +125,7 @@ class PendingWork(Work):
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises what it failed with, `CollectiveTimeout` after `timeout`."""
         try:
-            over = self._over.wait(bounded(timeout))
+            over = self._over.wait(limit_seconds(timeout))
         except BaseException as error:
             self._interrupted(error)
             raise
@@ -249,7 +249,7 @@ class FinishedWork(Work):
         return self._future
 
 
-class AllOf(Work):
+class CombinedWork(Work):
     """Several calls that are waited for together."""
 
     def __init__(self, works: list[Any]) -> None:
@@ -258,7 +258,7 @@ class AllOf(Work):
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         for work in self._works:
-            work.wait(timeout) if bounded(timeout) else work.wait()
+            work.wait(timeout) if limit_seconds(timeout) else work.wait()
         return True
 
     def synchronize(self) -> None:

@@ -52,7 +52,7 @@ _numbers = itertools.count()
 
 
 @dataclass(eq=False)
-class _Call:
+class _QueuedCall:
     number: int  # in the order of this process
     action: Callable[[], None]
     work: PendingWork
@@ -61,14 +61,14 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Run:
+class _RunningCall:
     """A call that a thread runs, or whose callbacks it runs."""
 
     group: CallQueue
-    call: _Call
+    call: _QueuedCall
     thread: threading.Thread
     callbacks_since: float = 0.0  # monotonic; 0: the call itself runs
-    left_behind: bool = False
+    abandoned: bool = False
 
 
 class CallQueue:
@@ -81,8 +81,8 @@ class CallQueue:
         self._name, self.one_at_a_time = name, one_at_a_time
         self._closed = self._used = False
         self.refusal: GroupAborted | None = None  # for the calls that are still in the queue
-        self.current: _Run | None = None
-        self.calls: deque[_Call] = deque()  # the leader's, as are the next two
+        self.current: _RunningCall | None = None
+        self.calls: deque[_QueuedCall] = deque()  # the leader's, as are the next two
         self.ready_since = 0.0
         self.drained: Latch | None = None
         _workers.queues.add(self)
@@ -109,7 +109,7 @@ class CallQueue:
         work = PendingWork(what, result, interrupted)
         self._used = True
         nested = threading.current_thread() in _workers.threads
-        _workers.put(("call", self, _Call(next(_numbers), action, work, not async_op, nested)))
+        _workers.put(("call", self, _QueuedCall(next(_numbers), action, work, not async_op, nested)))
         if not async_op:
             work.wait()
         return work
@@ -131,7 +131,7 @@ class CallQueue:
         _workers.release(self)
 
 
-class Workers:
+class WorkerThreads:
     """The worker threads of a process. They start with the first call."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Workers:
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._leading = threading.Lock()  # taken by workers only
         self._ready: list[CallQueue] = []
-        self._runs: set[_Run] = set()
+        self._runs: set[_RunningCall] = set()
         self.threads: set[threading.Thread] = set()
 
     def put(self, message: _Message) -> None:
@@ -170,7 +170,7 @@ class Workers:
         if not self.threads and not self._inbox.empty():  # a message came while this thread, the last one, ended
             self._start()
 
-    def _run(self, run: _Run) -> None:
+    def _run(self, run: _RunningCall) -> None:
         error: BaseException | None = run.group.refusal
         if error is None:
             try:
@@ -189,13 +189,13 @@ class Workers:
 
     # The leader's part
 
-    def _lead(self) -> _Run | None:
+    def _lead(self) -> _RunningCall | None:
         """Wait for a call that may run now; None if this thread is not needed any more."""
         with self._leading:
             idle = time.monotonic() + _IDLE_SECONDS
             while True:
                 now = time.monotonic()
-                self._leave_callbacks_behind(now)
+                self._abandon_callbacks(now)
                 group = self._choose(now)
                 if group is not None:
                     return self._begin(group)
@@ -208,10 +208,10 @@ class Workers:
                     message = self._inbox.get(timeout=_PATIENCE_SECONDS if self._ready or self._runs else _IDLE_SECONDS)
                 except queue.Empty:
                     continue
-                self._take(*message)
+                self._handle(*message)
                 del message
 
-    def _take(self, kind: str, group: CallQueue | None, what: Any) -> None:
+    def _handle(self, kind: str, group: CallQueue | None, what: Any) -> None:
         if group is None:
             return
         if kind == "call":
@@ -219,7 +219,7 @@ class Workers:
         elif kind == "close":
             group.drained = what
         elif kind == "refuse" and group.current is not None:  # it has not ended in time, and the others wait behind it
-            self._leave_behind(group.current)
+            self._abandon(group.current)
         elif kind == "done":
             self._runs.discard(what)
             if group.current is what:
@@ -237,7 +237,7 @@ class Workers:
 
     def _choose(self, now: float) -> CallQueue | None:
         ready = [group for group in self._ready if not group.one_at_a_time] + self._next_alone()
-        blocking = sum(not run.call.waited_for and not run.left_behind for run in self._runs)
+        blocking = sum(not run.call.waited_for and not run.abandoned for run in self._runs)
         for group in ready:
             if not blocking or group.calls[0].waited_for or group.refusal is not None:
                 return group
@@ -248,7 +248,7 @@ class Workers:
     def _next_alone(self) -> list[CallQueue]:
         """The group, if any, whose call is the next of those that run one at a time."""
         waiting = [group for group in self._ready if group.one_at_a_time]
-        alone = [run for run in self._runs if run.group.one_at_a_time and not run.left_behind]
+        alone = [run for run in self._runs if run.group.one_at_a_time and not run.abandoned]
         if not waiting or not all(run.callbacks_since for run in alone):
             return []
         nested = [group for group in waiting if group.calls[0].nested]
@@ -256,27 +256,27 @@ class Workers:
             return nested[:1]
         return [min(waiting, key=lambda group: group.calls[0].number)]
 
-    def _begin(self, group: CallQueue) -> _Run:
+    def _begin(self, group: CallQueue) -> _RunningCall:
         self._ready.remove(group)
-        run = group.current = _Run(group, group.calls.popleft(), threading.current_thread())
+        run = group.current = _RunningCall(group, group.calls.popleft(), threading.current_thread())
         self._runs.add(run)
         if len(self.threads) <= len(self._runs):
             self._start()  # the next leader
         return run
 
-    def _leave_callbacks_behind(self, now: float) -> None:
+    def _abandon_callbacks(self, now: float) -> None:
         for run in list(self._runs):
             since = run.callbacks_since
             awaited = run.group.calls or run.group.one_at_a_time and any(group.one_at_a_time for group in self._ready)
             if since and now - since > _CALLBACK_SECONDS and run.group.current is run and awaited:
-                self._leave_behind(run)
+                self._abandon(run)
                 self._make_ready(run.group)
 
-    def _leave_behind(self, run: _Run) -> None:
-        run.left_behind, run.group.current = True, None
+    def _abandon(self, run: _RunningCall) -> None:
+        run.abandoned, run.group.current = True, None
 
 
-_workers = Workers()
+_workers = WorkerThreads()
 
 
 def _in_forked_child() -> None:
@@ -284,7 +284,7 @@ def _in_forked_child() -> None:
     global _workers
     for group in list(_workers.queues):
         group._closed = True
-    _workers = Workers()
+    _workers = WorkerThreads()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
