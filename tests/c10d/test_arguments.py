@@ -106,7 +106,7 @@ def test_address_space_that_is_refused_is_named(group, monkeypatch):
 
 
 def test_the_object_that_torch_has_for_the_cpu_runs_nothing(group):
-    """Torch before 2.15 has none; the hooks of later versions ask it for its name, and C++ could for a collective."""
+    """Torch before 2.14 has none; 2.15's hooks ask it what it can do, and C++ could ask it for a collective."""
     x = torch.full((2,), 7.0)
     with pytest.raises(RuntimeError, match="device type cpu|tricomm does not support allreduce"):
         dist.ProcessGroup._get_backend(group, torch.device("cpu")).allreduce([x])

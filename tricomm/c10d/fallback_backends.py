@@ -93,7 +93,7 @@ def connect(store: Store, config: GroupConfig, members: Sequence[RankProcess], o
 def _stand_in(rank: int, world_size: int) -> Any:
     """A backend object for the CPU whose every collective is an error; None if this torch's cannot be made.
 
-    From 2.15 on, torch asks the object of each device for the rank, the size, and whether it has hooks.
+    torch 2.14 can make one, and 2.15 asks that of each device for the rank, the size, and whether it has hooks.
     """
     try:
         return _StandIn(rank, world_size)
