@@ -19,12 +19,20 @@ from tests.core.divergence_bodies import attempt
 from tricomm.c10d import gloo_faults, gloo_transport
 
 
+def after_one_that_is_not_waited_for():
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    while not first.is_completed():
+        time.sleep(0.01)
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
 def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
     """Rank `victim` is in the test's hands; the others wait for it."""
     if unwatched:
         gloo_faults.Waiting.look = lambda waiting, elapsed: None
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "next": after_one_that_is_not_waited_for,
         "async": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
         "barrier": dist.barrier,
         "recv": lambda: dist.recv(torch.ones(3), victim),

@@ -20,7 +20,7 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.handles import AllOf, FinishedWork
+from tricomm.c10d.handles import AllOf, FinishedWork, told
 from tricomm.errors import InvalidArgument, TricommError
 
 # What a call says of its arguments before anything is sent; the group goes on.
@@ -51,6 +51,7 @@ def _guarded(method: Any) -> Any:
         except BaseException as error:
             if not refused(error):
                 self.interrupted(error)
+            told(error)
             raise
 
     return call

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.handles import bounded
+from tricomm.c10d.handles import bounded, told
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
 LONGEST_EXCESS = 1 << 30  # bytes that a message may be too long and still be refused, and not end the process
@@ -98,6 +98,7 @@ class Message(Work):
                     self._deliver(message)
             except TricommError as error:
                 self._error = error
+                told(error)
                 raise
         return True
 

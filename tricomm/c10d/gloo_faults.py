@@ -166,7 +166,7 @@ class Waiting:
                 transport.cut()
         lost_by = transport.error
         assert lost_by is not None, "a transport is lost before its calls are judged"
-        error = type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one")
+        error = transport.of_loss(type(lost_by)(f"{self.what()}: {lost_by}. The group is lost; make a new one"))
         error.__cause__ = self.cause
         return error
 

@@ -32,6 +32,7 @@ from tricomm.c10d import gloo_faults
 from tricomm.c10d.capabilities import Member
 from tricomm.c10d.gloo_faults import Job, Waiting
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.deadline import first_line
@@ -63,6 +64,7 @@ class Transport:
         self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
         self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
+        self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store = PrefixStore("lost", store)
         self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
@@ -182,11 +184,16 @@ class Transport:
         return self._errors[0] if self._errors else None
 
     def usable(self, what: str) -> None:
-        """Raises `GroupAborted`, with the cause, if the group is lost or closed."""
+        """Raises `GroupAborted`, with the cause, if the group is lost or closed; an error of the class of the cause as
+        long as the caller has not been told of the loss."""
         if self.error is not None:
-            raise GroupAborted(
-                f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
-            ) from self.error
+            kind = GroupAborted if self._loss.told else type(self.error)
+            text = f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
+            raise self.of_loss(kind(text)) from self.error
+
+    def of_loss(self, error: TricommError) -> TricommError:
+        """`error`, which says what this group was lost by."""
+        return self._loss.said_by(error)
 
     def check(self, what: Callable[[], str]) -> None:
         """Raises as `exchange` does if the group is lost, or if the connection to a rank is closed."""

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.errors import CollectiveTimeout
+from tricomm.errors import CollectiveTimeout, TricommError
 
 _UNSET = timedelta(0)
+_LOSS = "tricomm_loss"  # attribute of an error by which a group was lost
 _LOOK_SECONDS = 1.0
 _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
 
@@ -54,6 +56,25 @@ class Latch:
             if self._lock.acquire(timeout=left):
                 self._lock.release()  # for the other waiters; they look again by themselves if this is interrupted
         return self.is_open
+
+
+@dataclass
+class Loss:
+    """Of a group that is lost: whether an error that says by what has been raised to the caller."""
+
+    told: bool = False
+
+    def said_by(self, error: TricommError) -> TricommError:
+        """`error`, which says what the group was lost by."""
+        setattr(error, _LOSS, self)
+        return error
+
+
+def told(error: BaseException) -> None:
+    """`error` reaches the caller: it leaves a call, or is what waiting for one gives."""
+    loss = getattr(error, _LOSS, None)
+    if loss is not None:
+        loss.told = True
 
 
 def in_backward() -> bool:
@@ -111,6 +132,7 @@ class PendingWork(Work):
         if not over:
             raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
         if self._error is not None:
+            told(self._error)
             raise self._error
         return True
 
@@ -146,7 +168,7 @@ class PendingWork(Work):
 
     def _for_python(self) -> _Promise:
         future: Any = Future()
-        return self._promise(future, lambda: _settle(future, self._error, self._result))
+        return self._promise(future, lambda: _settle(future, self._error, self._result, _tell))
 
     def _for_reducer(self) -> _Promise:
         trigger: Any = Future()
@@ -167,11 +189,22 @@ def failed(error: BaseException) -> Any:
     return found
 
 
-def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
+def _settle(
+    future: Any, error: BaseException | None, result: list[Any], unwrap: Callable[[Any], Any] | None = None
+) -> None:  # fmt: skip
+    """Complete `future`; `unwrap` raises the error, in place of torch's own function, whenever somebody asks for it."""
     if error is None:
         future.set_result(result)
-    else:
+    elif unwrap is None:
         future.set_exception(error)
+    else:
+        future._set_unwrap_func(unwrap)
+        future.set_result(error)
+
+
+def _tell(error: BaseException) -> None:
+    told(error)
+    raise error
 
 
 def _read_by_reducer(future: Any) -> Any:
