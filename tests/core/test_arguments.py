@@ -109,7 +109,9 @@ def test_fingerprints_differ_in_every_fact():
     }.items()]  # fmt: skip
     others += [("asked", replace(asked, **{name: other})) for name, other in (("count", 9), ("root", 0), ("handle", 1))]
     others += [("op", "max"), ("dtype", "int32"), ("mode", "graph")]
-    seen = {launch_plan.announced(**facts)[0]} | {launch_plan.announced(**{**facts, name: other})[0] for name, other in others}
+    seen = {launch_plan.announced(**facts)[0]} | {
+        launch_plan.announced(**{**facts, name: other})[0] for name, other in others
+    }
     assert len(seen) == len(others) + 1
 
 

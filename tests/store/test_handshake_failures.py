@@ -27,7 +27,7 @@ from tests.store.store_ranks import (
     try_to_meet,
 )
 from tricomm.errors import ResourceError
-from tricomm.store import hello, process
+from tricomm.store import process, rank_record
 from tricomm.store.page import NBYTES
 from tricomm.store.records import Record
 from tricomm.store.rendezvous import meet, open_store
@@ -232,7 +232,7 @@ def test_another_jobs_hello_is_refused():
 def test_a_record_whose_descriptor_is_another_groups_by_now():
     """A stale record of a process that lives: what has its descriptor's number now is the page of a later group."""
     store, later = HashStore(), Segment.create("tricomm-test", NBYTES)
-    said = hello.introduce(later, 1, 2, b"l" * 16, LAYOUT)
+    said = rank_record.introduce(later, 1, 2, b"l" * 16, LAYOUT)
     store.set("tricomm/1/hello/1", Record(1, 2, 1, b"e" * 16, said).pack(None))
     name, text = try_in_thread(store, 0, 2, 5.0)
     later.close()

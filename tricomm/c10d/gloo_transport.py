@@ -31,8 +31,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from tricomm.c10d import gloo_faults
 from tricomm.c10d.capabilities import Member
 from tricomm.c10d.gloo_faults import Job, Waiting
-from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.handles import Loss
+from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.deadline import first_line
