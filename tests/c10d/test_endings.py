@@ -22,14 +22,24 @@ ENDS = {
     "nothing destroyed": "dist.all_reduce(x, async_op=True).wait()",
     "handles dropped": "[dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]; dist.barrier()",
     "destroyed under way": "[dist.all_reduce(x, async_op=True) for _ in range(20)]; dist.destroy_process_group()",
-    "a call nobody joins": "rank or dist.all_reduce(x, async_op=True); time.sleep(1)",
+    # The other rank ends while the interpreter of this one does: a thread that comes back from Gloo then aborts it.
+    "a call nobody joins": """
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+
+rank or dist.all_reduce(x, async_op=True)
+slow = None if rank else Slow()
+time.sleep(0.5 * rank)
+""",
+    "a call joined late": "time.sleep(0.7 * rank); work = dist.all_reduce(x, async_op=True); rank and work.wait()",
     "an exception": "dist.barrier(); raise SystemExit(0)",
 }
 
 # Each process imports torch: in CI what may end in a way of its own, one of it on both routes.
 QUICK = {
     ("handles dropped", "kernels"), ("destroyed under way", "gloo"), ("destroyed under way", "kernels"),
-    ("a call nobody joins", "gloo"),
+    ("a call nobody joins", "gloo"), ("a call joined late", "gloo"),
 }  # fmt: skip
 
 

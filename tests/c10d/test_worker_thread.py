@@ -96,7 +96,8 @@ def test_errors_are_the_calls_own_and_the_next_one_runs(calls):
     assert calls.run(lambda: None, "", [], True).wait()
 
 
-def test_nothing_is_kept_of_a_call_that_is_over(calls):
+def test_nothing_is_kept_of_a_call_that_is_over(calls, monkeypatch):
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 60.0)  # or the thread that ran it ends, and keeps nothing either
     x = torch.ones(3)
     gone = weakref.ref(x)
     calls.run(lambda x=x: x.add_(1), "", [x], True).wait()
@@ -127,7 +128,8 @@ def test_calls_behind_one_that_does_not_end_are_refused_by_close():
     assert first.wait()
 
 
-def test_many_groups_share_one_worker():
+def test_many_groups_share_one_worker(monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 20.0)  # on a busy machine 200 calls take longer than that
     before, most, ran = len(workers()), 0, []
     groups = [CallQueue(str(n)) for n in range(200)]
     for _ in range(3):

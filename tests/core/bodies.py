@@ -34,7 +34,7 @@ def leftovers() -> dict[str, set[str]]:
         mapped = {" ".join(line.split()[4:]) for line in maps if "memfd:tricomm" in line}
     threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
     return {
-        "shm": set(os.listdir("/dev/shm")),
+        "shm": {name for name in os.listdir("/dev/shm") if "tricomm" in name},  # others have names there, too
         "fds": {f for f in fds if "memfd" in f or "pidfd" in f},
         "maps": mapped,
         "threads": threads,

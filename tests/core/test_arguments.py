@@ -1,13 +1,17 @@
 """Arguments: what no kernel can take is refused by name, before anything is sent."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm import arguments
+from tricomm.core import launch_plan
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, seconds
+from tricomm.policy.selection import Choice
 
 CPU = torch.device("cpu")
 
@@ -97,11 +101,18 @@ def test_an_expanded_tensor_cannot_be_written_in_place():
 
 
 def test_fingerprints_differ_in_every_fact():
-    facts = ["all_reduce", "sum", "float32", 8, -1, "one_shot", "ll", 1, 64, "eager"]
-    seen = {arguments.fingerprint(*facts)}
-    for place, other in enumerate(["x", "max", "int32", 9, 0, "two_shot", "simple", 2, 128, "graph"]):
-        seen.add(arguments.fingerprint(*facts[:place], other, *facts[place + 1 :]))
-    assert len(seen) == len(facts) + 1
+    choice = Choice("all_gather", "one_shot", "ll", 1, 4, 64, "why", "table", 0)
+    asked = launch_plan.Asked("all_gather", None, None, 8)
+    facts = {"choice": choice, "op": "sum", "dtype": "float32", "asked": asked, "mode": "eager"}
+    others = [("choice", replace(choice, **{name: other})) for name, other in {
+        "collective": "all_to_all", "algorithm": "two_shot", "protocol": "simple", "blocks": 2, "block": 128,
+    }.items()]  # fmt: skip
+    others += [("asked", replace(asked, **{name: other})) for name, other in (("count", 9), ("root", 0), ("handle", 1))]
+    others += [("op", "max"), ("dtype", "int32"), ("mode", "graph")]
+    seen = {launch_plan.announced(**facts)[0]} | {
+        launch_plan.announced(**{**facts, name: other})[0] for name, other in others
+    }
+    assert len(seen) == len(others) + 1
 
 
 @pytest.mark.parametrize(

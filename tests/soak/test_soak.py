@@ -155,7 +155,7 @@ def test_growth_is_told_from_what_comes_once(name):
 
 def test_a_name_that_nobody_holds_is_an_orphan():
     before = set(os.listdir("/dev/shm"))
-    name = f"tricomm-soak-test-{os.getpid()}"
+    name = f"soak-test-{os.getpid()}"
     with open(f"/dev/shm/{name}", "w"):
         assert name not in growth.orphans(before)
     try:

@@ -125,7 +125,7 @@ def leak(inject: tuple[str, ...], kept: list[Any]) -> None:
     if "memory" in inject:
         kept.append(bytearray(os.urandom(16)) * (2 << 20))
     if "names" in inject:
-        open(f"/dev/shm/tricomm-soak-{os.getpid()}", "w").close()
+        open(f"/dev/shm/soak-{os.getpid()}", "w").close()
 
 
 def memory_file() -> Any:

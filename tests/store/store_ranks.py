@@ -34,7 +34,10 @@ def free_port() -> int:
 
 
 def holdings(sockets: bool = True) -> dict[str, Any]:
-    """What this process holds that a group could leave behind; a store's server has sockets that come and go."""
+    """What this process holds that a group could leave behind; a store's server has sockets that come and go.
+
+    Of the names in /dev/shm only those that could be tricomm's: all processes of the machine see each other's.
+    """
     gc.collect()
     with open("/proc/self/maps") as maps:
         mapped = [line.split()[-2:] for line in maps if "tricomm" in line and "memfd" in line]
@@ -48,7 +51,7 @@ def holdings(sockets: bool = True) -> dict[str, Any]:
         "fds": sorted(f for f in fds if sockets or not f.startswith("socket:")),
         "maps": mapped,
         "threads": names,
-        "shm": os.listdir("/dev/shm"),
+        "shm": [name for name in os.listdir("/dev/shm") if "tricomm" in name],
     }
 
 
@@ -56,20 +59,21 @@ def holdings(sockets: bool = True) -> dict[str, Any]:
 def nothing_left() -> Iterator[None]:
     before = holdings()
     yield
+    assert more_than(before) == {}
+
+
+def more_than(before: dict[str, Any], sockets: bool = True) -> dict[str, list[Any]]:
+    """What this process holds beyond that, when threads that end have had a moment; what was there before may go."""
     end = time.monotonic() + 2.0
-    while (left := more_than(before)) and time.monotonic() < end:
+    while True:
+        left = {}
+        for kind, found in holdings(sockets).items():
+            surplus = Counter(map(str, found)) - Counter(map(str, before[kind]))
+            if surplus:
+                left[kind] = sorted(surplus)
+        if not left or time.monotonic() > end:
+            return left
         time.sleep(0.05)
-    assert left == {}
-
-
-def more_than(before: dict[str, Any]) -> dict[str, list[Any]]:
-    """What this process holds beyond that; what others left earlier may go meanwhile."""
-    left = {}
-    for kind, found in holdings().items():
-        surplus = Counter(map(str, found)) - Counter(map(str, before[kind]))
-        if surplus:
-            left[kind] = sorted(surplus)
-    return left
 
 
 def in_threads(world_size: int, body: Callable[[int], Any], seconds: float = 30) -> list[Any]:
@@ -138,9 +142,8 @@ def try_to_meet(store: Any, rank: int, world_size: int, timeout: float, layout: 
         page.exchange(b"", "all are here", 10)
         page.close()
         del page
-    after = holdings(sockets=False)
     if "is the store's server stopped" not in result[1]:  # a store call that never returns keeps its thread
-        assert after == before, (before, after)
+        assert more_than(before, sockets=False) == {}
     return result
 
 

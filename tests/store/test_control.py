@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
-from tests.store.store_ranks import holdings, in_threads, meet_as, nothing_left, pages, succeed
+from tests.store.store_ranks import holdings, in_threads, meet_as, more_than, nothing_left, pages, succeed
 from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
@@ -295,12 +295,13 @@ def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
     tell(os.getpid())
     if rank == 1:
         time.sleep(100)
+    ranks.together(url, rank, (0, 2))  # or one of them waits in vain for the other one, too
     began = time.monotonic()
     try:
         page.exchange(b"", "grid", timeout)
     except TricommError as error:
-        assert holdings() == before
-        return type(error).__name__, str(error), time.monotonic() - began, page.alive(1)
+        text, seconds = str(error), time.monotonic() - began
+        return type(error).__name__, text, seconds, page.alive(1), more_than(before)
     return "no error"
 
 
@@ -317,8 +318,9 @@ def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
             outcomes = [group_result(group, r) for r in (0, None, 2) if r is not None]
             outcomes = [outcomes[0], None, outcomes[1]]
     for rank in (0, 2):
-        found, text, seconds, alive = outcomes[rank].value
-        assert found == name and f"rank {rank} of 3: grid" in text
+        assert outcomes[rank].error is None, outcomes[rank].text
+        found, text, seconds, alive, left = outcomes[rank].value
+        assert left == {} and found == name and f"rank {rank} of 3: grid" in text
         assert alive == (hurt == signal.SIGSTOP)
         if hurt == signal.SIGKILL:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY

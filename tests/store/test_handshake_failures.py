@@ -27,7 +27,9 @@ from tests.store.store_ranks import (
     try_to_meet,
 )
 from tricomm.errors import ResourceError
-from tricomm.store import process
+from tricomm.store import process, rank_record
+from tricomm.store.page import NBYTES
+from tricomm.store.records import Record
 from tricomm.store.rendezvous import meet, open_store
 from tricomm.store.segments import Segment
 
@@ -225,6 +227,16 @@ def test_another_jobs_hello_is_refused():
     with nothing_left():
         name, text = try_in_thread(fresh, 0, 2, 5.0)
     assert name == "ResourceError" and "rank 1's" in text and "control page" in text
+
+
+def test_a_record_whose_descriptor_is_another_groups_by_now():
+    """A stale record of a process that lives: what has its descriptor's number now is the page of a later group."""
+    store, later = HashStore(), Segment.create("tricomm-test", NBYTES)
+    said = rank_record.introduce(later, 1, 2, b"l" * 16, LAYOUT)
+    store.set("tricomm/1/hello/1", Record(1, 2, 1, b"e" * 16, said).pack(None))
+    name, text = try_in_thread(store, 0, 2, 5.0)
+    later.close()
+    assert name == "ResourceError" and "is not its control page" in text
 
 
 def gone(*args, **options):
