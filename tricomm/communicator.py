@@ -136,8 +136,8 @@ class Communicator(Messages):
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
         members, error = _members(ranks, self.world_size)
         with self._my_turn(), self._or_give_up("split"):
-            self._control.agree(error, "split", self._timeout, heed_faults=True)
-            answers = self._control.exchange(repr(members).encode(), "split", self._timeout, heed_faults=True)
+            self._control.agree(error, "split", self._timeout, abort_on_fault=True)
+            answers = self._control.exchange(repr(members).encode(), "split", self._timeout, abort_on_fault=True)
             for rank, theirs in enumerate(answers):
                 if theirs != answers[0]:
                     raise InvalidArgument(
@@ -167,9 +167,9 @@ class Communicator(Messages):
             raise InvalidArgument("symmetric: not every rank reaches every other one's memory on these GPUs' links")
         sizes, error = check_shape(shape, dtype)
         with self._my_turn(), self._or_give_up("symmetric"):
-            self._control.agree(error, "symmetric", self._timeout, heed_faults=True)
+            self._control.agree(error, "symmetric", self._timeout, abort_on_fault=True)
             asked = repr((sizes, dtype)).encode()[:512]
-            answers = self._control.exchange(asked, "symmetric", self._timeout, heed_faults=True)
+            answers = self._control.exchange(asked, "symmetric", self._timeout, abort_on_fault=True)
             for rank, theirs in enumerate(answers):
                 if theirs != answers[0]:
                     raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
@@ -266,7 +266,7 @@ class Communicator(Messages):
         given = tuple(rows)
         with self._my_turn(), self._or_give_up("use_table"):
             mine = hashlib.sha256(repr((given, name)).encode()).digest()
-            answers = self._control.exchange(mine, "use_table", self._timeout, heed_faults=True)
+            answers = self._control.exchange(mine, "use_table", self._timeout, abort_on_fault=True)
             for rank, theirs in enumerate(answers):
                 if theirs != answers[0]:
                     raise InvalidArgument(

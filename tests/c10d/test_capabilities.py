@@ -20,7 +20,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousEr
 from tricomm.store import process, records
 from tricomm.store.records import Capabilities, Record
 
-KEY = "tricomm/facts/1/1"
+KEY = "tricomm/capabilities/1/rank/1"
 TOKEN = b"secret"
 
 
@@ -136,14 +136,15 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
     assert time.monotonic() - began < 30
     assert sum(isinstance(error, InvalidArgument) for error in found) == 1
     told = [str(error) for error in found if isinstance(error, RendezvousError)]
-    words = "gave the making of the group up: InvalidArgument: TRICOMM_CPU='mpi'"
+    assert all("making the group 1 was aborted by rank" in text for text in told)
+    words = "InvalidArgument: TRICOMM_CPU='mpi'"
     assert len(told) == 2 and all(words in text for text in told)
 
 
 def test_a_forged_failure_is_not_believed(token):
     store = HashStore()
     forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
-    store.set("tricomm/facts/failed/1", forged)
+    store.set("tricomm/capabilities/1/failed", forged)
     with pytest.raises(RendezvousError, match="failure record: bad MAC"):
         capabilities.agree(store, 0, 2, 5.0)
 
@@ -186,7 +187,7 @@ def test_another_rank_is_named():
 @pytest.mark.parametrize("count", [-7, 2**63 - 2])
 def test_an_impossible_count_of_groups_is_refused(count):
     store = HashStore()
-    store.add("tricomm/facts/0", count)
+    store.add("tricomm/capabilities/0/generation", count)
     with pytest.raises(RendezvousError, match="does something else use this store"):
         capabilities.agree(store, 0, 2, 5.0)
 

@@ -19,8 +19,9 @@ from tests.store.store_ranks import holdings, in_threads, nothing_left, pages, s
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
 from tricomm.store import posix_shm, process, segments
 from tricomm.store.arena import open_arena
+from tricomm.store.handshake import handshake
 from tricomm.store.posix_shm import open_posix_shm
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 CPU = torch.device("cpu")
@@ -317,7 +318,7 @@ def test_hostile_records(record):
 def share(rank: int, world_size: int, tell, url: str, die: bool):
     before = holdings()
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = meet(store, rank, world_size, 20, 1)
+    page = handshake(store, rank, world_size, 20, 1)
     if die and rank == 1:
         Segment.attach = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

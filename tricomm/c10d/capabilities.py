@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tricomm import env
+from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels.launch import compiler, interpreter
-from tricomm.store import process, records
-from tricomm.store.deadline import Bounded
-from tricomm.store.gather import Arrived, gather, missing, next_generation
-from tricomm.store.records import Capabilities, Failure, Kind, Record, Said, said_of
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.gather import Arrived, Gathering, missing
+from tricomm.store.records import B, Capabilities, ExchangeMessage, Record
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _GRACE_SECONDS = 0.5
-_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -62,39 +60,32 @@ def agree(store: Any, rank: int, world_size: int, timeout: float) -> Facts:
     respect. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same records, written for this group
     and not before: whoever writes to the store without the token can end the making of a group, and change nothing.
     """
-    token, end, generation = env.token(), time.monotonic() + timeout, 0
-    bounded = Bounded(store, timeout + _GRACE_SECONDS)
+    deadline = Deadline(timeout)
+    bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
+    gathering = Gathering(bounded, "capabilities", rank, world_size)
     try:
-        generation = next_generation(bounded, f"tricomm/facts/{rank}")
-        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _mine())
-        said = _gather(bounded, own, token, "facts", timeout, end)
+        gathering.begin()
+        ranks = _gather(gathering, "rank", _mine(), deadline, timeout)
+        token = env.token()
         if token is not None:
-            _confirm(bounded, own, said, token, timeout, end)
+            _confirm(gathering, ranks, token, deadline, timeout)
     except BaseException as error:
-        if generation:
-            _tell(bounded, rank, world_size, generation, token, error)
+        if gathering.generation:
+            _abort(gathering, error)
         raise
     finally:
         bounded.close()
-    return _conclude([_capabilities(record) for record in said])
+    return _conclude([record.body for record in ranks])
 
 
-def _tell(
-    store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
-) -> None:
-    """Say why this rank gives up, so that nobody waits for it. Who failed first knows best why."""
-    failure = Failure(os.getpid(), type(error).__name__, str(error))
-    record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
+def _abort(gathering: Gathering, error: BaseException) -> None:
+    """Publish why this rank ends the making of the group, so that no rank waits for it."""
     try:
-        store.extend(_GRACE_SECONDS)
-        if store.usable and not store.check(_failed(generation)):
-            store.set(_failed(generation), record.pack(token))
+        gathering.store.extend(_GRACE_SECONDS)
+        if gathering.store.usable:
+            gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
     except RendezvousError:
         pass  # the store is gone; the error that brought us here matters more
-
-
-def _failed(generation: int) -> str:
-    return f"tricomm/facts/failed/{generation}"
 
 
 def _mine() -> Capabilities:
@@ -114,55 +105,40 @@ def cpu_through_kernels() -> bool:
     return found == "kernels"
 
 
-def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeout: float, end: float) -> list[Record]:
-    who = f"rank {mine.rank} of {mine.world_size}"
+def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[Record[B]]:
+    world_size = gathering.world_size
+    who = f"rank {gathering.rank} of {world_size}"
 
-    def late(said: Arrived) -> RendezvousError:
+    def late(arrived: Arrived[B]) -> RendezvousError:
         return RendezvousError(
-            f"{who}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make the "
+            f"{who}: timeout after {timeout:g} s: rank(s) {missing(arrived, world_size)} did not come to make the "
             "group; do all of its ranks run, and make their groups in the same order?"
         )
 
-    def check(record: Record) -> None:
-        if record.world_size != mine.world_size:
+    def check(record: Record[B]) -> None:
+        if record.world_size != world_size:
             raise RendezvousError(
-                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {mine.world_size}: "
+                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {world_size}: "
                 "one store for one group"
             )
 
-    next_look = time.monotonic() + _LOOK_SECONDS
-
-    def look(said: Arrived) -> None:
-        nonlocal next_look
-        if time.monotonic() < next_look:
-            return
-        next_look = time.monotonic() + _LOOK_SECONDS
-        if data := store.read(_failed(mine.generation)):
-            found = records.parse(data, Kind.FAILURE, mine.generation, None, token)
-            assert isinstance(failure := found.body, Failure), "parse gives the kind that it was asked for"
-            who = f"rank {found.rank} (pid {failure.pid})"
-            raise RendezvousError(f"{who} gave the making of the group up: {failure.kind}: {failure.text}")
-
-    return gather(
-        store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look
-    )  # fmt: skip
+    return gathering.exchange(
+        what, body, deadline, late, check, lambda arrived: gathering.raise_if_aborted("making the group")
+    )
 
 
-def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
-    """All ranks have read the same: a record of a rank's own choice is in it, so none can be an old one."""
-    digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
-    mine = replace(own, body=Said(1, "c10d group", digest))
-    for record in _gather(store, mine, token, "confirmed", timeout, end):
-        if said_of(record) != mine.body:
+def _confirm(
+    gathering: Gathering, ranks: list[Record[Capabilities]], token: bytes, deadline: Deadline, timeout: float
+) -> None:
+    """All ranks have read the same: a record of a rank's own choice is among them, so none can be an old one."""
+    digest = hashlib.sha256(b"".join(record.pack(token) for record in ranks)).digest()
+    mine = ExchangeMessage(1, "c10d group", digest)
+    for record in _gather(gathering, "confirmed", mine, deadline, timeout):
+        if record.body != mine:
             raise RendezvousError(
-                f"rank {record.rank} read other records of this group than rank {own.rank}: an old record, or one "
-                "that was exchanged; who else writes to this store?"
+                f"rank {record.rank} read other records of this group than rank {gathering.rank}: an old record, or "
+                "one that was exchanged; which other program writes to this store?"
             )
-
-
-def _capabilities(record: Record) -> Capabilities:
-    assert isinstance(record.body, Capabilities), "gather gives records of the kind that it was given"
-    return record.body
 
 
 def _conclude(said: list[Capabilities]) -> Facts:

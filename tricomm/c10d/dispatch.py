@@ -37,7 +37,7 @@ from tricomm.errors import (
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import Route, Site
-from tricomm.store.deadline import first_line
+from tricomm.store.bounded_store import first_line
 
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from tricomm import env, errors
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
-from tricomm.store import process, records
-from tricomm.store.deadline import Bounded, first_line
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore, first_line
+from tricomm.store.records import MessageHeader
 
 if TYPE_CHECKING:
     from tricomm.c10d.gloo_transport import Transport
@@ -249,19 +250,18 @@ _KINDS = {
 
 def tell(transport: Transport, error: TricommError) -> None:
     """Write into the store why this rank gives the group up; in vain if the store does not answer."""
-    bounded = Bounded(transport.store, _STORE_SECONDS)
+    bounded = BoundedStore(transport.store, _STORE_SECONDS)
     try:
         text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
-        bounded.set(str(transport.rank), records.pack_long(_record(transport, transport.rank), text, env.token()))
+        bounded.set(str(transport.rank), _header(transport, transport.rank).seal(text, env.token()))
     except RendezvousError:
         pass
     finally:
         bounded.close()
 
 
-def _record(transport: Transport, rank: int) -> records.Record:
-    said = records.Said(1, "lost", b"")
-    return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
+def _header(transport: Transport, rank: int) -> MessageHeader:
+    return MessageHeader(rank, transport.world_size, 1, "lost")
 
 
 class _Reasons:
@@ -270,7 +270,7 @@ class _Reasons:
     def __init__(self, transport: Transport) -> None:
         self._transport, self._token = transport, env.token()
         self._others = transport.others
-        self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
+        self._store: BoundedStore | None = BoundedStore(transport.store, _STORE_SECONDS)
 
     def read(self) -> dict[int, TricommError]:
         found: dict[int, TricommError] = {}
@@ -280,7 +280,7 @@ class _Reasons:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
-                    said = records.parse_long(data, _record(self._transport, rank), self._token)
+                    said = _header(self._transport, rank).open(data, self._token)
                     kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
                     found[rank] = _KINDS.get(kind, GroupAborted)(text)
         except RendezvousError:  # the store is gone as well, or somebody else writes to it

@@ -34,7 +34,7 @@ from tricomm.c10d.gloo_faults import Job, Waiting
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
-from tricomm.store.deadline import first_line
+from tricomm.store.bounded_store import first_line
 
 OWN_TAGS = 1 << 30  # a user's tags are below
 COLLECTIVE, _MEETING = OWN_TAGS, OWN_TAGS + 1

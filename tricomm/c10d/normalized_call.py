@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.store.control import Descriptor, Record
+from tricomm.store.control import Descriptor, PackedDescriptor
 
 
 def _nothing() -> None:
@@ -70,7 +70,7 @@ class Call:
     def fingerprint(self) -> int:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
 
-    def record(self, path: str) -> Record:
+    def record(self, path: str) -> PackedDescriptor:
         """What a control page shows of it where it goes to `path`, which is not the kernels."""
         return _record(
             path, self.fingerprint(), self.collective, self.op, str(self.dtype).removeprefix("torch."), self.count,
@@ -79,6 +79,7 @@ class Call:
 
 
 @lru_cache(1024)
-def _record(path: str, fingerprint: int, collective: str, op: str, dtype: str, count: int, root: int) -> Record:
-    found = Descriptor(0, fingerprint, collective, op, dtype, path, path, count, root, 0, "eager")
-    return found.record()
+def _record(
+    path: str, fingerprint: int, collective: str, op: str, dtype: str, count: int, root: int
+) -> PackedDescriptor:
+    return Descriptor(0, fingerprint, collective, op, dtype, path, path, count, root, 0, "eager").packed()

@@ -34,7 +34,7 @@ from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.selection import Site
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Record, State
+from tricomm.store.control import ControlPage, PackedDescriptor, State
 from tricomm.store.process import forks
 from tricomm.topology.model import Topology
 
@@ -166,7 +166,7 @@ class Group(Faults):
         return self._site.reachable
 
     @guarded
-    def announce(self, record: Record) -> None:
+    def announce(self, record: PackedDescriptor) -> None:
         """Tell the peers of a call that all ranks make by other means, so that who makes a different one is named."""
         self._usable()
         with self._my_turn():

@@ -24,7 +24,7 @@ from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
 from tricomm.store import page, process
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Member, Record, State
+from tricomm.store.control import ControlPage, Member, PackedDescriptor, State
 from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
@@ -149,40 +149,47 @@ class _Alive:
         pass
 
 
+class _Host:
+    """The world of a rank's control page: waits let the other ranks run, and time is the world's."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+
+    def watch(self, rank: int, member: Member) -> Any:
+        return _Alive(self._world, rank)
+
+    def monotonic(self) -> float:
+        return self._world.now
+
+    def sleep(self, seconds: float, /) -> None:
+        self._world.turns.wait(self._rank)
+
+    def changed(self) -> None:
+        self._world.turns.wake_hosts()
+
+
 class SimulatedControl(ControlPage):
-    """A control page whose waits let the other ranks run."""
+    """A control page that tells the explorer of calls and exchanges."""
 
     def __init__(self, rank: int, nonce: bytes, members: Sequence[Member], world: World) -> None:
         self._world = world
-        super().__init__(rank, nonce, members)
+        super().__init__(rank, nonce, members, _Host(world, rank))
 
-    def announcer(self) -> Callable[[int, Record], None]:
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
         announce = super().announcer()
 
-        def said(sequence: int, record: Record) -> None:
-            announce(sequence, record)
-            self._said()
+        def announced(sequence: int, packed: PackedDescriptor) -> None:
+            announce(sequence, packed)
+            self._world.turns.wake_hosts()
 
-        return said
+        return announced
 
-    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
+    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
         step = self._step + 1
         self._world.met(self.rank, step, False)
-        answers = super().exchange(payload, what, timeout, heed_faults)
+        answers = super().exchange(payload, what, timeout, abort_on_fault)
         self._world.met(self.rank, step, True)
         return answers
-
-    def _watch(self, rank: int) -> Any:
-        return _Alive(self._world, rank)
-
-    def _now(self) -> float:
-        return self._world.now
-
-    def _pause(self, seconds: float) -> None:
-        self._world.turns.wait(self.rank)
-
-    def _said(self) -> None:
-        self._world.turns.wake_hosts()
 
 
 class SimulatedMonitor(Monitor):
