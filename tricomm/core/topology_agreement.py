@@ -104,12 +104,12 @@ def check(options: Options, world_size: int) -> None:
         )
 
 
-def places(topology: Topology | None, world_size: int) -> tuple[mesh.Place, ...] | None:
+def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPosition, ...] | None:
     """Who is where in a hybrid cube mesh; on other links, or unknown ones, as on a DGX-1V. None unless eight ranks."""
     if world_size != mesh.RANKS:
         return None
-    found = mesh.tables(topology) if topology is not None else None
-    return found or mesh.tables(dgx1v())
+    own = mesh.positions(topology.links) if topology is not None else None
+    return own or mesh.positions(dgx1v().links)
 
 
 def group_table(
@@ -137,6 +137,6 @@ def group_table(
 
 def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
     """Whose memory `rank` maps on a hybrid cube mesh where not every rank can reach every other one's; else None."""
-    if topology is None or topology.all_peers or mesh.tables(topology) is None:
+    if topology is None or topology.all_peers or mesh.positions(topology.links) is None:
         return None
     return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))
