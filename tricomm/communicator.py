@@ -27,7 +27,7 @@ from tricomm.metrics.counters import Statistics
 from tricomm.options import Options, seconds
 from tricomm.policy import backend_choice, selection, user_tables
 from tricomm.policy.selection import Choice
-from tricomm.policy.tables import Fingerprint, Row
+from tricomm.policy.tuning_tables import Fingerprint, Row
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import open_store

@@ -13,7 +13,7 @@ from tricomm.options import Options
 from tricomm.perf.bench import request
 from tricomm.perf.cost_model.machines import MACHINES, Machine
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import Row
 
 
 def machine(device: str) -> Machine | None:

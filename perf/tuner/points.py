@@ -9,7 +9,7 @@ from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
 from tricomm.perf.bench.request import COLLECTIVES
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import Row
 
 # Not all_to_all_v: no rank knows what the others send, so no size takes part in its choice.
 TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tricomm.perf.tuner.points import Point
 from tricomm.perf.tuner.search import Decision
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import Row
 
 
 def rows(decisions: Sequence[Decision], world_size: int) -> list[Row]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf.tuner.result import merged
-from tricomm.policy.tables import Row, Tuned
+from tricomm.policy.tuning_tables import Row, Tuned
 
 _COLUMNS = "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits"
 

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sampler import Sampler
-from tricomm.policy import table_json
+from tricomm.policy import tuning_tables
 from tricomm.store.records import MessageHeader
 
 Open = Callable[[int], Communicator]
@@ -112,7 +112,7 @@ class Team:
             case "time" if task.point is not None:
                 return self._each(task.point, task, self._sampler.sample)
             case "table":
-                found = table_json.loads(task.table.encode(), "rank 0's table")
+                found = tuning_tables.loads(task.table.encode(), "rank 0's table")
                 self.comm.use_table(found.rows, found.name)
                 return Answer(digest=found.digest.hex())
             case "renew":

@@ -8,7 +8,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
 from tricomm.policy.selection import Site, choose
-from tricomm.policy.tables import Row, Table
+from tricomm.policy.tuning_tables import Row, Table
 
 _ANY = ("all_reduce", 16, None)
 

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tricomm
+from tests.store.store_ranks import pages, succeed
 from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
-from tricomm.policy import selection, table_json, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy import selection, tuning_tables, user_tables
+from tricomm.policy.tuning_tables import Fingerprint, Row, Tuned
 from tricomm.topology.presets import nvswitch
 
 _H100 = Fingerprint("sm_90", "NVIDIA H100 80GB HBM3", 4, "nvswitch", "0123456789abcdef")
@@ -59,21 +60,21 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(_tables())
 def test_what_is_written_is_read(found: Tuned) -> None:
-    text = table_json.dumps(found)
-    assert table_json.loads(text, "here") == found and table_json.dumps(table_json.loads(text, "here")) == text
+    text = tuning_tables.dumps(found)
+    assert tuning_tables.loads(text, "here") == found and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
     assert len(json.loads(text)["rows"]) == len(found.rows)
 
 
 @given(_tables(), st.data())
 @settings(deadline=None, max_examples=200)
 def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: Tuned, data: st.DataObject) -> None:
-    damaged = bytearray(table_json.dumps(found))
+    damaged = bytearray(tuning_tables.dumps(found))
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     for text in (bytes(damaged), cut):
         try:
-            assert isinstance(table_json.loads(text, "that file"), Tuned)
+            assert isinstance(tuning_tables.loads(text, "that file"), Tuned)
         except InvalidArgument as error:
             assert str(error).startswith("that file: ")
 
@@ -100,35 +101,36 @@ _WRONG_ROWS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG)
 def test_a_table_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table_json.dumps(Tuned(_H100, (_ROW,)))) | {name: value}
+    data = json.loads(tuning_tables.dumps(Tuned(_H100, (_ROW,)))) | {name: value}
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table_json.loads(json.dumps(data).encode(), "that file")
+        tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG_ROWS)
 def test_a_row_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table_json.dumps(Tuned(_H100, (_ROW,))))
+    data = json.loads(tuning_tables.dumps(Tuned(_H100, (_ROW,))))
     data["rows"][0][name] = value
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table_json.loads(json.dumps(data).encode(), "that file")
+        tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
 def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
     file = files("tricomm").joinpath("tables/default.json")
     raw = json.loads(file.read_bytes())
     assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
+    form = tuning_tables.forms("here").row
     for read, written in zip(selection._shipped(), raw["tables"], strict=True):
         assert read.rows and all(isinstance(name, str) for name in (read.name, read.device, read.topology or ""))
         for row, said in zip(read.rows, written["rows"], strict=True):
-            assert msgspec.convert(said, table_json.FileRow).checked() == row
+            assert Row(**msgspec.structs.asdict(msgspec.convert(said, form))) == row
     for wrong in ({"warps": 3}, {"world_size": 99}, {"surprise": 1}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(raw["tables"][0]["rows"][0] | wrong, table_json.FileRow)
+            msgspec.convert(raw["tables"][0]["rows"][0] | wrong, form)
 
 
 def test_no_table_is_so_long(_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="no tuning table is so long"):
-        table_json.loads(b" " * (table_json.MAX_BYTES + 1), "that file")
+        tuning_tables.loads(b" " * (tuning_tables.MAX_BYTES + 1), "that file")
 
 
 # The user's folder
@@ -149,7 +151,7 @@ def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: p
         file.write_bytes(b"{")
         assert user_tables.load(_H100) is None and str(file) in caplog.text and "it is ignored" in caplog.text
         caplog.clear()
-        file.write_bytes(table_json.dumps(Tuned(_CPU, ())))  # a CPU's, under a GPU's name
+        file.write_bytes(tuning_tables.dumps(Tuned(_CPU, ())))  # a CPU's, under a GPU's name
         assert user_tables.load(_H100) is None and "is of 2 ranks on cpu" in caplog.text and str(file) in caplog.text
 
 
@@ -174,22 +176,23 @@ def test_boxes_that_are_linked_otherwise_have_other_tables() -> None:
     assert len({box.digest for box in boxes}) == 3 and boxes[1].topology == "nvswitch"
 
 
-class _Control:
-    def __init__(self, others: list[bytes]) -> None:
-        self.rank, self.world_size, self._others = 0, 1 + len(others), others
-
-    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
-        return [payload, *self._others]
-
-
 def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
-    found = Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),))
-    user_tables.save(found)
-    assert user_tables.agree(_Control([found.digest]), _CPU, 1.0) == found  # type: ignore[arg-type]
-    for other in (b"", b"\1" * 32):
-        caplog.clear()
-        assert user_tables.agree(_Control([other]), _CPU, 1.0) is None  # type: ignore[arg-type]
-        assert "ranks find different tuning tables" in caplog.text and "rank 1" in caplog.text
+    table = Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),))
+    user_tables.save(table)
+    with pages(2) as group:
+        assert succeed(2, lambda rank: user_tables.agree(group[rank], _CPU, 10.0)) == [table, table]
+        for other in ("none", "01" * 32):
+
+            def agree(rank: int, other: str = other) -> Tuned | None:
+                if rank == 0:
+                    return user_tables.agree(group[0], _CPU, 10.0)
+                with pytest.raises(InvalidArgument):
+                    group[1].require_equal(other, "tuning table", 10.0)
+                return None
+
+            caplog.clear()
+            assert succeed(2, agree) == [None, None]
+            assert "ranks find different tuning tables" in caplog.text and f"rank 1 has {other}" in caplog.text
 
 
 # A communicator

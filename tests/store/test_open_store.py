@@ -236,7 +236,7 @@ def test_strangers_at_the_stores_port_disturb_nobody():
 def test_no_wait_is_counted_on_a_clock_that_jumps():
     """Only what is written down for people says the time of day."""
     root = Path(tricomm.__file__).parents[1]
-    files = [f for room in ("tricomm", "store", "kernels") for f in (root / room).glob("*.py")]
-    files += (root / "tricomm" / "c10d").glob("*.py")
+    files = {f.resolve() for room in ("tricomm", "store", "kernels") for f in (root / room).rglob("*.py")}
+    files = {f for f in files if not f.is_relative_to(root / "perf")}
     assert len(files) > 80
-    assert {f.name for f in files if "time.time(" in f.read_text()} == {"clock.py", "publishing.py"}
+    assert {f.name for f in files if "time.time(" in f.read_text()} == {"timer.py", "publish.py"}

@@ -12,7 +12,7 @@ from tricomm.core.symmetric import nbytes_of
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
-from tricomm.policy.tables import Tuned
+from tricomm.policy.tuning_tables import Tuned
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology

@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout
-from tricomm.policy.tables import Row, Table, shipped
+from tricomm.policy.tuning_tables import Row, Table, shipped
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide

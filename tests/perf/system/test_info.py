@@ -16,7 +16,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import provenance
 from tricomm.perf.system import info, info_table
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy.tuning_tables import Fingerprint, Row, Tuned
 
 
 def test_json_has_every_section() -> None:

@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from tests.perf.bench.test_bench import _children, _gone
 from tricomm.cli import cli
-from tricomm.policy import table_json, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy.tuning_tables import Fingerprint, Row, Tuned
 
 _SMALL = ("--device", "cpu", "--collective", "all_reduce", "--bits", "32", "--sizes", "1K")
 _BOX = Fingerprint("cpu", "", 2)
@@ -150,7 +150,7 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
         "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32",
         "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32",
     ]
-    assert table_json.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
+    assert tuning_tables.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
 
 
 def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
@@ -159,7 +159,7 @@ def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path
     for file, found in zip(
         files, (_tuned(_LL, other), _tuned(_SIMPLE), _tuned(box=Fingerprint("cpu", "", 4))), strict=True
     ):
-        file.write_bytes(table_json.dumps(found))
+        file.write_bytes(tuning_tables.dumps(found))
     done = _run("merge", str(files[0]), str(files[1]))
     assert done.exit_code == 0 and user_tables.load(_BOX).rows == (other, _SIMPLE)  # type: ignore[union-attr]
     _run("merge", str(files[1]), str(files[0]), "-o", str(tmp_path / "out.json"))
