@@ -24,7 +24,7 @@ from tricomm.c10d.capabilities import agree
 from tricomm.c10d.dispatch import Place
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf.null_launch import communicator
-from tricomm.policy.backend_choice import Site
+from tricomm.policy.backend_choice import GroupFacts
 
 
 def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
     comm = communicator()
     place = Place(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
     group = TricommGroup(place, agree(place.store, 0, 1, 60.0), {})
-    group._quick.use(comm, Site("cpu", 1, 1, None, None))  # stands for a GPU here
+    group._quick.use(comm, GroupFacts("cpu", 1, 1, None, None))  # stands for a GPU here
     dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
     ways: dict[str, Callable[[], Any]] = {
         "fake": lambda: dist.all_reduce(x, group=fake),

@@ -228,7 +228,7 @@ class Communicator(Messages):
         forced = algorithm is not None or protocol is not None
         size = None if kind.uneven else nbytes
         route = backend_choice.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
-        if route.path != backend_choice.NCCL:
+        if route.backend != backend_choice.NCCL:
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         if kind.reduces and dtype is not None:
             nccl.check(collective, name, dtype)

@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 import tricomm
 from devtools import c10d_overhead
 from tricomm.c10d import group_over
-from tricomm.policy.backend_choice import Site
+from tricomm.policy.backend_choice import GroupFacts
 
 
 class Recorder:
@@ -51,7 +51,7 @@ def options(op=dist.ReduceOp.SUM, wait=True):
 
 def test_what_goes_the_short_way_and_what_does_not(group):
     comm = Recorder()
-    group._quick.use(comm, Site("cpu", 1, 1, None, "gloo"))
+    group._quick.use(comm, GroupFacts("cpu", 1, 1, None, "gloo"))
     for op, name in [(dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.AVG, "avg")] * 2:
         before = tricomm.stats()["kernels"].get("all_reduce", 0)
         x = torch.ones(3)
@@ -75,7 +75,7 @@ def test_what_goes_the_short_way_and_what_does_not(group):
 
 def test_a_premultiplied_sum_is_not_taken_for_a_sum(group):
     comm = Recorder()
-    group._quick.use(comm, Site("cpu", 1, 1, None, "gloo"))
+    group._quick.use(comm, GroupFacts("cpu", 1, 1, None, "gloo"))
     x = torch.ones(3)
     group.allreduce([x], options())
     group.allreduce([x], options(dist._make_nccl_premul_sum(2.0))).wait()
@@ -83,7 +83,7 @@ def test_a_premultiplied_sum_is_not_taken_for_a_sum(group):
 
 
 def test_a_destroyed_group_refuses_on_the_short_way_too(group):
-    group._quick.use(Recorder(), Site("cpu", 1, 1, None, "gloo"))
+    group._quick.use(Recorder(), GroupFacts("cpu", 1, 1, None, "gloo"))
     group.allreduce([torch.ones(3)], options())
     group.shutdown()
     with pytest.raises(tricomm.GroupAborted, match="destroyed"):

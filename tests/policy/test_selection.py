@@ -7,7 +7,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
-from tricomm.policy.selection import Site, choose
+from tricomm.policy.selection import SelectionFacts, choose
 from tricomm.policy.tuning_tables import Row, Table
 
 _ANY = ("all_reduce", 16, None)
@@ -18,7 +18,7 @@ SIZES = [0, 1, 8, 4096, 16384, 16385, 65536, 1 << 20, 1 << 24, 1 << 31]
 
 
 def site(device="sm_90", world_size=4, arena=64 << 20, **more):
-    return Site(device, world_size, layout.plan(world_size, arena), more.pop("max_blocks", 64), **more)
+    return SelectionFacts(device, world_size, layout.plan(world_size, arena), more.pop("max_blocks", 64), **more)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

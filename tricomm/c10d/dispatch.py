@@ -36,7 +36,7 @@ from tricomm.errors import (
 )
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import Route, Site
+from tricomm.policy.backend_choice import BackendChoice, GroupFacts
 from tricomm.store.bounded_store import first_line
 
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
@@ -101,14 +101,14 @@ class Engine:
 
     # Routes
 
-    def site(self, device: str) -> Site:
+    def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
-        return Site(
+        return GroupFacts(
             device, self._place.world_size, self._facts.nodes, self._no_kernels.get(device, f"no {device} kernels"),
             torch_backend(device), reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
         )  # fmt: skip
 
-    def route(self, call: Call) -> Route:
+    def route(self, call: Call) -> BackendChoice:
         """Where `call` goes. The first call makes the kernels' communicator, wherever it goes itself: a rank that
         means another route would not come otherwise."""
         device, facts = call.device, (call.collective, call.dtype, call.op, call.nbytes)
@@ -116,7 +116,7 @@ class Engine:
         if device in self._comms or site.no_kernels is not None or site.nodes > 1:
             return backend_choice.decide(site, *facts)
         found = backend_choice.decide(site, *facts)
-        if found.path != backend_choice.KERNELS and self._capturing(device):
+        if found.backend != backend_choice.KERNELS and self._capturing(device):
             return found
         self._communicator(device)
         return backend_choice.decide(self.site(device.type), *facts)
@@ -128,8 +128,8 @@ class Engine:
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
-    def took(self, call: Call, route: Route) -> None:
-        backend_choice.took(
+    def took(self, call: Call, route: BackendChoice) -> None:
+        backend_choice.count_and_log(
             route, self._place.name, self._place.rank, call.collective, call.dtype, call.op, call.nbytes
         )  # fmt: skip
 
@@ -197,7 +197,7 @@ class Engine:
         for call in batch:
             route = self.route(call)
             self.took(call, route)
-            if route.path == backend_choice.KERNELS:
+            if route.backend == backend_choice.KERNELS:
                 _KERNELS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(self._turn(call, here), call)
@@ -245,10 +245,10 @@ class Engine:
             self.took(call, route)
         device = batch[0].device
         comm = self._comms.get(device)
-        if comm is None or any(route.path != backend_choice.KERNELS for route in routes):
+        if comm is None or any(route.backend != backend_choice.KERNELS for route in routes):
             for call, route in zip(batch, routes, strict=True):
                 if comm is not None:
-                    comm.announce(call.record(route.path))
+                    comm.announce(call.record(route.backend))
             try:
                 return native()
             except Exception as error:

@@ -37,11 +37,11 @@ class Quick:
         # The group's own methods: a cycle would delay its end.
         self._otherwise, self._interrupted = weakref.WeakMethod(otherwise), weakref.WeakMethod(interrupted)
         self._comm: Any = None
-        self._site: backend_choice.Site | None = None
+        self._site: backend_choice.GroupFacts | None = None
         self._known: dict[tuple[Any, ...], Any] = {}
         self._count = routes.counter(routes.KERNELS, "all_reduce")
 
-    def use(self, comm: Any, site: backend_choice.Site) -> None:
+    def use(self, comm: Any, site: backend_choice.GroupFacts) -> None:
         """From now on, tensors of `comm`'s device go this way."""
         if _DISTINCT:
             self._comm, self._site = comm, site
@@ -112,7 +112,7 @@ class Quick:
             return None
         if len(self._known) >= _MOST:
             self._known.clear()
-        if route.path == backend_choice.KERNELS:
+        if route.backend == backend_choice.KERNELS:
             return name
         self._known[key] = None
         return None

@@ -39,7 +39,7 @@ class Joined:
     control: ControlPage
     arena: Arena
     topology: Topology | None
-    routes: backend_choice.Site
+    routes: backend_choice.GroupFacts
 
 
 class NoArena:
@@ -103,7 +103,7 @@ def join(
             why = f"the ranks cannot share memory: {error}"
     if why is not None:
         _only_nccl(control, why, timeout)
-    routes = backend_choice.Site(device.type, world_size, nodes, why, native, missing)
+    routes = backend_choice.GroupFacts(device.type, world_size, nodes, why, native, missing)
     return Joined(control, arena, topology, routes)
 
 

@@ -32,7 +32,7 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.selection import Site
+from tricomm.policy.selection import SelectionFacts
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, PackedDescriptor, State
 from tricomm.store.process import forks
@@ -41,7 +41,7 @@ from tricomm.topology.model import Topology
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
-_ALONE = "nobody stands behind the kernels here"
+_ALONE = "there is no other backend here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 _kept: list[Group] = []  # closed, and something may still use their memory
 
@@ -64,7 +64,7 @@ class Group(Faults):
         options: Options,
         runtime: Runtime = PROCESSES,
         topology: Topology | None = None,
-        routes: backend_choice.Site | None = None,
+        routes: backend_choice.GroupFacts | None = None,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
@@ -96,14 +96,13 @@ class Group(Faults):
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._words[layout.ENDED] = options.first_epoch
         reachable = all(arena.bases)
-        self._routes = replace(
-            routes or backend_choice.Site(device.type, self.world_size, 1, None, None, _ALONE), reachable=reachable
-        )
+        facts = routes or backend_choice.GroupFacts(device.type, self.world_size, 1, None, None, _ALONE)
+        self._routes = replace(facts, reachable=reachable)
         self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = topology_agreement.agree_on_devices(control, device, options.max_blocks, timeout)
         table = runtime.table(control, device_class, device, self.topology, timeout)
-        self._site = Site(
+        self._site = SelectionFacts(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
             topology=self.topology.kind if self.topology is not None else "", reachable=reachable,
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",

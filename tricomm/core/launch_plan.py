@@ -16,7 +16,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
 from tricomm.kernels.launch.kernel_launch import Call
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
-from tricomm.policy.selection import Choice, Site
+from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
@@ -71,7 +71,8 @@ class Known:
 
 
 def make(
-    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, counter: list[int] | None = None
+    site: SelectionFacts, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind,
+    counter: list[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
@@ -112,7 +113,7 @@ def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> t
     return fingerprint, descriptor.packed()
 
 
-def constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
+def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
     """What `kernel` is compiled for, whatever tensors it is given."""
     gpu = site.device != "cpu"
     found: dict[str, Any] = {
