@@ -149,7 +149,7 @@ class BoundedStore:
             except Exception as error:
                 return [], error
 
-        # The store's errors come back as values: what a signal handler raises here is none of them.
+        # The store's errors come back as values, so that a signal handler's error is not taken for one of them.
         result, error = self._thread.run(attempt, what, self._deadline.left)
         if error is not None:
             waited = time.monotonic() - began

@@ -264,7 +264,7 @@ class ControlPage:
         def complete() -> bool:
             nonlocal next_look
             now, gone = self._host.monotonic(), {}
-            if now >= next_look:  # before the slots are read: what a rank posted just before its end counts
+            if now >= next_look:  # before the slots are read: a message that a rank posted just before its end counts
                 gone, next_look = self._gone(arrived), now + _LOOK_SECONDS
             for rank in missing():
                 arrived.update(self._from(rank, mine))

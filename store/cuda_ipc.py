@@ -67,7 +67,7 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> BlockRecord:
     if sender != rank:
         raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
     if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes where this rank shares {nbytes}: use the same size")
+        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
     if offset >= GRANULE_BYTES or offset % _ALIGNMENT_BYTES:
         raise RendezvousError(f"rank {rank}'s block lies {offset} bytes into its allocation: not a place CUDA gives")
     return BlockRecord(rank, uuid, nbytes, offset, handle)
@@ -117,7 +117,7 @@ def open_cuda_ipc(
 
 
 class CudaIpcArena:
-    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 where it is
+    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
     out of reach."""
 
     kind = "cuda_ipc"
@@ -247,13 +247,13 @@ class CudaIpcArena:
     def _read_probe(self) -> None:
         world_size = self._control.world_size
         with self._driver_current():
-            found = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
-        words = [found[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
+            data = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
+        words = [data[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
         near = [r for r, base in enumerate(self.bases) if base]
         missing = [r for r in near if words[r] != _probe_word(r, self.rank)]
         if missing:
             raise ResourceError(
-                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but what they wrote did not arrive; "
+                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but their writes did not arrive; "
                 "look at IOMMU and PCIe ACS settings, or set TRICOMM_P2P_DISABLE=1 to do without peer access"
             )
 

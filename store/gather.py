@@ -31,7 +31,7 @@ Arrived = Mapping[int, Record[B]]  # the records that exist, by rank
 class Gathering:
     """One rank's part in one generation of a gathering. `name` keeps its keys apart from those of others.
 
-    Methods raise `RendezvousError` if the store fails, if a record is not what `records.parse` takes, and if the
+    Methods raise `RendezvousError` if the store fails, if `records.parse` refuses a record, and if the
     generation is impossible, as it is when something else writes to this store.
     """
 
@@ -72,7 +72,7 @@ class Gathering:
         """
         mine = self.record(body)
         self.store.set(self.key(what, self.rank), mine.pack(self._token))
-        arrived = {self.rank: mine}  # never read back: another's word for this rank counts for nothing
+        arrived = {self.rank: mine}  # never read back: another process may have written it
         each = time.monotonic() + _EACH_SECONDS
 
         def complete() -> bool:

@@ -54,8 +54,8 @@ def handshake(
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. If one rank raises, all
     do: `RendezvousError` (`SpansNodes` if they are on several nodes) or `ResourceError`, with the rank at fault and its
     reason. Then nothing is left open, and the ranks may try again on the same store. `InvalidArgument` for arguments of
-    a wrong kind. `check_interrupt` is called now and then while this rank waits; what it raises ends the handshake on
-    all ranks.
+    a wrong kind. `check_interrupt` is called now and then while this rank waits; its errors end the handshake on all
+    ranks.
     """
     _check_arguments(rank, world_size, timeout)
     bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
@@ -159,7 +159,7 @@ class _Handshake:
         self._gathering.begin()
 
     def _current_generation(self) -> int:
-        """The handshake that rank 0 is in, or will be in next: where a process whose rank is impossible complains."""
+        """The handshake that rank 0 is in, or will be in next: in which a process with an impossible rank fails."""
         count = self._number(self._gathering.counter(0))
         return max(count + 1 if self._number(self._done_key(0)) >= count else count, 1)
 

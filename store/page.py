@@ -1,6 +1,6 @@
-"""One rank's page of the control segment: where everything lies, and how a reader never sees half of it.
+"""One rank's page of the control segment: its layout, and why a reader never sees half a record.
 
-    page 0   identity (written once, before anybody attaches); state, heartbeat, sequence (one word each); fault
+    page 0   identity (written once, before any rank attaches); state, heartbeat, sequence (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
     page 2   ring of the last 8 descriptors, by sequence number
     page 3   exchange slot of even steps;  page 4: of odd steps
@@ -8,7 +8,7 @@
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
-reader needs no ordering from the processor: what it copied is either whole and the one it asked for, or it looks
+reader needs no ordering from the processor: its copy is either whole and the one that it asked for, or it copies
 again.
 """
 

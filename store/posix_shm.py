@@ -92,7 +92,7 @@ def _attach(control: ControlPage, rank: int, record: bytes, nbytes: int) -> Segm
     if magic != _MAGIC or sender != rank or pid != control.pid(rank) or fd < 0:
         raise RendezvousError(f"rank {rank}'s memory record is not one that this rank would write: mixed versions?")
     if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes where this rank shares {nbytes}: use the same size")
+        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
     try:
         return Segment.attach(pid, control.start_time(rank), fd, nbytes, readonly=False)
     except ResourceError as error:

@@ -23,7 +23,7 @@ from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.store.bounded_store import BoundedThread, first_line
 
 _RETRY_SECONDS = 0.02
-_GRACE_SECONDS = 0.25  # for what is bounded by itself; name look-ups are not
+_GRACE_SECONDS = 0.25  # for calls with a limit of their own; name look-ups have none
 _QUERY = ("rank", "world_size")
 # A store that is hosted here lives until the process ends: a peer may already use it for the next group.
 _hosted: dict[tuple[int, str, int], TCPStore] = {}  # by pid, too: a fork has no server
@@ -38,7 +38,7 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     taken from its query (?rank=0&world_size=2), from the arguments, or from RANK and WORLD_SIZE. Rank 0 hosts a
     TCPStore on the given address, and nowhere else, unless torchrun's agent hosts one already.
 
-    Raises `InvalidArgument` that names what is missing or wrong, `RendezvousError` within `timeout` + 1 seconds if the
+    Raises `InvalidArgument` that names the missing or wrong part, `RendezvousError` within `timeout` + 1 seconds if the
     store cannot be reached or hosted.
     """
     if not isinstance(url, str):
@@ -106,9 +106,9 @@ def _from_url(url: str, parts: SplitResult) -> tuple[str, int]:
     return host, _port(port, url)
 
 
-def _port(port: int, where: str) -> int:
+def _port(port: int, source: str) -> int:
     if not 1 <= port <= 65535:
-        raise InvalidArgument(f"{where}: port {port} is not in 1..65535")
+        raise InvalidArgument(f"{source}: port {port} is not in 1..65535")
     return port
 
 
@@ -119,7 +119,7 @@ def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
     if not os.path.isdir(os.path.dirname(path)):
         raise InvalidArgument(f"url={url!r}: the directory {os.path.dirname(path)!r} does not exist; make it first")
     try:
-        # torch would create it readable for everybody.
+        # torch would create it readable for all users.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         with open(fd, "rb"):
             status = os.fstat(fd)

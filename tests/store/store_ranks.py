@@ -1,4 +1,4 @@
-"""Ranks for the tests of meeting and sharing: threads of this process, and bodies for real processes."""
+"""Ranks for the tests of the handshake and of shared memory: threads of this process, and bodies for real processes."""
 
 from __future__ import annotations
 

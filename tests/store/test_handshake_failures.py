@@ -1,4 +1,4 @@
-"""Every way in which a meeting can fail, on every rank, with both time bounds."""
+"""Every way in which a handshake can fail, on every rank, with both time bounds."""
 
 from __future__ import annotations
 

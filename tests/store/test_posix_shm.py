@@ -297,7 +297,7 @@ def test_sizes_that_differ():
     with pages(2) as group, nothing_left():
         outcomes = in_threads(2, lambda r: open_posix_shm(group[r], 4096 * (r + 1), 5))
         assert [type(o) for o in outcomes] == [RendezvousError] * 2
-        assert "rank 1 shares 8192 bytes where this rank shares 4096" in str(outcomes[0])
+        assert "rank 1 shares 8192 bytes, this rank shares 4096" in str(outcomes[0])
         del outcomes
 
 

@@ -1,4 +1,4 @@
-"""Meeting over every kind of store, again and again, in several groups."""
+"""Handshakes over every kind of store, again and again, in several groups."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def _digest(values: Any) -> hashlib._Hash:
 
 @dataclass(frozen=True)
 class _Forms:
-    """The JSON forms of `Row`, `Fingerprint` and `Tuned`: msgspec's classes, which refuse what is out of limits."""
+    """The JSON forms of `Row`, `Fingerprint` and `Tuned`: msgspec's classes, which refuse values out of limits."""
 
     msgspec: Any
     row: Any
@@ -148,13 +148,15 @@ def _forms() -> _Forms:
 
     text = Annotated[str, msgspec.Meta(max_length=256)]
     ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
-    strict = {"frozen": True, "forbid_unknown_fields": True, "omit_defaults": True}
+    strict: Any = {"frozen": True, "forbid_unknown_fields": True, "omit_defaults": True}
 
     def form(kind: Any, limits: dict[str, Any]) -> Any:
-        """The fields of `kind`; `limits` replace the types of some. Checked by `kind`, too, so that what it refuses
-        is told with its place in the file."""
+        """The fields of `kind`; `limits` replace the types of some. Checked by `kind`, too, so that its errors have
+        their place in the file."""
         types = get_type_hints(kind) | limits
-        columns = [(f.name, types[f.name], *(() if f.default is MISSING else (f.default,))) for f in fields(kind)]
+        columns: list[Any] = [
+            (f.name, types[f.name], *(() if f.default is MISSING else (f.default,))) for f in fields(kind)
+        ]
         check = {"__post_init__": lambda decoded: kind(**msgspec.structs.asdict(decoded))}
         return msgspec.defstruct(kind.__name__, columns, namespace=check, **strict)
 
@@ -169,12 +171,13 @@ def _forms() -> _Forms:
     }
     row = form(Row, limits)
     box = form(Fingerprint, dict.fromkeys(("device", "gpu", "topology", "links"), text) | {"world_size": ranks})
-    columns = [
+    several: Any = tuple
+    columns: list[Any] = [
         ("schema", Literal[2]),
         ("kernels", int),
         ("fingerprint", box),
         ("simulated", bool),  # beside the device, for people
-        ("rows", tuple[row, ...]),
+        ("rows", several[row, ...]),
         ("date", text, ""),
         ("versions", dict[text, text], msgspec.field(default_factory=dict)),
     ]

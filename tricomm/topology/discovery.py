@@ -70,7 +70,7 @@ def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
     try:
         uuids = [cuda.device_uuid(ordinal) for ordinal in range(cuda.device_count())]
     except Exception as error:
-        return Discovery(None, f"CUDA does not say what devices there are: {_words(error)}")
+        return Discovery(None, f"CUDA does not list its devices: {_words(error)}")
     if not uuids:
         return Discovery(None, "this process sees no CUDA device")
     if len(set(uuids)) < len(uuids):
@@ -81,8 +81,8 @@ def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
 def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
     """The topology of a group whose rank r is on the device of this machine with the UUID `uuids[r]` (16 bytes).
 
-    Equal on all ranks, whatever each of them sees, as long as CUDA and NVML agree on peer access. Ranks with the same
-    UUID share a device, so it must tell MIG instances apart. Notes number the devices as they first appear.
+    Equal on all ranks, whichever devices each of them sees, as long as CUDA and NVML agree on peer access. Ranks with
+    the same UUID share a device, so it must tell MIG instances apart. Notes number the devices as they first appear.
     Raises `InvalidArgument` for anything but a list of UUIDs.
     """
     if not uuids or not all(isinstance(uuid, bytes) and len(uuid) == 16 for uuid in uuids):
@@ -113,11 +113,12 @@ class _Machine:
         self.notes: list[str] = []
         self.gpus = [self._gpu(device, mig) for device, mig in zip(self.devices, self.mig, strict=True)]
         if any(self.mig):
-            who = _list(index for index, mig in enumerate(self.mig) if mig)
-            self.notes.append(f"device {who}: MIG, so no NVLink and no peer access or CUDA IPC with other instances")
+            devices = _list(index for index, mig in enumerate(self.mig) if mig)
+            text = "MIG, so no NVLink and no peer access or CUDA IPC with other instances"
+            self.notes.append(f"device {devices}: {text}")
         for words in sorted({gpu.fabric.words for gpu in self.gpus if gpu.fabric and not gpu.fabric.ready}):
-            who = _list(index for index, gpu in enumerate(self.gpus) if gpu.fabric and gpu.fabric.words == words)
-            self.notes.append(f"device {who}: NVSwitch fabric {words}; look at nvidia-fabricmanager")
+            devices = _list(index for index, gpu in enumerate(self.gpus) if gpu.fabric and gpu.fabric.words == words)
+            self.notes.append(f"device {devices}: NVSwitch fabric {words}; look at nvidia-fabricmanager")
 
     def topology(self) -> Topology:
         direct, through, notes = links_between(self.gpus, self._nvlink_allowed)

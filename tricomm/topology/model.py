@@ -121,7 +121,7 @@ class Topology:
 
     @property
     def all_peers(self) -> bool:
-        """Whether every device may reach every other's memory, by whatever way."""
+        """Whether every device may reach every other's memory, by any way."""
         return all(all(row) for row in self.peers)
 
     def of(self, devices: Sequence[int]) -> Topology:

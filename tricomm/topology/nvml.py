@@ -1,9 +1,9 @@
 """NVML, as far as links between GPUs go: typed, loaded on first use, every call in one place.
 
-An `Nvml` works on whatever looks like the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that have it), so
-that tests put one that enforces NVML's rules in its place and still run every line of this file. If the bindings are
-older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are
-ints, good inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
+An `Nvml` works on any object with the functions of the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that
+have it), so that tests put one that enforces NVML's rules in its place and still run every line of this file. If the
+bindings are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are ints, good
+inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
 CUDA_VISIBLE_DEVICES: a UUID is the one name of a device that CUDA and NVML share.
 """
 
@@ -117,7 +117,7 @@ class MlPy:
 
     def device_get_gpu_fabric_info_v(self, device: int) -> Any:
         kind = self._module.c_nvmlGpuFabricInfoV_t
-        if kind.clusterUuid.size != _UUID_BYTES:  # before 12.570 the structure is not what the driver fills in
+        if kind.clusterUuid.size != _UUID_BYTES:  # before 12.570 the structure differs from the driver's
             raise AttributeError("nvidia-ml-py is too old for NVSwitch fabrics")
         info = kind()
         self._module.nvmlDeviceGetGpuFabricInfoV(self._handle(device), ctypes.byref(info))
