@@ -91,7 +91,7 @@ class Watched:
         self._ended = False
         self._fds: list[int] = []
         try:
-            self._fds.append(os.pidfd_open(pid))  # on one line: closed even if interrupteds owner
+            self._fds.append(os.pidfd_open(pid))  # on one line: it has its owner even if interrupted
         except ProcessLookupError:
             self._ended = True
         except OSError:

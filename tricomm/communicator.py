@@ -137,12 +137,7 @@ class Communicator(Messages):
         members, error = _members(ranks, self.world_size)
         with self._my_turn(), self._or_give_up("split"):
             self._control.agree(error, "split", self._timeout, abort_on_fault=True)
-            answers = self._control.exchange(repr(members).encode(), "split", self._timeout, abort_on_fault=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(
-                        f"split: rank 0 asked for {answers[0].decode()}, rank {rank} {theirs.decode()}"
-                    )
+            self._control.require_equal(repr(members), "split", self._timeout, abort_on_fault=True)
             self._splits += 1
         if self.rank not in members:
             return None
@@ -168,11 +163,7 @@ class Communicator(Messages):
         sizes, error = check_shape(shape, dtype)
         with self._my_turn(), self._or_give_up("symmetric"):
             self._control.agree(error, "symmetric", self._timeout, abort_on_fault=True)
-            asked = repr((sizes, dtype)).encode()[:512]
-            answers = self._control.exchange(asked, "symmetric", self._timeout, abort_on_fault=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
+            self._control.require_equal(repr((sizes, dtype)), "symmetric", self._timeout, abort_on_fault=True)
             arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
             self._owned.append(arena)
             self._handles += 1
@@ -265,14 +256,8 @@ class Communicator(Messages):
         self._usable()
         given = tuple(rows)
         with self._my_turn(), self._or_give_up("use_table"):
-            mine = hashlib.sha256(repr((given, name)).encode()).digest()
-            answers = self._control.exchange(mine, "use_table", self._timeout, abort_on_fault=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(
-                        f"use_table: rank {rank} has table {theirs.hex()[:12]}, rank 0 {answers[0].hex()[:12]}; give "
-                        "all ranks the same rows"
-                    )
+            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
+            self._control.require_equal(f"table {digest[:32]}", "use_table", self._timeout, abort_on_fault=True)
             self._site = replace(self._site, tuned=given, tuned_name=name)
             self._forget()
 

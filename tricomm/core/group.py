@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from tricomm.core.entry_guard import Turn, by_hand, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.monitor import Native
 from tricomm.core.runtime import PROCESSES, Runtime
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -354,12 +354,8 @@ class Group(Faults):
     def _wait(self, timeout: float) -> None:
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
-            end = time.monotonic() + timeout
-            while not event.query():
-                self.check()
-                if time.monotonic() > end:
-                    raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
-                time.sleep(2e-5)
+            if not poll(event.query, timeout, 2e-5, meanwhile=self.check):
+                raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
         self.check()
 
     def _quiet(self) -> bool:
@@ -385,12 +381,7 @@ class Group(Faults):
             return True
         except TricommError:
             self._words[layout.ABORT] = 1
-        end = time.monotonic() + _LEAVE_SECONDS
-        while not self._stream.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
-        return True
+        return poll(self._stream.query, _LEAVE_SECONDS, 1e-3)
 
 
 @atexit.register

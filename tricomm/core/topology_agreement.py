@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import struct
 from collections.abc import Callable, Sequence
@@ -51,10 +50,12 @@ def agree(
     if options.topology is not None:
         return options.topology
     found = find(uuids)
-    said = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
-    digests = control.exchange(hashlib.sha256(said.encode()).digest(), "topology", timeout)
-    if len(set(digests)) > 1:
-        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
+    links = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
+    try:
+        control.require_equal(links, "topology", timeout)
+    except InvalidArgument:
+        text = "ranks find different links between their GPUs; rank %d: %s; none is relied on"
+        log.warning(text, control.rank, links)
         return None
     return found.topology
 
