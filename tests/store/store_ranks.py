@@ -61,7 +61,7 @@ def nothing_left() -> Iterator[None]:
     end = time.monotonic() + 2.0
     while (left := more_than(before)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert left == {}
+    assert left == {}, left
 
 
 def more_than(before: dict[str, Any]) -> dict[str, list[Any]]:
