@@ -23,7 +23,7 @@ JOIN_SECONDS = 0.2
 _T = TypeVar("_T")
 
 
-class _Job(Generic[_T]):
+class _Action(Generic[_T]):
     def __init__(self, action: Callable[[], _T]) -> None:
         self.done = threading.Event()
         self.error: Exception | None = None
@@ -51,7 +51,7 @@ class BoundedThread:
 
     def __init__(self, name: str) -> None:
         self.stuck: str | None = None
-        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Action[object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name = name
 
@@ -66,8 +66,8 @@ class BoundedThread:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             thread.start()
             self._thread = thread  # only now: an interrupt must not leave one that was never started
-        job = _Job(action)
-        self._jobs.put(cast(_Job[object], job))
+        job = _Action(action)
+        self._jobs.put(cast(_Action[object], job))
         if not job.done.wait(max(seconds, 0.0)):
             self.stuck = what
             self._jobs.put(None)  # should it ever come back, it ends
@@ -81,7 +81,7 @@ class BoundedThread:
             self._thread.join(JOIN_SECONDS)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job[object] | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[_Action[object] | None]) -> None:
     # Knows the queue alone: a reference to its owner would keep that, and the last store, alive.
     while (job := jobs.get()) is not None:
         job.run()

@@ -23,11 +23,11 @@ from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, 
 from tricomm.store import process
 from tricomm.store.cuda_driver import Driver
 from tricomm.store.host_words import HostWords
-from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, State
+from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, RankState
 from tricomm.store.records import ExchangeMessage
 from tricomm.store.segments import Segment
 
-__all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Host", "Member", "PackedDescriptor", "State"]
+__all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Host", "PackedDescriptor", "RankSegment", "RankState"]
 
 _LOOK_SECONDS = 0.02
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 2e-3
@@ -36,7 +36,7 @@ _KIND_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Member:
+class RankSegment:
     """One rank: its control segment as mapped here, and its process."""
 
     segment: Segment
@@ -47,13 +47,13 @@ class Member:
 class Host(Clock, Protocol):
     """What a control page needs of the world that its rank runs in."""
 
-    def watch(self, rank: int, member: Member) -> process.Watched: ...
+    def watch(self, rank: int, member: RankSegment) -> process.Watched: ...
 
     def changed(self) -> None:
         """This rank's page has changed; peers that share its memory see that by themselves."""
 
 
-class Machine:
+class LocalHost:
     """The world of ranks that are processes, or threads, of this machine."""
 
     def monotonic(self) -> float:
@@ -62,7 +62,7 @@ class Machine:
     def sleep(self, seconds: float, /) -> None:
         time.sleep(seconds)
 
-    def watch(self, rank: int, member: Member) -> process.Watched:
+    def watch(self, rank: int, member: RankSegment) -> process.Watched:
         return process.watch(member.pid, member.start_time)
 
     def changed(self) -> None:
@@ -81,7 +81,7 @@ class ControlPage:
         self,
         rank: int,
         nonce: bytes,
-        members: Sequence[Member],
+        members: Sequence[RankSegment],
         host: Host | None = None,
         gather: Callable[[ExchangeMessage, float], list[bytes]] | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ class ControlPage:
         self.group = nonce[:4].hex()
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
-        self._host: Host = host or Machine()
+        self._host: Host = host or LocalHost()
         self._gather_elsewhere = gather
         self._watched = tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
@@ -144,12 +144,12 @@ class ControlPage:
         """Seconds since the rank's last beat."""
         return max(0.0, (time.monotonic_ns() - self.heartbeat(rank)) / 1e9)
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: RankState) -> None:
         self._own().state = state
         self._host.changed()
 
-    def state(self, rank: int) -> State:
-        return State(self._page(rank).state)
+    def state(self, rank: int) -> RankState:
+        return RankState(self._page(rank).state)
 
     def announcer(self) -> Callable[[int, PackedDescriptor], None]:
         """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
@@ -241,7 +241,7 @@ class ControlPage:
         """
         members, pages = self._members, self._pages
         if pages and os.getpid() == self._owner:
-            pages[self.rank].state = State.CLOSED
+            pages[self.rank].state = RankState.CLOSED
             self._host.changed()
         # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
         self.host_words.close()
@@ -309,7 +309,7 @@ class ControlPage:
         """The reason for each rank that will not come any more."""
         gone = {}
         for rank in set(range(self.world_size)) - set(arrived):
-            if self.state(rank) == State.CLOSED:
+            if self.state(rank) == RankState.CLOSED:
                 fault = self.fault(rank)
                 gone[rank] = f"rank {rank} has closed the group" + (f": {fault.text}" if fault else "")
             elif not self.alive(rank):
@@ -319,7 +319,7 @@ class ControlPage:
     def _prefix(self, what: str) -> str:
         return f"group {self.group}, rank {self.rank} of {self.world_size}: {what}"
 
-    def _member(self, rank: int) -> Member:
+    def _member(self, rank: int) -> RankSegment:
         self._check(rank)
         return self._members[rank]
 

@@ -20,12 +20,12 @@ from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, TricommError
 from tricomm.store import records
 from tricomm.store.bounded_store import BoundedStore
-from tricomm.store.records import B, Failure, Record
+from tricomm.store.records import B, Failure, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
 _EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may exist
 
-Arrived = Mapping[int, Record[B]]  # the records that exist, by rank
+Arrived = Mapping[int, StoreRecord[B]]  # the records that exist, by rank
 
 
 class Gathering:
@@ -61,9 +61,9 @@ class Gathering:
         body: B,
         deadline: Deadline,
         late: Callable[[Arrived[B]], TricommError],
-        check: Callable[[Record[B]], None],
+        check: Callable[[StoreRecord[B]], None],
         look: Callable[[Arrived[B]], None] = lambda arrived: None,
-    ) -> list[Record[B]]:
+    ) -> list[StoreRecord[B]]:
         """Write a record with `body` and return the records of all ranks, by rank; each rank calls it.
 
         `check` raises for a record that is well formed and still cannot be of this group. `look` is called before each
@@ -117,11 +117,11 @@ class Gathering:
                 f"(pid {failed.body.pid}): {failed.body.text}"
             )
 
-    def record(self, body: B) -> Record[B]:
+    def record(self, body: B) -> StoreRecord[B]:
         """A record of this rank in this generation."""
-        return Record(self.rank, self.world_size, self.generation, self.nonce, body)
+        return StoreRecord(self.rank, self.world_size, self.generation, self.nonce, body)
 
-    def earlier(self, what: str, kind: type[B], generation: int) -> Record[B] | None:
+    def earlier(self, what: str, kind: type[B], generation: int) -> StoreRecord[B] | None:
         """The record that a process of this rank wrote in an earlier `generation`, if there is one."""
         data = self.store.read(self.key(what, self.rank, generation))
         return records.parse(data, kind, generation, self.rank, self._token) if data else None

@@ -25,10 +25,10 @@ from tricomm.deadline import Deadline, poll
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
-from tricomm.store.control import ControlPage, Fault, Member, State
+from tricomm.store.control import ControlPage, Fault, RankSegment, RankState
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.page import NBYTES, Page, check_page
-from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, Record
+from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
 from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25  # to publish a failure, after the deadline
@@ -110,7 +110,7 @@ class _Handshake:
         control = ControlPage(self._rank, records[0].nonce, members)
         self._control = control
         control.beat()
-        control.set_state(State.READY)  # before the confirmation, so that all are ready on return
+        control.set_state(RankState.READY)  # before the confirmation, so that all are ready on return
         self._confirm(control)
         members[self._rank].segment.close_fd()  # all ranks have attached
         self._segments.clear()
@@ -141,7 +141,7 @@ class _Handshake:
                 pass  # the store is gone; the error that brought us here matters more
         if self._page is not None:
             self._page.put_fault(Fault(kind if ours else GroupAborted.__name__, self._rank, 0, text))
-            self._page.state = State.CLOSED
+            self._page.state = RankState.CLOSED
 
     def _publish(self, kind: str, text: str) -> None:
         if self._retracted:  # first, so that a rank that reads the failure and tries again can take the generation
@@ -180,11 +180,18 @@ class _Handshake:
             raise ResourceError(f"/proc/{pid}/stat cannot be read: mount /proc in this container")
         page = Page(segment.buffer, segment.address)
         page.identify(self._rank, self._world_size, self._gathering.nonce, pid, started)
-        page.state = State.CONNECTING
+        page.state = RankState.CONNECTING
         self._page = page
         node = (process.pid_namespace(), process.node_id(), os.geteuid())
         return RankRecord(
-            pid, started, *node, segment.fd, segment.nbytes, self._layout_hash, State.CONNECTING, socket.gethostname()
+            pid,
+            started,
+            *node,
+            segment.fd,
+            segment.nbytes,
+            self._layout_hash,
+            RankState.CONNECTING,
+            socket.gethostname(),
         )
 
     def _look(self, arrived: Arrived[RankRecord]) -> None:
@@ -197,10 +204,10 @@ class _Handshake:
                     raise _died(record)
             self._next_look = time.monotonic() + _LOOK_SECONDS
 
-    def _check(self, record: Record[RankRecord]) -> None:
+    def _check(self, record: StoreRecord[RankRecord]) -> None:
         check(record, self._rank, self._world_size, self._layout_hash)
 
-    def _attach(self, record: Record[RankRecord]) -> Member:
+    def _attach(self, record: StoreRecord[RankRecord]) -> RankSegment:
         rank, theirs = record.rank, record.body
         if rank == self._rank:
             segment = self._segments[0]
@@ -214,7 +221,7 @@ class _Handshake:
             self._segments.append(segment)
         page = Page(segment.buffer, segment.address)
         check_page(page, rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
-        return Member(segment, theirs.pid, theirs.start_time)
+        return RankSegment(segment, theirs.pid, theirs.start_time)
 
     def _confirm(self, control: ControlPage) -> None:
         group = hashlib.sha256(control.nonce).hexdigest()  # not the nonce: it is a secret
@@ -262,7 +269,7 @@ class _Handshake:
             text += f"; pid {other.pid}, which connected as rank {self._rank} before, still runs: is the number taken?"
         return RendezvousError(text)
 
-    def _raise_if_dying(self, record: Record[RankRecord]) -> None:
+    def _raise_if_dying(self, record: StoreRecord[RankRecord]) -> None:
         """A process that was killed lets go of its files before it counts as ended."""
         pid, started = record.body.pid, record.body.start_time
         if poll(lambda: not process.alive(pid, started), min(_DYING_SECONDS, self._deadline.left), 0.01):
@@ -272,7 +279,7 @@ class _Handshake:
         return f"tricomm/handshake/{rank}/done"
 
 
-def check(record: Record[RankRecord], rank: int, world_size: int, layout_hash: int) -> None:
+def check(record: StoreRecord[RankRecord], rank: int, world_size: int, layout_hash: int) -> None:
     """Raises `RendezvousError` or `ResourceError` if `record` cannot be of one group with `rank` of this process."""
     theirs = record.body
     who = f"rank {record.rank} (pid {theirs.pid} on {theirs.hostname})"
@@ -297,5 +304,5 @@ def check(record: Record[RankRecord], rank: int, world_size: int, layout_hash: i
         )
 
 
-def _died(record: Record[RankRecord]) -> RendezvousError:
+def _died(record: StoreRecord[RankRecord]) -> RendezvousError:
     return RendezvousError(f"rank {record.rank} (pid {record.body.pid}) died during the handshake")

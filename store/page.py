@@ -47,7 +47,7 @@ _ENTRY = PAGE_BYTES // RING
 _TRIES = 1000
 
 
-class State(enum.IntEnum):
+class RankState(enum.IntEnum):
     """The state of a rank."""
 
     CONNECTING = 1

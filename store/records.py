@@ -156,7 +156,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Record(Generic[B_co]):
+class StoreRecord(Generic[B_co]):
     """A body with its sender, group and generation. Never printed: the nonce is a secret."""
 
     rank: int
@@ -173,10 +173,10 @@ class Record(Generic[B_co]):
         return data + _seal(data, token)
 
     def __repr__(self) -> str:
-        return f"Record(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+        return f"StoreRecord(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
 
 
-def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: bytes | None) -> Record[B]:
+def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: bytes | None) -> StoreRecord[B]:
     """The record of `rank` (None: a failure, of any rank) in `generation`, with a body of class `kind`; pure.
 
     Raises `RendezvousError` that names the rank and what is wrong with its record. Never allocates, indexes or unpacks
@@ -193,7 +193,7 @@ def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: 
     if rank is not None and not (1 <= world_size <= MAX_WORLD_SIZE and 0 <= sender < world_size):
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
     body = kind.unpack(data[_HEADER.size : -SEAL_BYTES], whose)
-    return Record(sender, world_size, generation, nonce, body)
+    return StoreRecord(sender, world_size, generation, nonce, body)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class MessageHeader:
 
     def seal(self, data: bytes, token: bytes | None) -> bytes:
         digest = ExchangeMessage(self.step, self.what, hashlib.sha256(data).digest())
-        return Record(self.rank, self.world_size, 1, bytes(NONCE_BYTES), digest).pack(token) + data
+        return StoreRecord(self.rank, self.world_size, 1, bytes(NONCE_BYTES), digest).pack(token) + data
 
     def open(self, sealed: bytes, token: bytes | None) -> bytes:
         """The data in `sealed`. Pure; raises as `parse` does, and if it has another header than this one."""

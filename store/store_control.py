@@ -19,10 +19,10 @@ from tricomm.deadline import Deadline
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, RendezvousError
 from tricomm.store import process, records
 from tricomm.store.bounded_store import BoundedStore
-from tricomm.store.control import ControlPage, Machine, Member, State
+from tricomm.store.control import ControlPage, LocalHost, RankSegment, RankState
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.page import NBYTES, Page
-from tricomm.store.records import ExchangeMessage, Record
+from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25
@@ -63,10 +63,10 @@ def _page(rank: int, world_size: int, exchanges: _Exchanges) -> ControlPage:
     own, blank = Segment.create("tricomm-control", NBYTES), _Blank()
     pid = os.getpid()
     started = process.start_time(pid) or 0
-    members = [Member(own if r == rank else blank, pid, started) for r in range(world_size)]  # type: ignore[arg-type]
+    members = [RankSegment(own if r == rank else blank, pid, started) for r in range(world_size)]  # type: ignore[arg-type]
     control = ControlPage(rank, exchanges.nonce, members, _Elsewhere(), exchanges.gather)
     own.close_fd()
-    control.set_state(State.READY)
+    control.set_state(RankState.READY)
     return control
 
 
@@ -85,7 +85,7 @@ class _Exchanges:
             ranks = missing(arrived, self._world_size)
             return CollectiveTimeout(f"{prefix}: timeout after {timeout:g} s: rank(s) {ranks} did not come")
 
-        def check(record: Record[ExchangeMessage]) -> None:
+        def check(record: StoreRecord[ExchangeMessage]) -> None:
             theirs, rank = record.body, record.rank
             other = mine.step > 0 and record.nonce != self.nonce  # in step 0 each rank has a nonce of its own
             if record.world_size != self._world_size or other or theirs.step != mine.step:
@@ -107,7 +107,7 @@ class _Blank:
 
     def __init__(self) -> None:
         self.buffer, self.address = memoryview(mmap.mmap(-1, NBYTES)), 0
-        Page(self.buffer, self.address).state = State.READY
+        Page(self.buffer, self.address).state = RankState.READY
 
     def close(self) -> None:
         pass
@@ -123,8 +123,8 @@ class _Unseen(process.Watched):
         return True
 
 
-class _Elsewhere(Machine):
+class _Elsewhere(LocalHost):
     """The world of ranks that cannot be seen from here."""
 
-    def watch(self, rank: int, member: Member) -> process.Watched:
+    def watch(self, rank: int, member: RankSegment) -> process.Watched:
         return _Unseen()

@@ -27,7 +27,7 @@ from tricomm.metrics.counters import Statistics
 from tricomm.options import Options, seconds
 from tricomm.policy import backend_choice, selection, user_tables
 from tricomm.policy.selection import Choice
-from tricomm.policy.tuning_tables import Fingerprint, Row
+from tricomm.policy.tuning_tables import Fingerprint, TableRow
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import open_store
@@ -247,7 +247,7 @@ class Communicator(Messages):
         self._forget()
 
     @guarded
-    def use_table(self, rows: Sequence[Row], name: str) -> None:
+    def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
 
         For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks where their rows differ;

@@ -13,7 +13,7 @@ from tricomm.options import Options
 from tricomm.perf.bench import request
 from tricomm.perf.cost_model.machines import MACHINES, Machine
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tuning_tables import Row
+from tricomm.policy.tuning_tables import TableRow
 
 
 def machine(device: str) -> Machine | None:
@@ -34,7 +34,7 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionF
     return selection.SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
 
 
-def _own(gpu: str, world_size: int) -> tuple[str, tuple[Row, ...]]:
+def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
     """The user's own table for such a box, the latest of them."""
     files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:

@@ -24,7 +24,7 @@ from tricomm.perf.tuner.state import Heat, Record
 from tricomm.perf.tuner.successive_halving import Spent
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
 from tricomm.policy import tuning_tables, user_tables
-from tricomm.policy.tuning_tables import Tuned
+from tricomm.policy.tuning_tables import TunedTable
 
 Say = Callable[..., None]
 _MEETING = 60.0  # seconds for all ranks to come
@@ -99,7 +99,7 @@ class _Lead:
         if not any(d.changed for d in decisions):
             self._say("result", lines=lines, file=None)
             return
-        found = Tuned(self._fingerprint, rows, database.now(), provenance.versions())
+        found = TunedTable(self._fingerprint, rows, database.now(), provenance.versions())
         for rank, answer in enumerate(self._team.ask(Task("table", table=tuning_tables.dumps(found).decode()))):
             if answer.digest != found.digest.hex():
                 raise RankLost(f"rank {rank} has table {answer.digest[:12]}, rank 0 {found.digest.hex()[:12]}")

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tricomm.c10d import capabilities, gloo_faults
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
-from tricomm.store.records import Capabilities, Record
+from tricomm.store.records import Capabilities, StoreRecord
 
 KEY = "tricomm/capabilities/1/rank/1"
 TOKEN = b"secret"
@@ -98,7 +98,7 @@ def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monk
 @pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
 def test_any_flipped_bit_is_refused(secret, monkeypatch):
     monkeypatch.setenv("TRICOMM_TOKEN", secret)
-    size = len(Record(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
+    size = len(StoreRecord(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
     for bit in range(5, 8 * size, 97):
 
         def flip(data: bytes, bit: int = bit) -> bytes:
@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
 
 def test_a_forged_failure_is_not_believed(token):
     store = HashStore()
-    forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
+    forged = StoreRecord(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
     store.set("tricomm/capabilities/1/failed", forged)
     with pytest.raises(RendezvousError, match="failure record: bad MAC"):
         capabilities.agree(store, 0, 2, 5.0)
@@ -152,7 +152,7 @@ def test_a_forged_failure_is_not_believed(token):
 def old_record(switches: int) -> bytes:
     """A record of rank 1 that the token's holders once wrote, for another group."""
     body = dataclasses.replace(capabilities._mine(), switches=switches)
-    return Record(1, 3, 1, b"o" * 16, body).pack(TOKEN)
+    return StoreRecord(1, 3, 1, b"o" * 16, body).pack(TOKEN)
 
 
 def test_an_old_record_of_another_group_is_refused(token):
@@ -170,7 +170,7 @@ def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
     [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
 )
 def test_another_world_size_is_named(world_size, words):
-    forged = Record(1, world_size, 1, bytes(16), capabilities._mine()).pack(None)
+    forged = StoreRecord(1, world_size, 1, bytes(16), capabilities._mine()).pack(None)
     store = HashStore()
     store.set(KEY, forged)
     with pytest.raises(RendezvousError, match=words):
@@ -179,7 +179,7 @@ def test_another_world_size_is_named(world_size, words):
 
 def test_another_rank_is_named():
     store = HashStore()
-    store.set(KEY, Record(0, 2, 1, bytes(16), capabilities._mine()).pack(None))
+    store.set(KEY, StoreRecord(0, 2, 1, bytes(16), capabilities._mine()).pack(None))
     with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
         capabilities.agree(store, 0, 2, 5.0)
 

@@ -19,7 +19,7 @@ from tricomm.core import group
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.arena import open_arena
-from tricomm.store.control import State
+from tricomm.store.control import RankState
 from tricomm.store.handshake import handshake
 
 MINE, OTHER = 1, 0
@@ -293,7 +293,7 @@ def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the
     monkeypatch.setattr(group, "_LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(comm, "_timeout", 0.2)
     comm.close()
-    assert comm._control.state(0) == State.CLOSED and comm in group._kept
+    assert comm._control.state(0) == RankState.CLOSED and comm in group._kept
     comm.group_table.add_(0)  # still mapped
 
 

@@ -146,7 +146,7 @@ def try_handshake(store: Any, rank: int, world_size: int, timeout: float, layout
     return result
 
 
-def meet_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
+def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
     """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch, die."""
     claim = claims[rank]
     if "token" in claim:
@@ -197,8 +197,8 @@ def results(group: ranks.Ranks) -> list[tuple]:
     return [outcome.value or (outcome.error, outcome.text, outcome.code) for outcome in group.results()]
 
 
-def meet_over_file(tmp_path, claims, timeout=TIMEOUT):
-    with ranks.start(len(claims), meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+def connect_over_file(tmp_path, claims, timeout=TIMEOUT):
+    with ranks.start(len(claims), connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
         pids = [group.message(r) for r in range(len(claims))]
         return pids, results(group)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
-from tests.store.store_ranks import holdings, in_threads, meet_as, nothing_left, pages, succeed
+from tests.store.store_ranks import connect_as, holdings, in_threads, nothing_left, pages, succeed
 from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
@@ -21,7 +21,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.store.control import ControlPage, Descriptor, Fault, State
+from tricomm.store.control import ControlPage, Descriptor, Fault, RankState
 from tricomm.store.handshake import handshake
 from tricomm.store.page import MESSAGE_BYTES, NBYTES, Page
 from tricomm.store.records import ExchangeMessage
@@ -47,15 +47,15 @@ def test_who_is_who():
 
 def test_state_heartbeat_and_sequence_are_seen_by_the_others():
     with pages(2) as (one, two):
-        assert one.state(1) == State.READY and 0 <= two.heartbeat_age(0) < 5
+        assert one.state(1) == RankState.READY and 0 <= two.heartbeat_age(0) < 5
         before = two.heartbeat(0)
         one.beat()
         assert before < two.heartbeat(0)
         assert two.heartbeat(0) <= time.monotonic_ns() and 0 <= two.heartbeat_age(0) < 5
         time.sleep(0.05)
         assert two.heartbeat_age(0) >= 0.05
-        one.set_state(State.ABORTED)
-        assert two.state(0) == State.ABORTED and two.state(1) == State.READY
+        one.set_state(RankState.ABORTED)
+        assert two.state(0) == RankState.ABORTED and two.state(1) == RankState.READY
 
 
 def test_words_are_shared_page_aligned_and_not_writable_by_peers():
@@ -256,7 +256,7 @@ def test_close_is_idempotent_and_final():
         with pages(2) as (one, two):
             one.close()
             one.close()
-            assert two.state(0) == State.CLOSED
+            assert two.state(0) == RankState.CLOSED
             for use in (one.beat, one.words, lambda: one.state(1), lambda: one.exchange(b"", "x", 1)):
                 with pytest.raises(GroupAborted, match="is closed"):
                     use()
@@ -281,7 +281,12 @@ def forked(rank: int, world_size: int, tell, url: str):
 
     def child() -> int:
         refused = 0
-        for use in (page.beat, page.words, lambda: page.set_state(State.ABORTED), lambda: page.exchange(b"", "", 1)):
+        for use in (
+            page.beat,
+            page.words,
+            lambda: page.set_state(RankState.ABORTED),
+            lambda: page.exchange(b"", "", 1),
+        ):
             try:
                 use()
             except GroupAborted as error:
@@ -298,7 +303,7 @@ def forked(rank: int, world_size: int, tell, url: str):
 
 def test_a_forked_child_only_lets_go(tmp_path):
     for both, states in ranks.run(2, forked, f"file://{tmp_path}/store"):
-        assert both == [b"14", b"14"] and states == [State.READY, State.READY]
+        assert both == [b"14", b"14"] and states == [RankState.READY, RankState.READY]
 
 
 def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
@@ -358,7 +363,7 @@ def test_a_recycled_pid_is_not_alive():
 
 def test_ranks_of_real_processes_see_each_other(tmp_path):
     claims = [{"rank": r, "world": 3} for r in range(3)]
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = [group.message(r) for r in range(3)]
         results = [o.value for o in group.results()]
     assert [r[:2] for r in results] == [("ok", pids)] * 3

@@ -15,10 +15,10 @@ from torch.distributed import HashStore, TCPStore
 from tests import ranks
 from tests.store.store_ranks import (
     LAYOUT,
+    connect_as,
+    connect_over_file,
     good,
     in_threads,
-    meet_as,
-    meet_over_file,
     nothing_left,
     results,
     serve,
@@ -93,7 +93,7 @@ from tricomm.store.segments import Segment
     ],
 )
 def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
-    pids, found = meet_over_file(tmp_path, claims)
+    pids, found = connect_over_file(tmp_path, claims)
     for name, text, seconds in found:
         assert name == error, text
         assert seconds < 2.0 + ranks.BUSY  # at once, not when the time is up
@@ -104,7 +104,7 @@ def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
 
 
 def test_one_token_for_all(tmp_path):
-    _, found = meet_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
+    _, found = connect_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
     assert [name for name, *_ in found] == ["ok", "ok"]
 
 
@@ -112,7 +112,7 @@ def test_one_token_for_all(tmp_path):
 def test_another_user():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
     with ranks.start(
-        2, meet_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
+        2, connect_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
     ) as group:
         found = results(group)
     assert [name for name, *_ in found] == ["RendezvousError"] * 2, found
@@ -249,7 +249,7 @@ def test_a_rank_is_killed_at(point, tmp_path):
     claims = good(3)
     claims[1]["die"] = point
     timeout = 2.0 if point == "before record" else 20.0
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
         pids = [group.message(r) for r in range(3)]
         found = results(group)
     assert found[1] == (None, "", -signal.SIGKILL)
@@ -266,7 +266,7 @@ def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
     claims = good(3)
     claims[1]["die"] = "after record"
     claims[2]["delay"] = 1.0 + ranks.BUSY
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = [group.message(r) for r in range(3)]
         found = results(group)
     for name, text, seconds in (found[0], found[2]):

@@ -13,10 +13,10 @@ import pytest
 
 from tricomm.errors import RendezvousError
 from tricomm.store import records
-from tricomm.store.records import Capabilities, ExchangeMessage, Failure, MessageHeader, RankRecord, Record, parse
+from tricomm.store.records import Capabilities, ExchangeMessage, Failure, MessageHeader, RankRecord, StoreRecord, parse
 
 RANK = RankRecord(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
-RECORD = Record(1, 4, 3, bytes(range(100, 116)), RANK)
+RECORD = StoreRecord(1, 4, 3, bytes(range(100, 116)), RANK)
 CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011, 1000)
 FAILURE = Failure(17, "RendezvousError", "rank 2 did not come — ever")
 BODIES = [RANK, FAILURE, ExchangeMessage(7, "split", b"[0, 2]"), CAPABILITIES]

@@ -8,8 +8,8 @@ from torch.distributed import HashStore
 
 from tricomm import errors
 from tricomm.store import process
-from tricomm.store.control import State
-from tricomm.store.records import ExchangeMessage, Record
+from tricomm.store.control import RankState
+from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.store_control import open_store_control
 
 
@@ -104,7 +104,7 @@ def test_a_record_of_another_group_is_refused():
     def body(rank, store):
         control, _ = open_store_control(store, rank, 2, 10.0, 1)
         if rank:
-            forged = Record(1, 2, 1, b"x" * 16, ExchangeMessage(1, "split", b""))
+            forged = StoreRecord(1, 2, 1, b"x" * 16, ExchangeMessage(1, "split", b""))
             return store.set("tricomm/control/1/1/1", forged.pack(None))
         return control.exchange(b"", "split", 10.0)
 
@@ -115,7 +115,9 @@ def test_a_record_of_another_group_is_refused():
 def test_nothing_is_known_of_the_others():
     def body(rank, store):
         control, _ = open_store_control(store, rank, 2, 10.0, 1)
-        assert control.alive(1 - rank) and control.state(1 - rank) is State.READY and control.fault(1 - rank) is None
+        assert (
+            control.alive(1 - rank) and control.state(1 - rank) is RankState.READY and control.fault(1 - rank) is None
+        )
         assert control.last(1 - rank) is None and control.called(1 - rank, 1) is None
         control.close()
 

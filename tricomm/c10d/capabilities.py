@@ -21,7 +21,7 @@ from tricomm.kernels.launch import compiler, interpreter
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.gather import Arrived, Gathering, missing
-from tricomm.store.records import B, Capabilities, ExchangeMessage, Record
+from tricomm.store.records import B, Capabilities, ExchangeMessage, StoreRecord
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _GRACE_SECONDS = 0.5
@@ -105,7 +105,7 @@ def cpu_through_kernels() -> bool:
     return found == "kernels"
 
 
-def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[Record[B]]:
+def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[StoreRecord[B]]:
     world_size = gathering.world_size
     who = f"rank {gathering.rank} of {world_size}"
 
@@ -115,7 +115,7 @@ def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeou
             "group; do all of its ranks run, and make their groups in the same order?"
         )
 
-    def check(record: Record[B]) -> None:
+    def check(record: StoreRecord[B]) -> None:
         if record.world_size != world_size:
             raise RendezvousError(
                 f"rank {record.rank} says that the world size is {record.world_size}, {who} says {world_size}: "
@@ -128,7 +128,7 @@ def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeou
 
 
 def _confirm(
-    gathering: Gathering, ranks: list[Record[Capabilities]], token: bytes, deadline: Deadline, timeout: float
+    gathering: Gathering, ranks: list[StoreRecord[Capabilities]], token: bytes, deadline: Deadline, timeout: float
 ) -> None:
     """All ranks have read the same: a record of a rank's own choice is among them, so none can be an old one."""
     digest = hashlib.sha256(b"".join(record.pack(token) for record in ranks)).digest()

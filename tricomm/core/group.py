@@ -34,7 +34,7 @@ from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.selection import SelectionFacts
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, PackedDescriptor, State
+from tricomm.store.control import ControlPage, PackedDescriptor, RankState
 from tricomm.store.process import forks
 from tricomm.topology.model import Topology
 
@@ -217,7 +217,7 @@ class Group(Faults):
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
             _kept.extend(() if self.simulated else (self,))  # interpreted, its own thread holds on to the group
             if self._monitor.fault is None:  # else the peers have been told already
-                self._control.set_state(State.CLOSED)
+                self._control.set_state(RankState.CLOSED)
             self._monitor.stop()
             return
         if self._captured:
@@ -245,7 +245,7 @@ class Group(Faults):
         _kept.append(self)
         self._words[layout.ABORT] = 1
         with ExitStack() as undo:
-            undo.callback(self._control.set_state, State.CLOSED)
+            undo.callback(self._control.set_state, RankState.CLOSED)
             for arena in (self._arena, *self._owned):
                 undo.callback(arena.keep)
             undo.callback(self._monitor.stop)

@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout
-from tricomm.policy.tuning_tables import Row, Table, shipped
+from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
@@ -59,7 +59,7 @@ class SelectionFacts:
     tile: int | None = None
     topology: str = ""  # `Topology.kind` of the ranks' devices; empty if unknown
     reachable: bool = True  # every rank's memory is mapped on every other
-    tuned: tuple[Row, ...] = ()  # of the user's own table, or of a tuner's candidate
+    tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
 
 
@@ -165,7 +165,9 @@ def _allowed(
     )
 
 
-def _shape(facts: SelectionFacts, kernel: registry.Kernel, words: int, row: Row | None = None) -> tuple[int, int, int]:
+def _shape(
+    facts: SelectionFacts, kernel: registry.Kernel, words: int, row: TableRow | None = None
+) -> tuple[int, int, int]:
     """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
 
     A GPU's tiles span all threads of a block, at two words a thread, so few words take warps away.
@@ -202,7 +204,7 @@ def limits(facts: SelectionFacts, collective: str, mode: str = "eager", bits: in
     return sorted({row.max_bytes for _, _, row in _rows(facts, collective, 0, mode, bits) if row.max_bytes is not None})
 
 
-def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, Row]]:
+def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
@@ -223,5 +225,5 @@ def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: 
 
 
 @cache
-def _shipped() -> tuple[Table, ...]:
+def _shipped() -> tuple[ShippedTable, ...]:
     return shipped(files("tricomm").joinpath("tables/default.json").read_bytes())

@@ -24,7 +24,7 @@ _MAX_TILE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """For up to `world_size` ranks and `max_bytes` bytes of input per rank (None: any), this kernel.
 
     `mode` (eager or graph) and `bits` (of an element that is reduced) narrow it, if they are given. `blocks`, `warps`
@@ -54,12 +54,12 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ShippedTable:
     """Rows for `device` (cpu, an architecture like sm_90, or cuda for any) and, if given, for one topology."""
 
     name: str
     device: str
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     topology: str | None = None
 
 
@@ -84,11 +84,11 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedTable:
     """Measured rows for one kind of box."""
 
     fingerprint: Fingerprint
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -113,10 +113,10 @@ class Tuned:
         return _digest([self.name, [asdict(row) for row in self.rows]]).digest()
 
 
-def shipped(text: bytes) -> tuple[Table, ...]:
+def shipped(text: bytes) -> tuple[ShippedTable, ...]:
     """The tables that come with tricomm. Not checked here: a test holds our own file to the limits of a user's."""
     tables = json.loads(text)["tables"]
-    return tuple(Table(**{**table, "rows": tuple(Row(**row) for row in table["rows"])}) for table in tables)
+    return tuple(ShippedTable(**{**table, "rows": tuple(TableRow(**row) for row in table["rows"])}) for table in tables)
 
 
 def _digest(values: Any) -> hashlib._Hash:
@@ -126,7 +126,7 @@ def _digest(values: Any) -> hashlib._Hash:
 
 @dataclass(frozen=True)
 class _Forms:
-    """The JSON forms of `Row`, `Fingerprint` and `Tuned`: msgspec's classes, which refuse values out of limits."""
+    """The JSON forms of `TableRow`, `Fingerprint` and `TunedTable`: classes of msgspec's, which refuse wrong values."""
 
     msgspec: Any
     row: Any
@@ -169,7 +169,7 @@ def _forms() -> _Forms:
         "warps": Literal[1, 2, 4, 8, 16, 32] | None,
         "tile": Annotated[int, msgspec.Meta(ge=2, le=_MAX_TILE)] | None,
     }
-    row = form(Row, limits)
+    row = form(TableRow, limits)
     box = form(Fingerprint, dict.fromkeys(("device", "gpu", "topology", "links"), text) | {"world_size": ranks})
     several: Any = tuple
     columns: list[Any] = [
@@ -185,19 +185,19 @@ def _forms() -> _Forms:
     return _Forms(msgspec, row, box, file)
 
 
-def _tuned(decoded: Any) -> Tuned:
+def _tuned(decoded: Any) -> TunedTable:
     def values(struct: Any) -> dict[str, Any]:
         return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
-    rows = tuple(Row(**values(row)) for row in decoded.rows)
-    table = Tuned(Fingerprint(**values(decoded.fingerprint)), rows, decoded.date, decoded.versions)
+    rows = tuple(TableRow(**values(row)) for row in decoded.rows)
+    table = TunedTable(Fingerprint(**values(decoded.fingerprint)), rows, decoded.date, decoded.versions)
     if decoded.simulated != table.simulated:
         times = "simulated" if decoded.simulated else "measured"
         raise InvalidArgument(f"{times} times for device {table.fingerprint.device!r}: only a CPU's are simulated")
     return table
 
 
-def dumps(table: Tuned) -> bytes:
+def dumps(table: TunedTable) -> bytes:
     """JSON that `loads` takes back, a row a line. Raises `ResourceError` if msgspec is missing."""
     json_forms = forms("tuning table")
     encode = json_forms.msgspec.json.encode
@@ -207,7 +207,7 @@ def dumps(table: Tuned) -> bytes:
     return bytes(head.replace(b'"rows":[]', b'"rows": [\n    ' + lines + b"\n]", 1) + b"\n")
 
 
-def loads(text: bytes, where: str) -> Tuned:
+def loads(text: bytes, where: str) -> TunedTable:
     """The tuned table in JSON `text`. Raises `InvalidArgument` that names `where` and the mistake, `ResourceError` if
     msgspec is missing."""
     json_forms = forms(where)

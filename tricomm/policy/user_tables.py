@@ -17,7 +17,7 @@ import torch
 from tricomm import env
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.policy import tuning_tables
-from tricomm.policy.tuning_tables import Fingerprint, Tuned
+from tricomm.policy.tuning_tables import Fingerprint, TunedTable
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
@@ -50,7 +50,7 @@ def fingerprint(kind: str, device: torch.device, world_size: int, topology: Topo
     return Fingerprint(kind, gpu, world_size, *links)
 
 
-def read(file: Path) -> Tuned:
+def read(file: Path) -> TunedTable:
     """The table in `file`. Raises `InvalidArgument` that names it and the mistake, `ResourceError` if msgspec is
     missing."""
     try:
@@ -61,7 +61,7 @@ def read(file: Path) -> Tuned:
     return tuning_tables.loads(text, f"tuning table {file}")
 
 
-def load(wanted: Fingerprint) -> Tuned | None:
+def load(wanted: Fingerprint) -> TunedTable | None:
     """The table of this kind of box; None if no folder is known; None, with a warning, for a table that is broken,
     cannot be read here, or was measured on another kind."""
     try:
@@ -82,7 +82,7 @@ def load(wanted: Fingerprint) -> Tuned | None:
     return table
 
 
-def save(tuned: Tuned) -> Path:
+def save(tuned: TunedTable) -> Path:
     """Write the table where `load` finds it, whole or not at all. Raises `ResourceError` if it cannot be written."""
     import filelock
 
@@ -101,7 +101,7 @@ def save(tuned: Tuned) -> Path:
     return file
 
 
-def agree(control: ControlPage, wanted: Fingerprint, timeout: float) -> Tuned | None:
+def agree(control: ControlPage, wanted: Fingerprint, timeout: float) -> TunedTable | None:
     """The table that all ranks have found, else None on all of them. Called by all ranks together."""
     table = load(wanted)
     digest = table.digest.hex() if table is not None else "none"

@@ -16,7 +16,7 @@ from tricomm.errors import InvalidArgument, TricommError
 from tricomm.topology.model import MAX_DEVICES, Topology
 from tricomm.topology.nvml import Fabric, LinkEnd, Nvml, load_nvml
 
-Table = list[list[int]]
+LinkTable = list[list[int]]
 
 
 class Cuda(Protocol):
@@ -93,7 +93,7 @@ def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | No
     try:
         nvml = nvml or load_nvml()
         with nvml.session():
-            machine = _Machine(distinct, cuda or TorchCuda(), nvml)
+            machine = _Probe(distinct, cuda or TorchCuda(), nvml)
             topology, fabric, notes = machine.topology(), machine.fabric(), machine.notes
     except Exception as error:  # of any kind: NVML may be of a version that was never tested
         if len(distinct) > 1:
@@ -103,7 +103,7 @@ def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | No
     return Discovery(topology.of(ranks), "", tuple(notes), tuple(fabric[rank] for rank in ranks if fabric))
 
 
-class _Machine:
+class _Probe:
     """The devices with the given UUIDs, while NVML's session lasts."""
 
     def __init__(self, uuids: list[bytes], cuda: Cuda, nvml: Nvml) -> None:
@@ -181,7 +181,7 @@ class GpuLinks:
 
 def links_between(
     gpus: Sequence[GpuLinks], allowed: Callable[[int, int], bool | None]
-) -> tuple[Table, Table, list[str]]:
+) -> tuple[LinkTable, LinkTable, list[str]]:
     """Links of each pair, directly and through switches, and notes in words. Pure.
 
     `allowed(i, j)` is NVML's answer on peer access over NVLink, or None. False takes a pair's links away, because peers

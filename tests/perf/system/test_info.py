@@ -16,7 +16,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import provenance
 from tricomm.perf.system import info, info_table
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tuning_tables import Fingerprint, Row, Tuned
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 
 def test_json_has_every_section() -> None:
@@ -129,8 +129,8 @@ def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
 
 def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
-    row = Row("all_reduce", 4, 2048, "two_shot", "simple")
-    user_tables.save(Tuned(Fingerprint("cpu", "", 4), (row,)))
+    row = TableRow("all_reduce", 4, 2048, "two_shot", "simple")
+    user_tables.save(TunedTable(Fingerprint("cpu", "", 4), (row,)))
     found = info.collect()
     decided = [c for c in found["selection"] if "tuned" in c["reason"]]
     assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]

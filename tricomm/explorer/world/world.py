@@ -24,7 +24,7 @@ from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
 from tricomm.store import page, process
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Member, PackedDescriptor, State
+from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
 from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
@@ -68,12 +68,12 @@ class World:
         ]
         nonce = hashlib.blake2s(repr((world_size, options)).encode(), digest_size=16).digest()
         started = process.start_time(os.getpid()) or 0
-        members = [Member(segment, os.getpid(), started) for segment in segments]  # type: ignore[arg-type]
+        members = [RankSegment(segment, os.getpid(), started) for segment in segments]  # type: ignore[arg-type]
         for rank, segment in enumerate(segments):
             page.Page(segment.buffer, segment.address).identify(rank, world_size, nonce, os.getpid(), started)
         self.controls = [SimulatedControl(rank, nonce, members, self) for rank in range(world_size)]
         for rank, control in enumerate(self.controls):
-            control.set_state(State.READY)
+            control.set_state(RankState.READY)
             words = Region("control", rank, control.device_words, page.PAGE_BYTES, f"rank {rank}'s control words")
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
@@ -155,7 +155,7 @@ class _Host:
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
 
-    def watch(self, rank: int, member: Member) -> Any:
+    def watch(self, rank: int, member: RankSegment) -> Any:
         return _Alive(self._world, rank)
 
     def monotonic(self) -> float:
@@ -171,7 +171,7 @@ class _Host:
 class SimulatedControl(ControlPage):
     """A control page that tells the explorer of calls and exchanges."""
 
-    def __init__(self, rank: int, nonce: bytes, members: Sequence[Member], world: World) -> None:
+    def __init__(self, rank: int, nonce: bytes, members: Sequence[RankSegment], world: World) -> None:
         self._world = world
         super().__init__(rank, nonce, members, _Host(world, rank))
 
