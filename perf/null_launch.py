@@ -17,7 +17,7 @@ from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 from tricomm.store.arena import open_arena
-from tricomm.store.rendezvous import meet
+from tricomm.store.handshake import handshake
 
 
 class NullBindings:
@@ -75,6 +75,6 @@ def communicator() -> Communicator:
     """A group of one rank on the CPU over which every call does all that a call does, but for the launch."""
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
-    control = meet(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))
+    control = handshake(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))
     arena = open_arena(control, plan.nbytes, device, 60.0)
     return Communicator.over(control, arena, plan, device, 60.0, options, NullRuntime())

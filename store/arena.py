@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can reach, whatever it is made of."""
+"""Memory that every rank of a group can reach, of any kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arena(Protocol):
     def bases(self) -> tuple[int, ...]: ...
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` where it would leave the block."""
+        """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
 
     def close(self) -> None:
         """Let the memory go; idempotent."""
@@ -39,9 +39,9 @@ def open_arena(
 ) -> Arena:
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
 
-    On GPUs `reach` may say by rank whose memory this rank maps, alike at both ends; what is not has address 0.
+    On GPUs `reach` says for each rank if this rank maps its memory, alike at both ends; if not, its address is 0.
 
-    Raises the same error on all ranks, with everything undone: `ResourceError` where memory is refused,
+    Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
     """
     if device.type == "cpu":

@@ -1,36 +1,42 @@
 """The group's control page: how ranks see each other without a store, a socket or a collective.
 
-Each rank has one segment that it alone writes and all others map read-only (`tricomm.store.page`): who it is, where
-it stands, what it called, why it gave up. It works for as long as memory does.
+Each rank has one segment that it alone writes and all others map read-only (`tricomm.store.page`): its identity, its
+state, its last calls, and the reason if it has aborted. It works for as long as memory does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tricomm import errors
+from tricomm.deadline import Clock, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
 from tricomm.store.cuda_driver import Driver
 from tricomm.store.host_words import HostWords
-from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, Message, Page, Record, State
+from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, RankState
+from tricomm.store.records import ExchangeMessage
 from tricomm.store.segments import Segment
 
-__all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Member", "Record", "State"]
+__all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Host", "PackedDescriptor", "RankSegment", "RankState"]
 
 _LOOK_SECONDS = 0.02
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 2e-3
+_DIGEST_BYTES, _VALUE_BYTES = 32, 480
 _KIND_BYTES = 32
 
 
 @dataclass(frozen=True)
-class Member:
+class RankSegment:
     """One rank: its control segment as mapped here, and its process."""
 
     segment: Segment
@@ -38,31 +44,68 @@ class Member:
     start_time: int
 
 
+class Host(Clock, Protocol):
+    """What a control page needs of the world that its rank runs in."""
+
+    def watch(self, rank: int, member: RankSegment) -> process.Watched: ...
+
+    def changed(self) -> None:
+        """This rank's page has changed; peers that share its memory see that by themselves."""
+
+
+class LocalHost:
+    """The world of ranks that are processes, or threads, of this machine."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        time.sleep(seconds)
+
+    def watch(self, rank: int, member: RankSegment) -> process.Watched:
+        return process.watch(member.pid, member.start_time)
+
+    def changed(self) -> None:
+        pass
+
+
 class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
-    `group` is a short name for messages. Methods raise `GroupAborted` after `close` and in a forked child,
-    `InvalidArgument` for a rank outside the group.
+    `group` is a short name for messages. `host` is this machine by default. `gather`, for ranks that share no memory,
+    takes a message and a limit in seconds and returns the payloads of all ranks; `peers` is empty then. Methods raise
+    `GroupAborted` after `close` and in a forked child, `InvalidArgument` for a rank outside the group.
     """
 
-    def __init__(self, rank: int, nonce: bytes, members: Sequence[Member]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        nonce: bytes,
+        members: Sequence[RankSegment],
+        host: Host | None = None,
+        gather: Callable[[ExchangeMessage, float], list[bytes]] | None = None,
+    ) -> None:
         self.rank = rank
         self.world_size = len(members)
         self.nonce = nonce
         self.group = nonce[:4].hex()
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
-        self._watched = tuple(map(self._watch, range(len(members))))
+        self._host: Host = host or LocalHost()
+        self._gather_elsewhere = gather
+        self._watched = tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
-        self._lock = threading.RLock()  # a signal handler may say something while this thread does
+        self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks whose pages can be seen from here: all of them, where memory is shared."""
+        """The other ranks whose pages can be seen from here: all of them if memory is shared."""
+        if self._gather_elsewhere is not None:
+            return ()
         return tuple(r for r in range(self.world_size) if r != self.rank)
 
     def words(self) -> NDArray[np.int64]:
@@ -86,7 +129,7 @@ class ControlPage:
 
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count."""
-        watched = self._watched  # one look: another thread may close meanwhile
+        watched = self._watched  # read once: another thread may close meanwhile
         self._check(rank)
         return watched[rank].alive()
 
@@ -101,22 +144,22 @@ class ControlPage:
         """Seconds since the rank's last beat."""
         return max(0.0, (time.monotonic_ns() - self.heartbeat(rank)) / 1e9)
 
-    def set_state(self, state: State) -> None:
+    def set_state(self, state: RankState) -> None:
         self._own().state = state
-        self._said()
+        self._host.changed()
 
-    def state(self, rank: int) -> State:
-        return State(self._page(rank).state)
+    def state(self, rank: int) -> RankState:
+        return RankState(self._page(rank).state)
 
-    def announcer(self) -> Callable[[int, Record], None]:
-        """announce(sequence, record) says what this rank calls as its call number `sequence`; the last 8 stay readable.
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
 
-        For use in this process, and before `close`: it asks no questions, for every collective calls it.
+        For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
         return self._own().announce
 
     def announce_message(self, message: Descriptor) -> None:
-        """Say what this rank sends or receives as its message number `message.sequence`."""
+        """Publish what this rank sends or receives as its message number `message.sequence`."""
         self._own().announce_message(message)
 
     def messages(self, rank: int) -> list[Descriptor]:
@@ -124,11 +167,11 @@ class ControlPage:
         return self._page(rank).messages()
 
     def last(self, rank: int) -> Descriptor | None:
-        """The rank's latest call; None where it has made none."""
+        """The rank's latest call; None if it has made none."""
         return self._page(rank).last()
 
     def called(self, rank: int, sequence: int) -> Descriptor | None:
-        """The rank's call number `sequence`; None where it has not made it, or it is more than 8 calls ago."""
+        """The rank's call number `sequence`; None if it has not made it, or if it is more than 8 calls ago."""
         return self._page(rank).called(sequence)
 
     def sequence(self, rank: int) -> int:
@@ -136,45 +179,60 @@ class ControlPage:
         return self._page(rank).sequence
 
     def raise_fault(self, fault: Fault) -> None:
-        """Say why this rank gives the group up. The first fault stays; its text is cut to what fits."""
+        """Publish why this rank aborts the group. The first fault stays; its text is cut to what fits."""
         with self._lock:
             self._own().put_fault(fault)
-            self._said()
+            self._host.changed()
 
     def fault(self, rank: int) -> Fault | None:
         return self._page(rank).fault()
 
-    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
+    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
         """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
 
-        Raises within `timeout` seconds: `PeerDied` where a rank that has not come to this exchange has ended or
-        closed the group (`GroupAborted` where it says that it was stopped), `CollectiveTimeout` that names the missing
-        ranks, `CollectiveMismatch` where a rank is at another exchange than `what`, `GroupAborted` where a rank has
-        gone on without this one. With `heed_faults` also `GroupAborted` where a missing rank has given the group up,
-        and `CollectiveMismatch` where it is in a call that this rank has not made.
+        Raises within `timeout` seconds: `PeerDied` if a rank that has not come to this exchange has ended or closed
+        the group (`GroupAborted` if its fault says that it was stopped), `CollectiveTimeout` that names the missing
+        ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has gone on
+        without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group, and
+        `CollectiveMismatch` if it is in a call that this rank has not made.
         """
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
         with self._exchanging:
-            # Two slots are enough: a peer writes step s + 2 only after it has seen everybody's step s + 1, and this
+            # Two slots are enough: a peer writes step s + 2 only after it has read every rank's step s + 1, and this
             # rank posts that only after it has left step s.
             self._step += 1
-            mine = Message(self._step, what, payload)
+            mine = ExchangeMessage(self._step, what, payload)
             self._own().post(mine)
-            self._said()
-            return self._gather(mine, timeout, heed_faults)
+            self._host.changed()
+            if self._gather_elsewhere is not None:
+                return self._gather_elsewhere(mine, timeout)
+            return self._gather(mine, timeout, abort_on_fault)
 
-    def agree(self, error: BaseException | None, what: str, timeout: float, heed_faults: bool = False) -> None:
-        """Return where every rank brought None; otherwise raise the same error on every rank.
+    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
+        """Return if every rank brought None; otherwise raise the same error on every rank.
 
-        Its class is that of the lowest failed rank's error where that is tricomm's own, else `TricommError`; its
-        text names the ranks that failed and what they said. Raises as `exchange` does, too.
+        Its class is that of the lowest failed rank's error if that is tricomm's own, else `TricommError`; its text
+        names the ranks that failed, and their reasons. Raises as `exchange` does, too.
         """
-        answers = self.exchange(_pack_error(error), what, timeout, heed_faults)
+        answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
         failed = {rank: answer for rank, answer in enumerate(answers) if answer}
         if failed:
-            said = [f"rank {rank}: {_words(answer)}" for rank, answer in failed.items()]
-            raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(said)}") from error
+            reasons = [f"rank {rank}: {_words(answer)}" for rank, answer in failed.items()]
+            raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
+
+    def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
+        """Return if every rank brought the same `value`; otherwise raise the same `InvalidArgument` on every rank.
+
+        Its text has rank 0's value and that of the lowest rank with another one. Raises as `exchange` does, too.
+        """
+        text = value.encode(errors="replace")
+        mine = hashlib.sha256(text).digest() + text[:_VALUE_BYTES]
+        answers = self.exchange(mine, what, timeout, abort_on_fault)
+        for rank, theirs in enumerate(answers):
+            if theirs != answers[0]:
+                first, other = (answer[_DIGEST_BYTES:].decode(errors="ignore") for answer in (answers[0], theirs))
+                raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
 
     def close(self) -> None:
         """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go.
@@ -183,8 +241,8 @@ class ControlPage:
         """
         members, pages = self._members, self._pages
         if pages and os.getpid() == self._owner:
-            pages[self.rank].state = State.CLOSED
-            self._said()
+            pages[self.rank].state = RankState.CLOSED
+            self._host.changed()
         # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
         self.host_words.close()
         self._members, self._pages = (), ()
@@ -193,78 +251,65 @@ class ControlPage:
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Let go of the peers' pidfds, and of nothing else: for a page that its meeting takes apart again."""
+        """Let go of the peers' pidfds, and of nothing else: for a page that its handshake takes apart again."""
         self._watched = ()
 
-    def _watch(self, rank: int) -> process.Watched:
-        member = self._members[rank]
-        return process.watch(member.pid, member.start_time)
+    def _gather(self, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
+        arrived = {self.rank: mine.payload}
+        next_look = self._host.monotonic() + _LOOK_SECONDS
 
-    def _now(self) -> float:
-        return time.monotonic()
+        def missing() -> list[int]:
+            return [rank for rank in range(self.world_size) if rank not in arrived]
 
-    def _pause(self, seconds: float) -> None:
-        """Let the other ranks get on."""
-        time.sleep(seconds)
-
-    def _said(self) -> None:
-        """This rank's page has changed; in shared memory the peers see that by themselves."""
-
-    def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
-        began = self._now()
-        found = {self.rank: mine.payload}
-        next_look, pause = began + _LOOK_SECONDS, 0.0
-        while True:
-            now = self._now()
-            # Looked at before the slots: what a rank posted with its last breath counts.
-            gone = self._gone(found) if now >= next_look else {}
-            next_look = now + _LOOK_SECONDS if now >= next_look else next_look
-            for rank in range(self.world_size):
-                if rank not in found:
-                    found.update(self._from(rank, mine))
-            missing = [r for r in range(self.world_size) if r not in found]
-            if not missing:
-                return [found[r] for r in range(self.world_size)]
-            if heed_faults:
-                self._refuse_apart(missing, mine)
-            if lost := [r for r in missing if r in gone]:
-                text = f"{self._prefix(mine.what)}: {'; '.join(gone[r] for r in lost)}"
+        def complete() -> bool:
+            nonlocal next_look
+            now, gone = self._host.monotonic(), {}
+            if now >= next_look:  # before the slots are read: a message that a rank posted just before its end counts
+                gone, next_look = self._gone(arrived), now + _LOOK_SECONDS
+            for rank in missing():
+                arrived.update(self._from(rank, mine))
+            late = missing()
+            if late and abort_on_fault:
+                self._refuse_diverged(late, mine)
+            if lost := [rank for rank in late if rank in gone]:
+                text = f"{self._prefix(mine.what)}: {'; '.join(gone[rank] for rank in lost)}"
                 fault = self.fault(lost[0])
                 stopped = fault is not None and fault.kind == GroupAborted.__name__
                 raise GroupAborted(text) if stopped else PeerDied(text)
-            if now - began >= timeout:
-                late = f"timeout after {timeout:g} s: rank(s) {missing} did not come"
-                raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
-            self._pause(pause)
-            pause = min(pause + 5e-5, 2e-3)
+            return not late
 
-    def _refuse_apart(self, missing: list[int], mine: Message) -> None:
+        if not poll(complete, timeout, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, clock=self._host):
+            late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come"
+            raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
+        return [arrived[rank] for rank in range(self.world_size)]
+
+    def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
             fault, call = self.fault(rank), self.last(rank)
             ahead = call is not None and call.sequence > self.sequence(self.rank)
-            # It may have come since its slot was looked at, seen everybody there, and be in its next call by now.
+            # It may have come since its slot was read, seen every rank there, and be in its next call by now.
             if not (ahead or fault is not None) or self._from(rank, mine):
                 continue
             if fault is not None:
-                raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} gave the group up: {fault.text}")
+                raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} aborted the group: {fault.text}")
             if call is not None:
                 raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is in {call.text()} instead")
 
-    def _from(self, rank: int, mine: Message) -> dict[int, bytes]:
+    def _from(self, rank: int, mine: ExchangeMessage) -> dict[int, bytes]:
         theirs = self._page(rank).posted(mine.step)
         if theirs is None or theirs.step < mine.step:
             return {}
         if theirs.step > mine.step:
             raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} has gone on without this rank")
-        if theirs.what != mine.what.encode()[:64].decode(errors="ignore"):
+        if theirs.what != mine.purpose():
             raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is at {theirs.what!r} instead")
         return {rank: theirs.payload}
 
-    def _gone(self, found: Iterable[int]) -> dict[int, str]:
-        """For each rank that will not come any more, what became of it."""
+    def _gone(self, arrived: Iterable[int]) -> dict[int, str]:
+        """The reason for each rank that will not come any more."""
         gone = {}
-        for rank in set(range(self.world_size)) - set(found):
-            if self.state(rank) == State.CLOSED:
+        for rank in set(range(self.world_size)) - set(arrived):
+            if self.state(rank) == RankState.CLOSED:
                 fault = self.fault(rank)
                 gone[rank] = f"rank {rank} has closed the group" + (f": {fault.text}" if fault else "")
             elif not self.alive(rank):
@@ -274,12 +319,12 @@ class ControlPage:
     def _prefix(self, what: str) -> str:
         return f"group {self.group}, rank {self.rank} of {self.world_size}: {what}"
 
-    def _member(self, rank: int) -> Member:
+    def _member(self, rank: int) -> RankSegment:
         self._check(rank)
         return self._members[rank]
 
     def _page(self, rank: int) -> Page:
-        pages = self._pages  # one look: another thread may close meanwhile
+        pages = self._pages  # read once: another thread may close meanwhile
         self._check(rank)
         return pages[rank]
 
@@ -308,5 +353,5 @@ def _words(answer: bytes) -> str:
 
 
 def _kind(answer: bytes) -> type[TricommError]:
-    found = getattr(errors, answer[:_KIND_BYTES].rstrip(b"\0").decode(errors="ignore"), None)
-    return found if isinstance(found, type) and issubclass(found, TricommError) else TricommError
+    kind = getattr(errors, answer[:_KIND_BYTES].rstrip(b"\0").decode(errors="ignore"), None)
+    return kind if isinstance(kind, type) and issubclass(kind, TricommError) else TricommError

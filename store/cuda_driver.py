@@ -1,8 +1,8 @@
 """The CUDA driver calls that sharing memory needs: typed, loaded on first use, and checked in one place.
 
-A `Driver` works on whatever looks like the module `cuda.bindings.driver` (12.9.1 to 13.x), so that tests put a world
-that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are plain ints,
-sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
+A `Driver` works on any object with the functions of the module `cuda.bindings.driver` (12.9.1 to 13.x), so that tests
+put a world that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are
+plain ints, sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
-        """`context` is this thread's current one inside; what the thread had before comes back after."""
+        """`context` is this thread's current one inside; the one before comes back after."""
         self._call("cuCtxPushCurrent", context)
         try:
             yield
@@ -139,12 +139,12 @@ class Driver:
 
     def ipc_get_handle(self, base: int) -> bytes:
         """64 bytes with which another process can map the allocation that starts at `base`."""
-        structure = self._call("cuIpcGetMemHandle", base)  # named, for its bytes go with it
+        structure = self._call("cuIpcGetMemHandle", base)  # named, because its bytes go with it
         return ctypes.string_at(structure.getPtr(), HANDLE_BYTES)
 
     def ipc_open_handle(self, handle: bytes) -> int:
         """Address here of another process's allocation; needs its `ipc_close_handle` before the owner frees it."""
-        # The structure hides its bytes in 13.x; its address is what all versions give.
+        # The structure hides its bytes in 13.x; all versions give its address.
         structure = self._bindings.CUipcMemHandle()
         ctypes.memmove(structure.getPtr(), handle, HANDLE_BYTES)
         # Lazy peer access needs no context on the peer's GPU; cuCtxEnablePeerAccess would cost one (hundreds of MiB)
@@ -172,7 +172,7 @@ class Driver:
     def _call(self, name: str, *arguments: object) -> Any:
         try:
             status, *values = getattr(self._bindings, name)(*arguments)
-        except (AttributeError, RuntimeError) as error:  # what the bindings raise for a missing library or function
+        except (AttributeError, RuntimeError) as error:  # raised by the bindings for a missing library or function
             raise ResourceError(f"{name}: {error}; {INSTALL}") from error
         self._check(name, status)
         if len(values) > 1:

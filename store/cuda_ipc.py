@@ -3,8 +3,8 @@
     rank 0: cuMemAlloc ── 64-byte handle ──▶ rank 1: cuIpcOpenMemHandle ── writes a word ──▶ rank 0 sees it
             cuMemFree  ◀── "I have unmapped yours" ── rank 1: cuIpcCloseMemHandle
 
-Set-up goes in stages. After each stage all ranks go on or all ranks raise, and then each undoes what it had. CUDA's
-word that a GPU can reach another is not enough (TensorRT-LLM#17034), so the last stage is a write that must arrive.
+Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before. CUDA's answer
+that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stage is a write that must arrive.
 A handle gives its holder the whole allocation: the block is the library's own, and holds nothing of the user's.
 """
 
@@ -13,31 +13,68 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tricomm import env
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
-from tricomm.store.collective_stages import Stages, left
-from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
-from tricomm.store.cuda_ipc_record import GRANULE_BYTES, Record, parse_record
+from tricomm.deadline import Deadline, poll
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
+from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver, load_driver
 from tricomm.store.local_arena import check_view, raw_view
 
 CLOSE_SECONDS = 5.0
 WORD_BYTES = 8
+GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
 
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
 _MAX_NBYTES = 1 << 46
+_ALIGNMENT_BYTES = 256
+_MAGIC = b"TCIP"
+_VERSION = 1
+_RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{HANDLE_BYTES}s")
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class BlockRecord:
+    """A rank's block of GPU memory, as the other ranks are told of it. Never printed: the handle is a key to it."""
+
+    rank: int
+    uuid: bytes
+    nbytes: int
+    offset: int
+    handle: bytes
+
+    def pack(self) -> bytes:
+        return _RECORD.pack(_MAGIC, _VERSION, self.rank, self.uuid, self.nbytes, self.offset, self.handle)
+
+    def __repr__(self) -> str:
+        return f"BlockRecord(rank={self.rank}, nbytes={self.nbytes})"
+
+
+def parse_record(data: bytes, rank: int, nbytes: int) -> BlockRecord:
+    """Rank `rank`'s record for a block of `nbytes` bytes; raises `RendezvousError` for anything else. Pure."""
+    if len(data) != _RECORD.size:
+        raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {_RECORD.size}")
+    magic, version, sender, uuid, size, offset, handle = _RECORD.unpack(data)
+    if magic != _MAGIC or version != _VERSION:
+        raise RendezvousError(f"rank {rank}'s memory record is not of version {_VERSION}: mixed tricomm versions?")
+    if sender != rank:
+        raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
+    if size != nbytes:
+        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
+    if offset >= GRANULE_BYTES or offset % _ALIGNMENT_BYTES:
+        raise RendezvousError(f"rank {rank}'s block lies {offset} bytes into its allocation: not a place CUDA gives")
+    return BlockRecord(rank, uuid, nbytes, offset, handle)
 
 
 class Control(Protocol):
-    """What is needed of the group's control page (`tricomm.store.control`)."""
+    """The part of the group's control page (`tricomm.store.control`) that an arena uses."""
 
     @property
     def rank(self) -> int: ...
@@ -55,32 +92,32 @@ def open_cuda_ipc(
 ) -> CudaIpcArena:  # fmt: skip
     """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
 
-    `reach` may say by rank whose block this rank maps, alike at both ends; by default everybody's.
+    `reach` says for each rank if this rank maps its block, alike at both ends; by default all blocks are mapped.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
-    where memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
-    `InvalidArgument` for a bad size or device, `RendezvousError` where the ranks' records do not fit together.
+    if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
+    `InvalidArgument` for a bad size or device, `RendezvousError` if the ranks' records do not fit together.
     """
-    deadline = time.monotonic() + timeout
-    jointly = Stages(control, "cuda_ipc", deadline)
+    deadline = Deadline(timeout)
+    stage = CollectiveStages(control, "cuda_ipc", deadline)
 
     with ExitStack() as undo:
         arena = CudaIpcArena(control, nbytes, device, reach)
         undo.callback(arena._release)
-        jointly("reach the GPU", lambda: arena._attach(driver))
-        mine = jointly("allocate memory", arena._allocate)
-        records = arena._exchange(mine, left(deadline))
-        peers = jointly("check the records", lambda: [parse_record(data, r, nbytes) for r, data in enumerate(records)])
-        jointly("map peers' memory", lambda: arena._map(peers))
-        jointly("write to peers", arena._write_probe)
-        jointly("see peers' writes", arena._read_probe)
-        jointly("clear", arena._clear_probe)
+        stage("reach the GPU", lambda: arena._attach(driver))
+        mine = stage("allocate memory", arena._allocate)
+        records = arena._exchange(mine, deadline.left)
+        peers = stage("check the records", lambda: [parse_record(data, r, nbytes) for r, data in enumerate(records)])
+        stage("map peers' memory", lambda: arena._map(peers))
+        stage("write to peers", arena._write_probe)
+        stage("see peers' writes", arena._read_probe)
+        stage("clear", arena._clear_probe)
         undo.pop_all()
     return arena
 
 
 class CudaIpcArena:
-    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 where it is
+    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
     out of reach."""
 
     kind = "cuda_ipc"
@@ -105,7 +142,7 @@ class CudaIpcArena:
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Rank `rank`'s bytes from `offset` on, as a tensor that is valid until `close`.
 
-        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
         if self._closed:
             raise GroupAborted("this cuda_ipc arena is closed; its memory is gone")
         check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
@@ -166,14 +203,14 @@ class CudaIpcArena:
             base = driver.mem_base(self._own)
             handle = driver.ipc_get_handle(base)
         uuid = driver.device_uuid(self._ordinal)
-        return Record(self.rank, uuid, self.nbytes, self._own - base, handle).pack()
+        return BlockRecord(self.rank, uuid, self.nbytes, self._own - base, handle).pack()
 
     def _exchange(self, mine: bytes, timeout: float) -> list[bytes]:
         # From here on a peer may map the block, even if the exchange fails on this rank.
         self._exported = True
         return self._control.exchange(mine, "cuda_ipc: memory records", timeout)
 
-    def _map(self, peers: list[Record]) -> None:
+    def _map(self, peers: list[BlockRecord]) -> None:
         bases = []
         with self._driver_current():
             for peer in peers:
@@ -181,7 +218,7 @@ class CudaIpcArena:
                 bases.append(self._own if peer.rank == self.rank else self._map_peer(peer) if near else 0)
         self.bases = tuple(bases)
 
-    def _map_peer(self, peer: Record) -> int:
+    def _map_peer(self, peer: BlockRecord) -> int:
         driver, ordinal = self._cuda, self._visible.get(peer.uuid)
         # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about: opening decides.
         if ordinal not in (None, self._ordinal) and not driver.can_access_peer(self._ordinal, ordinal):
@@ -210,13 +247,13 @@ class CudaIpcArena:
     def _read_probe(self) -> None:
         world_size = self._control.world_size
         with self._driver_current():
-            found = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
-        words = [found[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
+            data = self._cuda.read(self._own + self._probe_offset(0), WORD_BYTES * world_size)
+        words = [data[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
         near = [r for r, base in enumerate(self.bases) if base]
         missing = [r for r in near if words[r] != _probe_word(r, self.rank)]
         if missing:
             raise ResourceError(
-                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but what they wrote did not arrive; "
+                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but their writes did not arrive; "
                 "look at IOMMU and PCIe ACS settings, or set TRICOMM_P2P_DISABLE=1 to do without peer access"
             )
 
@@ -253,14 +290,14 @@ class CudaIpcArena:
         return undo.failures
 
     def _may_free(self, unmapped: bool) -> bool:
-        """Tell the peers that their blocks are unmapped here, and learn whether they have unmapped this one."""
+        """Tell the peers if their blocks are unmapped here; returns whether they have unmapped this rank's block."""
         if not self._exported:
             return True
-        deadline = time.monotonic() + CLOSE_SECONDS
+        deadline = Deadline(CLOSE_SECONDS)
         answer = _UNMAPPED if unmapped else _STILL_MAPPED
         try:
             answers = self._control.exchange(answer, "cuda_ipc: close", CLOSE_SECONDS)
-        except Exception as error:  # whatever went wrong, the block's fate has to be decided
+        except Exception as error:  # of any kind: this rank still has to free the block or keep it
             self._outwait_peers(deadline, error)
             return True
         holders = [r for r, data in enumerate(answers) if r != self.rank and data != _UNMAPPED]
@@ -271,16 +308,15 @@ class CudaIpcArena:
             )
         return not holders
 
-    def _outwait_peers(self, deadline: float, error: Exception) -> None:
-        peers = [r for r in range(self._control.world_size) if r != self.rank]
-        while late := [r for r in peers if self._control.alive(r)]:
-            if time.monotonic() >= deadline:
-                _log.warning(
-                    f"rank {self.rank} frees its shared GPU memory although rank(s) {late} did not say within "
-                    f"{CLOSE_SECONDS:g} s that they have unmapped it: {error}"
-                )
-                return
-            time.sleep(0.01)
+    def _outwait_peers(self, deadline: Deadline, error: Exception) -> None:
+        def living() -> list[int]:
+            return [r for r in range(self._control.world_size) if r != self.rank and self._control.alive(r)]
+
+        if not poll(lambda: not living(), deadline.left, 0.01):
+            _log.warning(
+                f"rank {self.rank} frees its shared GPU memory although rank(s) {living()} did not confirm within "
+                f"{CLOSE_SECONDS:g} s that they have unmapped it: {error}"
+            )
 
 
 def _probe_word(writer: int, target: int) -> bytes:

@@ -1,4 +1,8 @@
-"""One round of records through the Store: each rank writes its own and reads, and checks, those of all others.
+"""Records that ranks exchange through the Store: their keys, their generation, and how one of them aborts.
+
+    add  tricomm/<name>/<rank>/generation              which gathering of that name is this rank's next one
+    set  tricomm/<name>/<generation>/<what>/<rank>     a record of this rank
+    set  tricomm/<name>/<generation>/failed            why a rank has aborted this generation
 
 The only place where ranks read each other's bytes from the Store. Waiting is polling, because a `get` that blocks
 cannot look for anything else meanwhile.
@@ -6,66 +10,132 @@ cannot look for anything else meanwhile.
 
 from __future__ import annotations
 
+import os
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from tricomm import env
+from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, TricommError
 from tricomm.store import records
-from tricomm.store.deadline import Bounded
-from tricomm.store.records import Record
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.records import B, Failure, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
-_EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may be there
+_EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may exist
 
-Arrived = Mapping[int, Record]  # those that are there, by rank
+Arrived = Mapping[int, StoreRecord[B]]  # the records that exist, by rank
 
 
-def next_generation(store: Bounded, key: str, took: Callable[[int], None] = lambda count: None) -> int:
-    """Which meeting on this store is this rank's next one, counted in `key`; an interrupt does not keep it from `took`.
+class Gathering:
+    """One rank's part in one generation of a gathering. `name` keeps its keys apart from those of others.
 
-    Raises `RendezvousError` if what is counted there is impossible: something else writes to this store.
+    Methods raise `RendezvousError` if the store fails, if `records.parse` refuses a record, and if the
+    generation is impossible, as it is when something else writes to this store.
     """
-    found = store.add(key, 1, took)
-    if not 0 < found <= records.MAX_GENERATION:
-        raise RendezvousError(f"the store's {key!r} counts {found} meetings; does something else use this store?")
-    return found
+
+    def __init__(
+        self, store: BoundedStore, name: str, rank: int, world_size: int, nonce: bytes = b"", generation: int = 0
+    ) -> None:
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.generation = generation  # 0: none yet, see `begin`
+        self.nonce = nonce or secrets.token_bytes(records.NONCE_BYTES)
+        self._keys, self._token = f"tricomm/{name}", env.token()
+
+    def begin(self) -> None:
+        """Take this rank's next generation. It is known even if an interrupt comes before the store has answered."""
+        key = self.counter(self.rank)
+        self.store.add(key, 1, self._begun)
+        generation = self.generation
+        if not 0 < generation <= records.MAX_GENERATION:
+            self.generation = 0
+            raise RendezvousError(f"the store's {key!r} is {generation}; does something else use this store?")
+
+    def _begun(self, generation: int) -> None:
+        self.generation = generation
+
+    def exchange(
+        self,
+        what: str,
+        body: B,
+        deadline: Deadline,
+        late: Callable[[Arrived[B]], TricommError],
+        check: Callable[[StoreRecord[B]], None],
+        look: Callable[[Arrived[B]], None] = lambda arrived: None,
+    ) -> list[StoreRecord[B]]:
+        """Write a record with `body` and return the records of all ranks, by rank; each rank calls it.
+
+        `check` raises for a record that is well formed and still cannot be of this group. `look` is called before each
+        round of reading, with the records so far, and raises if there is no use in waiting. Raises what `late` gives
+        for the records so far when `deadline` has passed. An empty value counts as no record.
+        """
+        mine = self.record(body)
+        self.store.set(self.key(what, self.rank), mine.pack(self._token))
+        arrived = {self.rank: mine}  # never read back: another process may have written it
+        each = time.monotonic() + _EACH_SECONDS
+
+        def complete() -> bool:
+            nonlocal each
+            look(arrived)
+            keys = {rank: self.key(what, rank) for rank in missing(arrived, self.world_size)}
+            now = time.monotonic()
+            if now >= each or deadline.passed or not keys or self.store.check(*keys.values()):  # mostly one question
+                each = now + _EACH_SECONDS
+                for rank, key in keys.items():
+                    if data := self.store.read(key):
+                        record = records.parse(data, type(body), self.generation, rank, self._token)
+                        check(record)
+                        arrived[rank] = record
+            return len(arrived) == self.world_size
+
+        if not poll(complete, deadline.left, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
+            raise late(arrived)
+        return [arrived[rank] for rank in range(self.world_size)]
+
+    def abort(self, kind: str, text: str) -> None:
+        """Publish why this rank ends the generation, for those that wait for it. The first failure stays."""
+        if not self.aborted():
+            failure = self.record(Failure(os.getpid(), kind, text))
+            self.store.set(self.failed_key(), failure.pack(self._token))
+
+    def aborted(self, generation: int = 0) -> bool:
+        """Whether a rank has aborted `generation` (0: this one)."""
+        return self.store.check(self.failed_key(generation))
+
+    def raise_if_aborted(self, name: str, kinds: Sequence[type[TricommError]] = ()) -> None:
+        """Raises the failure of the rank that has aborted this generation of `name`.
+
+        Its class is the one of `kinds` that it names, otherwise `RendezvousError`.
+        """
+        data = self.store.read(self.failed_key())
+        if data is not None:
+            failed = records.parse(data, Failure, self.generation, None, self._token)
+            kind = next((kind for kind in kinds if kind.__name__ == failed.body.kind), RendezvousError)
+            raise kind(
+                f"{name} {self.generation} was aborted by rank {failed.rank} of {failed.world_size} "
+                f"(pid {failed.body.pid}): {failed.body.text}"
+            )
+
+    def record(self, body: B) -> StoreRecord[B]:
+        """A record of this rank in this generation."""
+        return StoreRecord(self.rank, self.world_size, self.generation, self.nonce, body)
+
+    def earlier(self, what: str, kind: type[B], generation: int) -> StoreRecord[B] | None:
+        """The record that a process of this rank wrote in an earlier `generation`, if there is one."""
+        data = self.store.read(self.key(what, self.rank, generation))
+        return records.parse(data, kind, generation, self.rank, self._token) if data else None
+
+    def counter(self, rank: int) -> str:
+        return f"{self._keys}/{rank}/generation"
+
+    def key(self, what: str, rank: int, generation: int = 0) -> str:
+        return f"{self._keys}/{generation or self.generation}/{what}/{rank}"
+
+    def failed_key(self, generation: int = 0) -> str:
+        return f"{self._keys}/{generation or self.generation}/failed"
 
 
-def gather(
-    store: Bounded, mine: Record, token: bytes | None, key: Callable[[int], str], deadline: float,
-    late: Callable[[Arrived], TricommError], check: Callable[[Record], None],
-    look: Callable[[Arrived], None] = lambda said: None,
-) -> list[Record]:  # fmt: skip
-    """Write `mine` under `key(rank)`, and return the records of all ranks, by rank; each rank calls it.
-
-    `check` raises for a record that is well formed and still cannot be of this group. `look` is called before each
-    round of reading, with those that are there, and raises if there is no use in waiting. Past `deadline`
-    (`time.monotonic`), raises what `late` gives for those that are there. Raises `RendezvousError` for a record that
-    `records.parse` refuses, and if the store fails. An empty value counts as none.
-    """
-    kind = records.kind_of(mine.body)
-    store.set(key(mine.rank), mine.pack(token))
-    said = {mine.rank: mine}  # never read back: another's word for this rank counts for nothing
-    pause, each = _PAUSE_SECONDS, time.monotonic() + _EACH_SECONDS
-    while True:
-        look(said)
-        now = time.monotonic()
-        keys = {rank: key(rank) for rank in missing(said, mine.world_size)}
-        if now >= min(each, deadline) or not keys or store.check(*keys.values()):  # one question for all, mostly
-            each = now + _EACH_SECONDS
-            for rank, there in keys.items():
-                if data := store.read(there):
-                    record = records.parse(data, kind, mine.generation, rank, token)
-                    check(record)
-                    said[rank] = record
-        if len(said) == mine.world_size:
-            return [said[rank] for rank in range(mine.world_size)]
-        if now >= deadline:
-            raise late(said)
-        time.sleep(pause)
-        pause = min(pause * 1.3, _LONGEST_PAUSE_SECONDS)
-
-
-def missing(said: Arrived, world_size: int) -> list[int]:
-    """Ranks whose record is not there."""
-    return [rank for rank in range(world_size) if rank not in said]
+def missing(arrived: Mapping[int, object], world_size: int) -> list[int]:
+    """Ranks whose record does not exist."""
+    return [rank for rank in range(world_size) if rank not in arrived]

@@ -1,14 +1,13 @@
-"""Host memory that kernels use: what the device knows of it lives and dies with the memory.
+"""Host memory that kernels use: its registration with the device lives and ends with the memory.
 
-CUDA registers memory by its address. Memory that is unmapped while it is registered leaves the driver with pages that
-nobody sees: whatever is mapped at that address later looks registered already, and kernels would write to the old
-pages. So a registration belongs to one `HostWords`, which its owner closes before it lets the memory go; and while it
-is registered the memory is held here, so that its address cannot be given to anything else, whatever becomes of its
-owner.
+CUDA registers memory by its address. If memory is unmapped while it is registered, the driver keeps its pages: other
+memory that is mapped at that address later looks registered already, and kernels would write to the old pages. So a
+registration belongs to one `HostWords`, which its owner closes before it lets the memory go. While it is registered the
+memory is held here, so that its address cannot be given to anything else, even if its owner is gone.
 
-How a group ends decides: if its kernels have left, its control page goes, also where its arena stays because a peer has
-yet to take a message; if one does not leave, or a captured graph may run one again, everything that it may touch (page,
-arena, tables) stays mapped until the process ends.
+It depends on how a group ends: if its kernels have left, its control page goes, even if its arena stays because a peer
+has yet to take a message. If one does not leave, or a captured graph may run one again, all memory that it may touch
+(page, arena, tables) stays mapped until the process ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _registered: set[_Registration] = set()
 
 
 class HostWords:
-    """The page of host memory at `address`, which stays mapped for as long as somebody refers to `memory`."""
+    """The page of host memory at `address`, which stays mapped as long as there is a reference to `memory`."""
 
     def __init__(self, memory: object, address: int) -> None:
         self.address = address

@@ -30,7 +30,7 @@ _MAX_NBYTES = 1 << 46
 def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape: Sequence[int], size: int) -> int:
     """Number of elements of a view at `offset` into rank `rank`'s block, for elements of `size` bytes.
 
-    Raises `InvalidArgument` where the view leaves the block of `nbytes` bytes or is not aligned to its elements."""
+    Raises `InvalidArgument` if the view leaves the block of `nbytes` bytes or is not aligned to its elements."""
     if not 0 <= rank < len(bases):
         raise InvalidArgument(f"rank {rank} is not in 0..{len(bases) - 1}")
     if any(length < 0 for length in shape):
@@ -44,7 +44,7 @@ def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape:
 
 
 def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Tensor over memory that torch does not own; whoever calls keeps the memory alive."""
+    """Tensor over memory that torch does not own; the caller keeps the memory alive."""
     # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies where that is
     # not `device` (pytorch#54139), which can be so for a peer's memory. This way every dtype works, too.
     nbytes = math.prod(shape) * dtype.itemsize
@@ -73,7 +73,7 @@ def open_local(
     `pages` are the ranks' control pages (`ControlPage.host_words`), which stay their owners': each rank's close takes
     its own from the device. None: pages of their own, which go with the blocks.
 
-    Raises `InvalidArgument` for a bad size or device, `ResourceError` where memory is refused; then nothing is left."""
+    Raises `InvalidArgument` for a bad size or device, `ResourceError` if memory is refused; then nothing is left."""
     return LocalGroup(world_size, device, driver, pages).open(nbytes)
 
 
@@ -128,7 +128,7 @@ class LocalArena:
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Rank `rank`'s bytes from `offset` on, as a tensor; on a GPU it is valid until all ranks have closed.
 
-        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
         if self._blocks is None:
             raise GroupAborted(f"rank {self.rank}'s local arena is closed")
         numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
@@ -241,7 +241,7 @@ def _own_page() -> HostWords:
 
 
 def _zeroed(nbytes: int) -> mmap.mmap:
-    """Page-aligned zeroed host memory; `ResourceError` where the system refuses it."""
+    """Page-aligned zeroed host memory; `ResourceError` if the system refuses it."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -249,5 +249,5 @@ def _zeroed(nbytes: int) -> mmap.mmap:
 
 
 def host_view(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """The process's own memory at `address` as bytes; whoever calls keeps the memory alive."""
+    """The process's own memory at `address` as bytes; the caller keeps the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

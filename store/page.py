@@ -1,6 +1,6 @@
-"""One rank's page of the control segment: where everything lies, and how a reader never sees half of it.
+"""One rank's page of the control segment: its layout, and why a reader never sees half a record.
 
-    page 0   identity (written once, before anybody attaches); state, heartbeat, sequence (one word each); fault
+    page 0   identity (written once, before any rank attaches); state, heartbeat, sequence (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
     page 2   ring of the last 8 descriptors, by sequence number
     page 3   exchange slot of even steps;  page 4: of odd steps
@@ -8,7 +8,7 @@
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
-reader needs no ordering from the processor: what it copied is either whole and the one it asked for, or it looks
+reader needs no ordering from the processor: its copy is either whole and the one that it asked for, or it copies
 again.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricomm.errors import ResourceError
+from tricomm.store.records import ExchangeMessage
 
 PAGE_BYTES = 4096
 NBYTES = 6 * PAGE_BYTES
@@ -46,17 +47,17 @@ _ENTRY = PAGE_BYTES // RING
 _TRIES = 1000
 
 
-class State(enum.IntEnum):
-    """Where a rank stands."""
+class RankState(enum.IntEnum):
+    """The state of a rank."""
 
-    MEETING = 1
+    CONNECTING = 1
     READY = 2
     CLOSED = 3
     ABORTED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class PackedDescriptor:
     """The bytes of a descriptor without its sequence number, and the checksum up to there."""
 
     text: bytes
@@ -79,15 +80,15 @@ class Descriptor:
     grid: int
     mode: str
 
-    def record(self) -> Record:
-        """What a page holds of it, but for the sequence number: the same for every call of a plan."""
+    def packed(self) -> PackedDescriptor:
+        """What a page holds of it, except for the sequence number: the same for every call of a plan."""
         sequence, *rest = astuple(self)
         fields = [field.encode() if isinstance(field, str) else field for field in rest]
         text = _DESCRIPTOR.pack(*fields, sequence)[:-8]
-        return Record(text, zlib.crc32(struct.pack("<I", _DESCRIPTOR.size) + text))
+        return PackedDescriptor(text, zlib.crc32(struct.pack("<I", _DESCRIPTOR.size) + text))
 
     def text(self) -> str:
-        """For people. A message has its peer for a root and its tag for an operation."""
+        """In words. A message has its peer as root and its tag as operation."""
         if self.collective in ("send", "recv"):
             peer = f"rank {self.root}" if self.root >= 0 else "any rank"
             way = f"to {peer}" if self.collective == "send" else f"from {peer}"
@@ -100,21 +101,12 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a rank gave the group up: `kind` is the name of an error class, `culprit` the rank it is about."""
+    """Why a rank aborted the group: `kind` is the name of an error class, `culprit` the rank at fault."""
 
     kind: str
     culprit: int
     sequence: int
     text: str
-
-
-@dataclass(frozen=True)
-class Message:
-    """What a rank said in step `step` of the exchanges, and what it was about."""
-
-    step: int
-    what: str
-    payload: bytes
 
 
 class Page:
@@ -129,7 +121,7 @@ class Page:
         self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
 
     def is_of(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> bool:
-        """True where the page says that it is the one that its rank announced."""
+        """True if the page is the one that its rank announced."""
         want = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
         return bytes(self._buffer[: _IDENTITY.size]) == want
 
@@ -157,29 +149,29 @@ class Page:
     def device_words(self) -> NDArray[np.int64]:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
-    def announce(self, sequence: int, record: Record) -> None:
-        """Call number `sequence`, and `Descriptor.record` of it. Made for speed: every collective does this."""
-        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(sequence), record.crc)
+    def announce(self, sequence: int, packed: PackedDescriptor) -> None:
+        """Call number `sequence`, with its `Descriptor.packed`. Made for speed: every collective does this."""
+        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(sequence), packed.crc)
         at = _RING_AT + sequence % RING * _ENTRY
-        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, record.text, sequence)
-        self._words[_SEQUENCE] = sequence  # behind its descriptor, so that a reader of this finds that
+        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, sequence)
+        self._words[_SEQUENCE] = sequence  # after its descriptor, so that a reader of this word sees that
 
     def announce_message(self, message: Descriptor) -> None:
         """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
-        record = message.record()
-        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(message.sequence), record.crc)
+        packed = message.packed()
+        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(message.sequence), packed.crc)
         at = _MESSAGES_AT + message.sequence % RING * _ENTRY
-        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, record.text, message.sequence)
+        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, message.sequence)
 
     def messages(self) -> list[Descriptor]:
         """The rank's last messages, in order."""
-        found = [self._descriptor(_MESSAGES_AT + n * _ENTRY) for n in range(RING)]
-        return sorted((m for m in found if m is not None), key=lambda m: m.sequence)
+        messages = [self._descriptor(_MESSAGES_AT + n * _ENTRY) for n in range(RING)]
+        return sorted((m for m in messages if m is not None), key=lambda m: m.sequence)
 
     def called(self, sequence: int) -> Descriptor | None:
-        """The call number `sequence`; None where there was none, or it is too long ago."""
-        found = self._descriptor(_ring_at(sequence))
-        return found if found is not None and found.sequence == sequence else None
+        """The call number `sequence`; None if there was none, or if it is too long ago."""
+        call = self._descriptor(_ring_at(sequence))
+        return call if call is not None and call.sequence == sequence else None
 
     def _descriptor(self, at: int) -> Descriptor | None:
         data = self._take(at, _DESCRIPTOR.size)
@@ -189,15 +181,15 @@ class Page:
         return Descriptor(fields.pop(), *fields)
 
     def last(self) -> Descriptor | None:
-        for _ in range(_TRIES):  # its rank may be calling on and on, and overwrite what we look for
+        for _ in range(_TRIES):  # its rank may call on and on, and overwrite the descriptor that is read
             sequence = self.sequence
-            found = self.called(sequence)
-            if found is not None or sequence == self.sequence:
-                return found
+            call = self.called(sequence)
+            if call is not None or sequence == self.sequence:
+                return call
         return None
 
     def put_fault(self, fault: Fault) -> bool:
-        """False where there is one already: the first stays."""
+        """False if there is one already: the first stays."""
         if self._words[_FAULTED]:
             return False
         head = _FAULT.pack(fault.kind.encode()[:32], fault.culprit, fault.sequence)
@@ -214,17 +206,17 @@ class Page:
         kind, culprit, sequence = _FAULT.unpack_from(data)
         return Fault(_text(kind), culprit, sequence, data[_FAULT.size :].decode(errors="ignore"))
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ExchangeMessage) -> None:
         head = _MESSAGE.pack(message.step, message.what.encode()[:64])
         self._put(_slot_at(message.step), head + message.payload)
 
-    def posted(self, step: int) -> Message | None:
-        """What lies in the slot of `step`: that step's message, an older or a newer one, or None."""
+    def posted(self, step: int) -> ExchangeMessage | None:
+        """The message in the slot of `step`: that step's, an older or a newer one, or None."""
         data = self._take(_slot_at(step), _MESSAGE.size + MESSAGE_BYTES, tries=1)
         if data is None or len(data) < _MESSAGE.size:
             return None
-        found, what = _MESSAGE.unpack_from(data)
-        return Message(found, _text(what), data[_MESSAGE.size :])
+        number, what = _MESSAGE.unpack_from(data)
+        return ExchangeMessage(number, _text(what), data[_MESSAGE.size :])
 
     def _put(self, at: int, payload: bytes) -> None:
         length = struct.pack("<I", len(payload))
@@ -232,7 +224,7 @@ class Page:
         self._buffer[at : at + _FRAME.size + len(payload)] = frame + payload
 
     def _take(self, at: int, most: int, tries: int = _TRIES) -> bytes | None:
-        """The whole record at `at`; None where there is none, or where it never held still."""
+        """The whole record at `at`; None if there is none, or if it never held still."""
         for _ in range(tries):
             length, crc = _FRAME.unpack(bytes(self._buffer[at : at + _FRAME.size]))
             if length <= most:
@@ -245,7 +237,7 @@ class Page:
 
 
 def check_page(page: Page, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
-    """Raises `ResourceError` where the page is not the one that `rank` announced."""
+    """Raises `ResourceError` if the page is not the one that `rank` announced."""
     if not page.is_of(rank, world_size, nonce, pid, start_time):
         raise ResourceError(f"the segment behind rank {rank}'s record (pid {pid}) is not its control page")
 

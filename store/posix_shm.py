@@ -2,22 +2,22 @@
 
     rank 0: memfd, sealed ── pid, descriptor, size ──▶ rank 1: opens /proc/<pid>/fd/<n>, maps it
 
-Set-up goes in stages. After each stage all ranks go on or all ranks raise, and then each undoes what it had.
+Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 
+from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, RendezvousError, ResourceError
-from tricomm.store.collective_stages import Stages, left
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.local_arena import check_view
 from tricomm.store.segments import Segment
@@ -30,17 +30,17 @@ _T = TypeVar("_T")
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
     """A block of `nbytes` bytes, zeroed, of each rank, mapped by all ranks; called by all ranks together.
 
-    Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` where
-    memory or a descriptor is refused, `InvalidArgument` for a bad size, `RendezvousError` where the ranks' records
-    don't fit together; and as `ControlPage.exchange` does where a rank is gone.
+    Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` if
+    memory or a descriptor is refused, `InvalidArgument` for a bad size, `RendezvousError` if the ranks' records do not
+    fit together; and as `ControlPage.exchange` does if a rank is gone.
     """
-    deadline = time.monotonic() + timeout
-    jointly = Stages(control, "posix_shm", deadline)
+    deadline = Deadline(timeout)
+    stage = CollectiveStages(control, "posix_shm", deadline)
     with ExitStack() as undo:
-        mine = jointly("allocate memory", lambda: _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
+        mine = stage("allocate memory", lambda: _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
         record = _RECORD.pack(_MAGIC, control.rank, os.getpid(), mine.fd, nbytes)
-        records = control.exchange(record, "posix_shm: records", left(deadline))
-        segments = jointly("map peers' memory", lambda: _attach_all(control, records, mine, undo))
+        records = control.exchange(record, "posix_shm: records", deadline.left)
+        segments = stage("map peers' memory", lambda: _attach_all(control, records, mine, undo))
         mine.close_fd()
         undo.pop_all()
     return PosixShmArena(segments)
@@ -59,7 +59,7 @@ class PosixShmArena:
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """View of rank `rank`'s block from byte `offset` on; it keeps that block mapped, also after `close`.
 
-        Raises `InvalidArgument` where it would leave the block, `GroupAborted` after `close`."""
+        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
         if not self._segments:
             raise GroupAborted("this posix_shm arena is closed")
         numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
@@ -69,13 +69,13 @@ class PosixShmArena:
         return flat.view(tuple(shape))
 
     def close(self) -> None:
-        """Unmap everything that no tensor looks at any more; the rest goes with its last tensor. Idempotent."""
+        """Unmap all blocks without tensors; a block with tensors goes with the last of them. Idempotent."""
         segments, self._segments = self._segments, ()
         for segment in segments:
             segment.close()
 
     def keep(self) -> None:
-        """In place of `close`: what is mapped stays mapped."""
+        """In place of `close`: all blocks stay mapped."""
 
 
 def _attach_all(control: ControlPage, records: Sequence[bytes], mine: Segment, undo: ExitStack) -> list[Segment]:
@@ -90,9 +90,9 @@ def _attach(control: ControlPage, rank: int, record: bytes, nbytes: int) -> Segm
         raise RendezvousError(f"rank {rank}'s memory record has {len(record)} bytes, expected {_RECORD.size}")
     magic, sender, pid, fd, size = _RECORD.unpack(record)
     if magic != _MAGIC or sender != rank or pid != control.pid(rank) or fd < 0:
-        raise RendezvousError(f"rank {rank}'s memory record is not what that rank would write: mixed versions?")
+        raise RendezvousError(f"rank {rank}'s memory record is not one that this rank would write: mixed versions?")
     if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes where this rank shares {nbytes}: use the same size")
+        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
     try:
         return Segment.attach(pid, control.start_time(rank), fd, nbytes, readonly=False)
     except ResourceError as error:

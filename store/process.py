@@ -1,4 +1,4 @@
-"""Who a process is, so that a recycled pid, another host or another PID namespace is never taken for a peer."""
+"""The identity of a process, so that a recycled pid, another host or another namespace is never taken for a peer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def forks() -> int:
 
 
 def read(path: str) -> bytes:
-    """What a short file of /proc or /sys says. Raises `OSError`."""
+    """The content of a short file of /proc or /sys. Raises `OSError`."""
     held: list[int] = []
     try:
-        held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # on one line: an interrupt before the next finds it
+        held.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # on one line: closed even if interrupted
         return os.read(held[0], 1 << 16)
     finally:
         while held:
@@ -49,7 +49,7 @@ def read(path: str) -> bytes:
 
 
 def start_time(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since boot; None where it has ended (a zombie has) or is unknown."""
+    """When process `pid` started, in clock ticks since boot; None if it has ended (a zombie has) or is unknown."""
     try:
         stat = read(f"/proc/{pid}/stat")
     except OSError:
@@ -58,8 +58,8 @@ def start_time(pid: int) -> int | None:
 
 
 def state(pid: int, started: int) -> str | None:
-    """`ENDED`, `STOPPED` (by a signal or a debugger) or None: the process `pid` that started at `started` runs, or the
-    system does not say."""
+    """`ENDED`, `STOPPED` (by a signal or a debugger), or None: the process `pid` that started at `started` runs, or its
+    state is unknown."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -82,8 +82,8 @@ def _parse_start(stat: bytes) -> int | None:
 class Watched:
     """A process that is watched through a pidfd, so that a later process with its pid is never taken for it.
 
-    Where no pidfd is to be had (no descriptor left, an old kernel), its entry in /proc is looked at each time. The
-    pidfd is given back with the last reference.
+    If there is no pidfd (no descriptor left, an old kernel), its entry in /proc is read each time. The pidfd is closed
+    with the last reference.
     """
 
     def __init__(self, pid: int, started: int) -> None:
@@ -91,7 +91,7 @@ class Watched:
         self._ended = False
         self._fds: list[int] = []
         try:
-            self._fds.append(os.pidfd_open(pid))  # on one line: an interrupt before the next finds its owner
+            self._fds.append(os.pidfd_open(pid))  # on one line: it has its owner even if interrupted
         except ProcessLookupError:
             self._ended = True
         except OSError:
@@ -103,7 +103,7 @@ class Watched:
             os.close(fd)
 
     def alive(self) -> bool:
-        """True while the process runs or is stopped, and where the system does not say; False once it has ended."""
+        """True while the process runs or is stopped, or if its state is unknown; False once it has ended."""
         if not self._ended:
             self._ended = self._readable() if self._fds else not alive(self._pid, self._started)
         return not self._ended
@@ -118,9 +118,9 @@ _watched: weakref.WeakValueDictionary[tuple[int, int], Watched] = weakref.WeakVa
 
 
 def watch(pid: int, started: int) -> Watched:
-    """The process, watched through one pidfd however many ask for it."""
-    found = _watched.get((pid, started))
-    return found if found is not None else _watched.setdefault((pid, started), Watched(pid, started))
+    """The process, watched through one pidfd for all callers."""
+    watched = _watched.get((pid, started))
+    return watched if watched is not None else _watched.setdefault((pid, started), Watched(pid, started))
 
 
 def ended() -> int:
@@ -131,7 +131,7 @@ def ended() -> int:
 def alive(pid: int, started: int) -> bool:
     """True while the process `pid` that started at `started` runs (or is stopped); False for a later one.
 
-    False only where /proc says so: being out of descriptors here says nothing about a peer.
+    False only if /proc confirms it: to be out of descriptors here says nothing about a peer.
     """
     try:
         return _parse_start(read(f"/proc/{pid}/stat")) == started
@@ -165,7 +165,7 @@ def node_id() -> bytes:
 
 
 def pid_namespace() -> int:
-    """Number of the PID namespace, or 0 where the system does not say."""
+    """Number of the PID namespace, or 0 if it is unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

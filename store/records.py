@@ -4,17 +4,16 @@
     payload (a fixed size for each kind)
     seal 32: SHA-256 of all before it, or HMAC-SHA256 under TRICOMM_TOKEN
 
-Whoever can write to the Store can write anything: nothing is used before `parse` has looked at all of it.
+Any process that can write to the Store can write anything: nothing is used before `parse` has checked all of it.
 """
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import hmac
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from tricomm.errors import RendezvousError
 
@@ -26,10 +25,6 @@ SEAL_BYTES = 32
 _MAGIC = b"TRICOMM\x00"
 _VERSION = 1
 _HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
-_HELLO = struct.Struct("<QQQ16sIIQQI64s")
-_FAILURE = struct.Struct("<Q32s512s")
-_SAID = struct.Struct("<Q64sI1024s")
-_CAPABILITIES = struct.Struct("<QQQ16sQQ")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_START = 1 << 62
 _MAX_FD = 1 << 30
@@ -37,21 +32,29 @@ _MAX_SEGMENT = 1 << 30
 _PLAIN, _KEYED = 1, 2
 
 
-class Kind(enum.IntEnum):
-    """What a record says."""
+class Body(Protocol):
+    """The payload of one kind of record."""
 
-    HELLO = 1
-    FAILURE = 2
-    SAID = 3
-    CAPABILITIES = 4
+    KIND: ClassVar[int]
+    LAYOUT: ClassVar[struct.Struct]
+
+    def pack(self) -> bytes: ...
+
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> Self:
+        """Raises `RendezvousError`, naming `whose` record it is, for values that are impossible."""
 
 
-_PAYLOADS = {Kind.HELLO: _HELLO, Kind.FAILURE: _FAILURE, Kind.SAID: _SAID, Kind.CAPABILITIES: _CAPABILITIES}
+B = TypeVar("B", bound=Body)
+B_co = TypeVar("B_co", bound=Body, covariant=True)
 
 
 @dataclass(frozen=True)
-class Hello:
-    """A rank introduces itself: its process, its host, and the segment in which it will speak from now on."""
+class RankRecord:
+    """One rank of a handshake: its process, its node (`boot_id`), and its control segment."""
+
+    KIND: ClassVar[int] = 1
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQ16sIIQQI64s")
 
     pid: int
     start_time: int
@@ -66,38 +69,72 @@ class Hello:
 
     def pack(self) -> bytes:
         host = self.hostname.encode(errors="replace")[:64]
-        where = (self.pid, self.start_time, self.pid_namespace, self.boot_id, self.uid, self.fd, self.nbytes)
-        return _HELLO.pack(*where, self.layout_hash, self.state, host)
+        process = (self.pid, self.start_time, self.pid_namespace, self.boot_id, self.uid)
+        return self.LAYOUT.pack(*process, self.fd, self.nbytes, self.layout_hash, self.state, host)
+
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> RankRecord:
+        pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, host = cls.LAYOUT.unpack(payload)
+        _check_range(whose, "pid", pid, 1, _MAX_PID)
+        _check_range(whose, "start time", started, 1, _MAX_START)
+        _check_range(whose, "descriptor", fd, 0, _MAX_FD)
+        _check_range(whose, "segment size", nbytes, 1, _MAX_SEGMENT)
+        return cls(pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, _text(host))
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank gives the meeting up: `kind` is the name of an error class, `text` says why."""
+    """Why a rank aborts: `kind` is the name of an error class."""
+
+    KIND: ClassVar[int] = 2
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q32s512s")
 
     pid: int
     kind: str
     text: str
 
     def pack(self) -> bytes:
-        return _FAILURE.pack(self.pid, self.kind.encode()[:32], self.text.encode(errors="replace")[:512])
+        return self.LAYOUT.pack(self.pid, self.kind.encode()[:32], self.text.encode(errors="replace")[:512])
+
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> Failure:
+        pid, kind, text = cls.LAYOUT.unpack(payload)
+        return cls(pid, _text(kind), _text(text))
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank that shares no memory says in step `step` of the exchanges; `payload` has at most 1024 bytes."""
+class ExchangeMessage:
+    """A rank's part in step `step` of the exchanges, and their purpose; `payload` has at most 1024 bytes."""
+
+    KIND: ClassVar[int] = 3
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q64sI1024s")
 
     step: int
     what: str
     payload: bytes
 
     def pack(self) -> bytes:
-        return _SAID.pack(self.step, self.what.encode()[:64], len(self.payload), self.payload)
+        return self.LAYOUT.pack(self.step, self.what.encode()[:64], len(self.payload), self.payload)
+
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> ExchangeMessage:
+        step, what, length, text = cls.LAYOUT.unpack(payload)
+        if length > len(text):
+            raise RendezvousError(f"{whose}: bad length: it claims {length} of at most {len(text)} bytes")
+        return cls(step, _text(what), text[:length])
+
+    def purpose(self) -> str:
+        """`what`, cut to what a message holds of it."""
+        return self.what.encode()[:64].decode(errors="ignore")
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """A rank of a c10d group: its process and its node, what its environment allows (bits of `switches`), and how many
     more descriptors it may open."""
+
+    KIND: ClassVar[int] = 4
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQ16sQQ")
 
     pid: int
     start_time: int
@@ -107,106 +144,96 @@ class Capabilities:
     descriptors: int
 
     def pack(self) -> bytes:
-        where = (self.pid, self.start_time, self.pid_namespace, self.node)
-        return _CAPABILITIES.pack(*where, self.switches, self.descriptors)
+        process = (self.pid, self.start_time, self.pid_namespace, self.node)
+        return self.LAYOUT.pack(*process, self.switches, self.descriptors)
 
-
-Body = Hello | Failure | Said | Capabilities
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> Capabilities:
+        pid, started, namespace, node, switches, descriptors = cls.LAYOUT.unpack(payload)
+        _check_range(whose, "pid", pid, 1, _MAX_PID)
+        _check_range(whose, "start time", started, 0, _MAX_START)
+        return cls(pid, started, namespace, node, switches, descriptors)
 
 
 @dataclass(frozen=True)
-class Record:
-    """One record: who says it, in which group and generation, and what. Never printed: the nonce is a secret."""
+class StoreRecord(Generic[B_co]):
+    """A body with its sender, group and generation. Never printed: the nonce is a secret."""
 
     rank: int
     world_size: int
     generation: int
     nonce: bytes
-    body: Body
+    body: B_co
 
     def pack(self, token: bytes | None) -> bytes:
-        kind = kind_of(self.body)
         payload = self.body.pack()
         seal_kind = _PLAIN if token is None else _KEYED
-        head = (_MAGIC, _VERSION, kind, len(payload), self.generation, self.rank, self.world_size, seal_kind)
+        head = (_MAGIC, _VERSION, self.body.KIND, len(payload), self.generation, self.rank, self.world_size, seal_kind)
         data = _HEADER.pack(*head, self.nonce) + payload
         return data + _seal(data, token)
 
     def __repr__(self) -> str:
-        return f"Record(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+        return f"StoreRecord(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
 
 
-_KINDS: dict[type[Body], Kind] = {
-    Hello: Kind.HELLO, Failure: Kind.FAILURE, Said: Kind.SAID, Capabilities: Kind.CAPABILITIES,
-}  # fmt: skip
+def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: bytes | None) -> StoreRecord[B]:
+    """The record of `rank` (None: a failure, of any rank) in `generation`, with a body of class `kind`; pure.
 
-
-def kind_of(body: Body) -> Kind:
-    """The kind of record that carries `body`."""
-    return _KINDS[type(body)]
-
-
-def said_of(record: Record) -> Said:
-    """What a record parsed as SAID carries."""
-    assert isinstance(record.body, Said), "parse gives the kind that it was asked for"
-    return record.body
-
-
-def parse(data: bytes, kind: Kind, generation: int, rank: int | None, token: bytes | None) -> Record:
-    """The record of `rank` (None: of any rank) in `generation`; pure.
-
-    Raises `RendezvousError` that names whose record is wrong and in which respect. Never allocates, indexes or
-    unpacks by a value of the record before its length and its seal are right.
+    Raises `RendezvousError` that names the rank and what is wrong with its record. Never allocates, indexes or unpacks
+    by a value of the record before its length and its seal are right.
     """
     whose = "failure record" if rank is None else f"rank {rank}'s record"
-    layout = _PAYLOADS[kind]
-    _check_envelope(data, whose, kind, layout.size)
-    _, _, _, _, found_generation, sender, world_size, seal_kind, nonce = _HEADER.unpack_from(data)
+    _check_envelope(data, whose, kind)
+    _, _, _, _, theirs, sender, world_size, seal_kind, nonce = _HEADER.unpack_from(data)
     _check_seal(data, whose, seal_kind, token)
-    if found_generation != generation:
-        raise RendezvousError(f"{whose}: bad generation: it is of meeting {found_generation}, not of {generation}")
+    if theirs != generation:
+        raise RendezvousError(f"{whose}: bad generation: it is of generation {theirs}, not of {generation}")
     if rank is not None and sender != rank:
         raise RendezvousError(f"{whose}: bad rank: it says that it is rank {sender}'s")
-    payload = data[_HEADER.size : _HEADER.size + layout.size]
-    if kind is Kind.FAILURE:
-        return Record(sender, world_size, generation, nonce, _failure(payload))
-    if not 1 <= world_size <= MAX_WORLD_SIZE or not 0 <= sender < world_size:
+    if rank is not None and not (1 <= world_size <= MAX_WORLD_SIZE and 0 <= sender < world_size):
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
-    return Record(sender, world_size, generation, nonce, _READERS[kind](payload, whose))
+    body = kind.unpack(data[_HEADER.size : -SEAL_BYTES], whose)
+    return StoreRecord(sender, world_size, generation, nonce, body)
 
 
-def pack_long(record: Record, data: bytes, token: bytes | None) -> bytes:
-    """A message of any length: `record`, which is a `Said` without a payload, with the digest of `data`, and `data`."""
-    digest = hashlib.sha256(data).digest()
-    return replace(record, body=replace(said_of(record), payload=digest)).pack(token) + data
+@dataclass(frozen=True)
+class MessageHeader:
+    """Sender and purpose of a message of any length, which crosses the Store behind a record with its digest."""
+
+    rank: int
+    world_size: int
+    step: int
+    what: str
+
+    def seal(self, data: bytes, token: bytes | None) -> bytes:
+        digest = ExchangeMessage(self.step, self.what, hashlib.sha256(data).digest())
+        return StoreRecord(self.rank, self.world_size, 1, bytes(NONCE_BYTES), digest).pack(token) + data
+
+    def open(self, sealed: bytes, token: bytes | None) -> bytes:
+        """The data in `sealed`. Pure; raises as `parse` does, and if it has another header than this one."""
+        size = _HEADER.size + ExchangeMessage.LAYOUT.size + SEAL_BYTES
+        record, data = parse(sealed[:size], ExchangeMessage, 1, self.rank, token), sealed[size:]
+        theirs, whose = record.body, f"rank {self.rank}'s message"
+        if (record.world_size, theirs.step, theirs.what) != (self.world_size, self.step, self.what):
+            raise RendezvousError(f"{whose}: it is {theirs.what!r} {theirs.step}, not {self.what!r} {self.step}")
+        if not hmac.compare_digest(theirs.payload, hashlib.sha256(data).digest()):
+            raise RendezvousError(f"{whose}: bad checksum: it was changed")
+        return data
 
 
-def parse_long(data: bytes, expected: Record, token: bytes | None) -> bytes:
-    """The message in what `pack_long` made of a record like `expected`; pure, and raises as `parse` does."""
-    size = _HEADER.size + _SAID.size + SEAL_BYTES
-    whose = f"rank {expected.rank}'s message"
-    found = parse(data[:size], Kind.SAID, expected.generation, expected.rank, token)
-    said, wanted = said_of(found), said_of(expected)
-    if (found.world_size, said.step, said.what) != (expected.world_size, wanted.step, wanted.what):
-        raise RendezvousError(f"{whose}: it is {said.what!r} {said.step}, not {wanted.what!r} {wanted.step}")
-    if not hmac.compare_digest(said.payload, hashlib.sha256(data[size:]).digest()):
-        raise RendezvousError(f"{whose}: bad checksum: it was changed")
-    return data[size:]
-
-
-def _check_envelope(data: bytes, whose: str, kind: Kind, payload_bytes: int) -> None:
+def _check_envelope(data: bytes, whose: str, kind: type[Body]) -> None:
     if not isinstance(data, bytes) or len(data) < _HEADER.size:
         size = len(data) if isinstance(data, bytes) else type(data).__name__
         raise RendezvousError(f"{whose}: bad length: {size} bytes are too few for a record")
-    magic, version, found_kind, length, *_ = _HEADER.unpack_from(data)
+    magic, version, theirs, length, *_ = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise RendezvousError(f"{whose}: bad magic: these are not tricomm's bytes; does something else use this store?")
     if version != _VERSION:
         raise RendezvousError(f"{whose}: bad version {version}, expected {_VERSION}: install one tricomm everywhere")
-    if found_kind != kind:
-        raise RendezvousError(f"{whose}: bad kind {found_kind}, expected {kind.value}")
-    want = _HEADER.size + payload_bytes + SEAL_BYTES
-    if length != payload_bytes or len(data) != want:
+    if theirs != kind.KIND:
+        raise RendezvousError(f"{whose}: bad kind {theirs}, expected {kind.KIND}")
+    want = _HEADER.size + kind.LAYOUT.size + SEAL_BYTES
+    if length != kind.LAYOUT.size or len(data) != want:
         raise RendezvousError(f"{whose}: bad length: {len(data)} bytes that claim {length} of payload, expected {want}")
 
 
@@ -223,39 +250,6 @@ def _check_seal(data: bytes, whose: str, seal_kind: int, token: bytes | None) ->
 
 def _seal(data: bytes, token: bytes | None) -> bytes:
     return hashlib.sha256(data).digest() if token is None else hmac.digest(token, data, "sha256")
-
-
-def _hello(payload: bytes, whose: str) -> Hello:
-    pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, host = _HELLO.unpack(payload)
-    _check_range(whose, "pid", pid, 1, _MAX_PID)
-    _check_range(whose, "start time", started, 1, _MAX_START)
-    _check_range(whose, "descriptor", fd, 0, _MAX_FD)
-    _check_range(whose, "segment size", nbytes, 1, _MAX_SEGMENT)
-    return Hello(pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, _text(host))
-
-
-def _failure(payload: bytes) -> Failure:
-    pid, kind, text = _FAILURE.unpack(payload)
-    return Failure(pid, _text(kind), _text(text))
-
-
-def _said(payload: bytes, whose: str) -> Said:
-    step, what, length, text = _SAID.unpack(payload)
-    if length > len(text):
-        raise RendezvousError(f"{whose}: bad length: it claims {length} of at most {len(text)} bytes")
-    return Said(step, _text(what), text[:length])
-
-
-def _capabilities(payload: bytes, whose: str) -> Capabilities:
-    pid, started, namespace, node, switches, descriptors = _CAPABILITIES.unpack(payload)
-    _check_range(whose, "pid", pid, 1, _MAX_PID)
-    _check_range(whose, "start time", started, 0, _MAX_START)
-    return Capabilities(pid, started, namespace, node, switches, descriptors)
-
-
-_READERS: dict[Kind, Callable[[bytes, str], Body]] = {
-    Kind.HELLO: _hello, Kind.SAID: _said, Kind.CAPABILITIES: _capabilities,
-}  # fmt: skip
 
 
 def _check_range(whose: str, name: str, value: int, least: int, most: int) -> None:

@@ -1,7 +1,7 @@
-"""Opening the Store that ranks meet at: torch's own stores, with our bounds, and never on a wildcard address.
+"""Opening the Store over which ranks connect: torch's own stores, with our bounds, and never on a wildcard address.
 
-`TCPStore("127.0.0.1", ...)` listens on every interface. So where this process hosts the store, it binds the socket
-to the given address itself and hands it over.
+`TCPStore("127.0.0.1", ...)` listens on every interface. So if this process hosts the store, it binds the socket to the
+given address itself and passes it on.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -19,16 +18,14 @@ from urllib.parse import SplitResult, parse_qsl, urlsplit
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from tricomm import env
+from tricomm.deadline import Deadline, poll
 from tricomm.errors import InvalidArgument, RendezvousError
-from tricomm.store.deadline import Worker, first_line
-from tricomm.store.handshake import meet
-
-__all__ = ["meet", "open_store"]
+from tricomm.store.bounded_store import BoundedThread, first_line
 
 _RETRY_SECONDS = 0.02
-_GRACE_SECONDS = 0.25  # for what is bounded by itself; name look-ups are not
+_GRACE_SECONDS = 0.25  # for calls with a limit of their own; name look-ups have none
 _QUERY = ("rank", "world_size")
-# A store that is hosted here lives until the process ends: a peer may already be meeting there for the next group.
+# A store that is hosted here lives until the process ends: a peer may already use it for the next group.
 _hosted: dict[tuple[int, str, int], TCPStore] = {}  # by pid, too: a fork has no server
 _files: dict[tuple[int, str, int], FileStore] = {}
 _hosting = threading.Lock()
@@ -41,8 +38,8 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     taken from its query (?rank=0&world_size=2), from the arguments, or from RANK and WORLD_SIZE. Rank 0 hosts a
     TCPStore on the given address, and nowhere else, unless torchrun's agent hosts one already.
 
-    Raises `InvalidArgument` that names what is missing or wrong, `RendezvousError` within `timeout` + 1 seconds where
-    the store cannot be reached or hosted.
+    Raises `InvalidArgument` that names the missing or wrong part, `RendezvousError` within `timeout` + 1 seconds if the
+    store cannot be reached or hosted.
     """
     if not isinstance(url, str):
         raise InvalidArgument(f"url={url!r}: a string is needed")
@@ -79,14 +76,14 @@ def _number(url: str, name: str, in_url: str | None, argument: int | None, varia
         if argument is not None and argument != int(in_url):
             raise InvalidArgument(f"url={url!r} says {name}={in_url}, the argument says {argument}: give one")
         return int(in_url)
-    found = argument if argument is not None else env.integer(variable)
-    if found is None:
+    value = argument if argument is not None else env.integer(variable)
+    if value is None:
         raise InvalidArgument(
             f"{name} is missing: pass {name}=, add ?{name}= to the URL, or set {variable} (torchrun does)"
         )
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise InvalidArgument(f"{name}={found!r}: an integer is needed")
-    return found
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgument(f"{name}={value!r}: an integer is needed")
+    return value
 
 
 def _from_environment() -> tuple[str, int]:
@@ -109,9 +106,9 @@ def _from_url(url: str, parts: SplitResult) -> tuple[str, int]:
     return host, _port(port, url)
 
 
-def _port(port: int, where: str) -> int:
+def _port(port: int, source: str) -> int:
     if not 1 <= port <= 65535:
-        raise InvalidArgument(f"{where}: port {port} is not in 1..65535")
+        raise InvalidArgument(f"{source}: port {port} is not in 1..65535")
     return port
 
 
@@ -122,23 +119,23 @@ def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
     if not os.path.isdir(os.path.dirname(path)):
         raise InvalidArgument(f"url={url!r}: the directory {os.path.dirname(path)!r} does not exist; make it first")
     try:
-        # torch would create it readable for everybody.
+        # torch would create it readable for all users.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         with open(fd, "rb"):
-            found = os.fstat(fd)
+            status = os.fstat(fd)
     except OSError as error:
         raise RendezvousError(
             f"url={url!r}: {error.strerror}; all ranks need a file there that is their own"
         ) from error
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        whose = f"uid {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}"
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        whose = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
         raise RendezvousError(
             f"url={url!r}: the file ({whose}) can be written by others than uid {os.geteuid()}: use a new path in a "
             "directory of your own"
         )
     key = (os.getpid(), path, world_size)
     with _hosting:
-        # torch deletes the file when the last of its stores goes: a rank that already meets there again would lose it.
+        # torch deletes the file when the last of its stores goes: a rank that uses it for the next group would lose it.
         if key not in _files:
             _files[key] = FileStore(path, world_size)
         return _files[key]
@@ -167,23 +164,25 @@ def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
 
 def _join(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
     """Connect to the store, waiting until its host has come."""
-    began = time.monotonic()
-    while True:
-        left = timeout - (time.monotonic() - began)
+    deadline = Deadline(timeout)
+    refusals: list[OSError] = []
+
+    def listening() -> bool:
         try:
-            # Torch's client retries on its own clock, and overshoots: let it begin only when somebody listens.
-            socket.create_connection((host, port), max(left, 0.01)).close()
-            break
+            # Torch's client retries on its own clock, and overshoots: let it begin only when the store listens.
+            socket.create_connection((host, port), max(deadline.left, 0.01)).close()
         except OSError as error:
-            waited = time.monotonic() - began
-            if waited + _RETRY_SECONDS >= timeout:
-                raise RendezvousError(
-                    f"no store at {host}:{port}: timeout after {waited:.1f} s ({error.strerror or error}): does rank 0 "
-                    "run, and do all ranks have the same MASTER_ADDR and MASTER_PORT?"
-                ) from error
-        time.sleep(_RETRY_SECONDS)
-    left = max(timeout - (time.monotonic() - began), _RETRY_SECONDS)
-    return _tcp_store(host, port, world_size, left, None)
+            refusals[:] = [error]
+            return False
+        return True
+
+    if not poll(listening, timeout - _RETRY_SECONDS, _RETRY_SECONDS):
+        error = refusals[-1]
+        raise RendezvousError(
+            f"no store at {host}:{port}: timeout after {deadline.waited:.1f} s ({error.strerror or error}): does rank "
+            "0 run, and do all ranks have the same MASTER_ADDR and MASTER_PORT?"
+        ) from error
+    return _tcp_store(host, port, world_size, max(deadline.left, _RETRY_SECONDS), None)
 
 
 def _tcp_store(host: str, port: int, world_size: int, timeout: float, fd: int | None) -> TCPStore:
@@ -194,14 +193,15 @@ def _tcp_store(host: str, port: int, world_size: int, timeout: float, fd: int | 
 
 
 def _bounded(host: str, port: int, timeout: float, action: Callable[[], TCPStore]) -> TCPStore:
-    began = time.monotonic()
-    worker = Worker("tricomm-open-store")
+    deadline = Deadline(timeout)
+    thread = BoundedThread("tricomm-open-store")
     try:
-        return worker.run(action, f"opening the store at {host}:{port}", timeout)
+        return thread.run(action, f"opening the store at {host}:{port}", timeout)
     except RendezvousError:
         raise
     except Exception as error:
-        waited = time.monotonic() - began
-        raise RendezvousError(f"no store at {host}:{port} after {waited:.1f} s: {first_line(error)}") from error
+        raise RendezvousError(
+            f"no store at {host}:{port} after {deadline.waited:.1f} s: {first_line(error)}"
+        ) from error
     finally:
-        worker.close()
+        thread.close()

@@ -1,8 +1,8 @@
 """Memory that processes of one user share, and that nothing outlives: sealed memfds, reached through /proc.
 
 There is no name in a file system: nothing to guess, and nothing left behind when the whole job is killed. Space is
-taken when the segment is made, so a full machine is an error here and never a SIGBUS later; the seals keep anybody
-from shrinking it afterwards.
+taken when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every
+process from shrinking it afterwards.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Segment:
     def create(cls, name: str, nbytes: int) -> Segment:
         """Zeroed memory of `nbytes` bytes; `name` shows up in /proc/<pid>/maps and nowhere else.
 
-        Raises `InvalidArgument` for a bad size, `ResourceError` where memory or a descriptor is refused.
+        Raises `InvalidArgument` for a bad size, `ResourceError` if memory or a descriptor is refused.
         """
         _check_size(nbytes)
         segment = cls(nbytes)
         try:
-            # An interrupt may come at any line: what is opened has an owner before the next one.
+            # An interrupt may come at any line: a descriptor has its owner before the next one.
             segment._fds.append(_memfd(name))
             os.fchmod(segment.fd, 0o600)
             _refuse_if_short(nbytes)
@@ -70,18 +70,18 @@ class Segment:
     def attach(cls, pid: int, start_time: int, fd: int, nbytes: int, readonly: bool) -> Segment:
         """Map the segment that process `pid` (started at `start_time`) holds as descriptor `fd`.
 
-        Raises `ResourceError` where it cannot be reached or is not what the record said: another process by now,
-        another size, owner, or no seals. Keeps no descriptor.
+        Raises `ResourceError` if it cannot be reached or differs from its record: another process by now, another
+        size, owner, or no seals. Keeps no descriptor.
         """
         _check_size(nbytes)
         segment = cls(nbytes)
         what = f"segment {fd} of pid {pid}"
-        where = f"/proc/{'self' if pid == os.getpid() else pid}/fd/{fd}"
+        path = f"/proc/{'self' if pid == os.getpid() else pid}/fd/{fd}"
         access = os.O_RDONLY if readonly else os.O_RDWR
         try:
-            if not os.readlink(where).startswith("/memfd:"):
+            if not os.readlink(path).startswith("/memfd:"):
                 raise ResourceError(f"{what} is not shared memory: it was closed, or its number is reused")
-            segment._fds.append(os.open(where, access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY))
+            segment._fds.append(os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY))
             _check_attached(segment.fd, nbytes, what)
             # Looked at after the open: a pid recycled before or while we opened shows here.
             if not process.alive(pid, start_time):
@@ -102,7 +102,7 @@ class Segment:
             self.close_fd()
 
     def _map(self, fd: int, readonly: bool) -> None:
-        # Not mmap.mmap: that keeps a descriptor of its own, and cannot be closed while somebody holds a view.
+        # Not mmap.mmap: that keeps a descriptor of its own, and cannot be closed while a view exists.
         protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
         address, owned = None, None
         try:
@@ -134,7 +134,7 @@ class Segment:
         return self._fds[0] if self._fds else -1
 
     def close_fd(self) -> None:
-        """From now on nobody can attach any more; who has, keeps it."""
+        """From now on no process can attach any more; those that have attached keep their mapping."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -145,7 +145,7 @@ class Segment:
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated here: the machine's, or the container's where that is less."""
+    """Bytes that can still be allocated here: the machine's, or the container's if that is less."""
     free = MAX_NBYTES
     for line in process.read("/proc/meminfo").splitlines():
         if line.startswith(b"MemAvailable:"):
@@ -175,11 +175,11 @@ def _check_size(nbytes: int) -> None:
 
 
 def _check_attached(fd: int, nbytes: int, what: str) -> None:
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
-        raise ResourceError(f"{what} has {found.st_size} bytes, expected {nbytes}: it was replaced")
-    if found.st_uid != os.geteuid():
-        raise ResourceError(f"{what} belongs to uid {found.st_uid}, this process runs as {os.geteuid()}; {_REACH}")
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        raise ResourceError(f"{what} has {status.st_size} bytes, expected {nbytes}: it was replaced")
+    if status.st_uid != os.geteuid():
+        raise ResourceError(f"{what} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}; {_REACH}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ResourceError(f"{what} is not sealed: its owner could shrink it under us")
 

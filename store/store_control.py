@@ -1,128 +1,113 @@
-"""The control page of ranks that share no memory, as on several nodes: what they say goes through the Store.
+"""The control page of ranks that share no memory, as on several nodes: their exchanges go through the Store.
 
-    add  tricomm/apart/<rank>/generation                  which meeting on this store is this rank's next one
-    set  tricomm/apart/<generation>/<step>/<rank>         what this rank says in a step, as a record
+    add  tricomm/control/<rank>/generation                   which group on this store is this rank's next one
+    set  tricomm/control/<generation>/<step>/<rank>          this rank's message of a step, as a record
 
-Nobody sees anybody here: who dies, stops or calls something else shows when the time is up. The Store stays in use,
-for whatever the ranks have to agree on.
+No rank sees another one here: that a rank has ended, stopped or called something else shows when the time is up. The
+Store stays in use, for all that the ranks have to agree on.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
-import time
-from collections.abc import Mapping
 
 from torch.distributed.distributed_c10d import Store
 
-from tricomm import env
+from tricomm.deadline import Deadline
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, RendezvousError
 from tricomm.store import process, records
-from tricomm.store.control import ControlPage, Member, State
-from tricomm.store.deadline import Bounded
-from tricomm.store.gather import gather, missing, next_generation
-from tricomm.store.page import NBYTES, Message, Page
-from tricomm.store.records import Record, Said, said_of
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.control import ControlPage, LocalHost, RankSegment, RankState
+from tricomm.store.gather import Arrived, Gathering, missing
+from tricomm.store.page import NBYTES, Page
+from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25
+_NAME = "control"
 _FACTS = struct.Struct(f"<{records.NONCE_BYTES}s16sQ")  # nonce, node, options
 
 
-class Apart(ControlPage):
-    """A control page of which only this rank's own part is real."""
-
-    def __init__(self, store: Store, rank: int, world_size: int, generation: int) -> None:
-        started = process.start_time(os.getpid()) or 0
-        own = Segment.create("tricomm-control", NBYTES)
-        blank = _Blank()
-        members = [Member(own if r == rank else blank, os.getpid(), started) for r in range(world_size)]  # type: ignore[arg-type]
-        super().__init__(rank, secrets.token_bytes(records.NONCE_BYTES), members)
-        own.close_fd()
-        self._store, self._generation, self._token = store, generation, env.token()
-        self._met = False
-        self.set_state(State.READY)
-
-    @property
-    def peers(self) -> tuple[int, ...]:
-        return ()
-
-    def meet(self, agreed: int, timeout: float) -> int:
-        """How many nodes the ranks are on; called by all of them. Raises `RendezvousError` where their options differ
-        or some do not come."""
-        mine = _FACTS.pack(self.nonce, process.node_id(), agreed)
-        try:
-            said = [_FACTS.unpack(answer) for answer in self.exchange(mine, "facts", timeout)]
-        except (CollectiveMismatch, CollectiveTimeout, struct.error) as error:
-            raise RendezvousError(str(error)) from error
-        different = [r for r, (_, _, theirs) in enumerate(said) if theirs != agreed]
-        if different:
-            raise RendezvousError(
-                f"rank(s) {different} have other options than rank {self.rank}: use the same tricomm, device kind and "
-                "options on every rank"
-            )
-        self.nonce, self._met = said[0][0], True
-        self.group = self.nonce[:4].hex()
-        return len({node for _, node, _ in said})
-
-    def _watch(self, rank: int) -> process.Watched:
-        return _Unseen()
-
-    def _gather(self, mine: Message, timeout: float, heed_faults: bool) -> list[bytes]:
-        def late(said: Mapping[int, Record]) -> CollectiveTimeout:
-            who = f"timeout after {timeout:g} s: rank(s) {missing(said, self.world_size)} did not come"
-            return CollectiveTimeout(f"{self._prefix(mine.what)}: {who}")
-
-        said = Said(mine.step, mine.what, mine.payload)
-        record = Record(self.rank, self.world_size, self._generation, self.nonce, said)
-        store, end = Bounded(self._store, timeout + _GRACE_SECONDS), time.monotonic() + timeout
-        try:
-            found = gather(
-                store, record, self._token, lambda rank: self._key(mine.step, rank), end, late,
-                lambda record: self._belongs(record, mine),
-            )  # fmt: skip
-        finally:
-            store.close()
-        return [said_of(record).payload for record in found]
-
-    def _belongs(self, record: Record, mine: Message) -> None:
-        said, what, rank = said_of(record), self._prefix(mine.what), record.rank
-        if record.world_size != self.world_size or self._met and record.nonce != self.nonce or said.step != mine.step:
-            raise RendezvousError(f"{what}: rank {rank} is in another group on this store")
-        if said.what != mine.what.encode()[:64].decode(errors="ignore"):
-            raise CollectiveMismatch(f"{what}: rank {rank} is at {said.what!r} instead")
-
-    def _key(self, step: int, rank: int) -> str:
-        return f"tricomm/apart/{self._generation}/{step}/{rank}"
-
-
-def meet_apart(store: Store, rank: int, world_size: int, timeout: float, agreed: int) -> tuple[Apart, int]:
+def open_store_control(
+    store: Store, rank: int, world_size: int, timeout: float, agreed: int
+) -> tuple[ControlPage, int]:
     """A control page over `store`, and the number of nodes; every rank calls it. `agreed` is the same on all ranks.
 
-    Raises `RendezvousError` where the ranks' options differ, or where some do not come within `timeout` seconds.
+    Raises `RendezvousError` if the ranks' options differ, or if some do not come within `timeout` seconds.
     """
-    bounded = Bounded(store, timeout + _GRACE_SECONDS)
+    bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
     try:
-        generation = next_generation(bounded, f"tricomm/apart/{rank}/generation")
+        gathering = Gathering(bounded, _NAME, rank, world_size)
+        gathering.begin()
     finally:
         bounded.close()
-    control = Apart(store, rank, world_size, generation)
+    exchanges = _Exchanges(store, gathering)
+    facts = _FACTS.pack(gathering.nonce, process.node_id(), agreed)
     try:
-        return control, control.meet(agreed, timeout)
-    except BaseException:
-        control.close()
-        raise
+        answers = [_FACTS.unpack(answer) for answer in exchanges.gather(ExchangeMessage(0, "facts", facts), timeout)]
+    except (CollectiveMismatch, CollectiveTimeout, struct.error) as error:
+        raise RendezvousError(str(error)) from error
+    different = [r for r, (_, _, theirs) in enumerate(answers) if theirs != agreed]
+    if different:
+        raise RendezvousError(
+            f"rank(s) {different} have other options than rank {rank}: use the same tricomm, device kind and options "
+            "on every rank"
+        )
+    exchanges.nonce = answers[0][0]
+    return _page(rank, world_size, exchanges), len({node for _, node, _ in answers})
+
+
+def _page(rank: int, world_size: int, exchanges: _Exchanges) -> ControlPage:
+    own, blank = Segment.create("tricomm-control", NBYTES), _Blank()
+    pid = os.getpid()
+    started = process.start_time(pid) or 0
+    members = [RankSegment(own if r == rank else blank, pid, started) for r in range(world_size)]  # type: ignore[arg-type]
+    control = ControlPage(rank, exchanges.nonce, members, _Elsewhere(), exchanges.gather)
+    own.close_fd()
+    control.set_state(RankState.READY)
+    return control
+
+
+class _Exchanges:
+    """One rank's part in the exchanges of a group. `nonce` is this rank's own in step 0, and then the group's."""
+
+    def __init__(self, store: Store, gathering: Gathering) -> None:
+        self._store, self._rank, self._world_size = store, gathering.rank, gathering.world_size
+        self._generation = gathering.generation
+        self.nonce = gathering.nonce
+
+    def gather(self, mine: ExchangeMessage, timeout: float) -> list[bytes]:
+        prefix = f"group {self.nonce[:4].hex()}, rank {self._rank} of {self._world_size}: {mine.what}"
+
+        def late(arrived: Arrived[ExchangeMessage]) -> CollectiveTimeout:
+            ranks = missing(arrived, self._world_size)
+            return CollectiveTimeout(f"{prefix}: timeout after {timeout:g} s: rank(s) {ranks} did not come")
+
+        def check(record: StoreRecord[ExchangeMessage]) -> None:
+            theirs, rank = record.body, record.rank
+            other = mine.step > 0 and record.nonce != self.nonce  # in step 0 each rank has a nonce of its own
+            if record.world_size != self._world_size or other or theirs.step != mine.step:
+                raise RendezvousError(f"{prefix}: rank {rank} is in another group on this store")
+            if theirs.what != mine.purpose():
+                raise CollectiveMismatch(f"{prefix}: rank {rank} is at {theirs.what!r} instead")
+
+        bounded = BoundedStore(self._store, timeout + _GRACE_SECONDS)
+        gathering = Gathering(bounded, _NAME, self._rank, self._world_size, self.nonce, self._generation)
+        try:
+            answers = gathering.exchange(str(mine.step), mine, Deadline(timeout), late, check)
+        finally:
+            bounded.close()
+        return [record.body.payload for record in answers]
 
 
 class _Blank:
-    """Stands for the segment of a rank that cannot be seen: it says nothing."""
+    """Stands for the segment of a rank that cannot be seen: it is empty."""
 
     def __init__(self) -> None:
         self.buffer, self.address = memoryview(mmap.mmap(-1, NBYTES)), 0
-        Page(self.buffer, self.address).state = State.READY
+        Page(self.buffer, self.address).state = RankState.READY
 
     def close(self) -> None:
         pass
@@ -136,3 +121,10 @@ class _Unseen(process.Watched):
 
     def alive(self) -> bool:
         return True
+
+
+class _Elsewhere(LocalHost):
+    """The world of ranks that cannot be seen from here."""
+
+    def watch(self, rank: int, member: RankSegment) -> process.Watched:
+        return _Unseen()

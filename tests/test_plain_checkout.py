@@ -15,7 +15,7 @@ import pytest
 from tests.wheel_gate import ROOT
 from tricomm.kernels import layout
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 REFUSED = ("click", "greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
 HOOK = f"""
@@ -88,7 +88,8 @@ def test_a_group_finds_no_table_of_the_users_and_says_nothing(plain):
 
 def test_a_users_table_that_cannot_be_read_is_named_and_ignored(plain, tmp_path, monkeypatch):
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
-    file = user_tables.save(Tuned(Fingerprint("cpu", "", 1), (Row("all_reduce", 1, None, "two_shot", "simple"),)))
+    row = TableRow("all_reduce", 1, None, "two_shot", "simple")
+    file = user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (row,)))
     done = plain("-c", _GROUP, TRICOMM_TUNING_DIR=str(tmp_path / "tables"))
     assert _good(done).split()[0] == "cpu"
     assert f"tuning table {file}: No module named 'msgspec'; pip install msgspec; it is ignored" in done.stderr
@@ -96,13 +97,14 @@ def test_a_users_table_that_cannot_be_read_is_named_and_ignored(plain, tmp_path,
 
 def test_selection_and_digests_are_those_of_an_install(plain):
     """Ranks must agree, whatever each of their machines has installed."""
-    table = Tuned(Fingerprint("sm_90", "GPU \u00fc", 4), (Row("all_reduce", 4, 4096, "one_shot", "ll", bits=16),))
-    site = selection.Site("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
+    row = TableRow("all_reduce", 4, 4096, "one_shot", "ll", bits=16)
+    table = TunedTable(Fingerprint("sm_90", "GPU \u00fc", 4), (row,))
+    site = selection.SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
     choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
-    ask = "from tricomm import selection\nfrom tricomm.kernels import layout\n"
-    ask += "from tricomm.policy.tables import Fingerprint, Row, Tuned\n"
+    ask = "from tricomm.policy import selection\nfrom tricomm.kernels import layout\n"
+    ask += "from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable\n"
     ask += f"print({table!r}.digest.hex())\n"
-    ask += "site = selection.Site('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"
+    ask += "site = selection.SelectionFacts('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"
     ask += "print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])"
     assert _good(plain("-c", ask)).splitlines() == [table.digest.hex(), str(choices)]
 

@@ -70,12 +70,12 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
 def _topology(file: str, as_json: bool) -> None:
     """Draw the topology in `file`, or of this machine where that is empty."""
     from tricomm.perf.system import topology_picture
-    from tricomm.topology import discovery, json_format
-    from tricomm.topology.model import Topology
+    from tricomm.topology import discovery
+    from tricomm.topology.model import Topology, render_json
 
     found = _usage(lambda: discovery.Discovery(Topology.load(file))) if file else discovery.read()
     if found.topology is None:
-        click.echo(json_format.render({"unknown": found.reason}) if as_json else f"no topology: {found.reason}")
+        click.echo(render_json({"unknown": found.reason}) if as_json else f"no topology: {found.reason}")
     elif as_json:
         click.echo(found.topology.dumps(), nl=False)
         for note in found.notes:

@@ -27,7 +27,7 @@ from tricomm.metrics.counters import Statistics
 from tricomm.options import Options, seconds
 from tricomm.policy import backend_choice, selection, user_tables
 from tricomm.policy.selection import Choice
-from tricomm.policy.tables import Fingerprint, Row
+from tricomm.policy.tuning_tables import Fingerprint, TableRow
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.store.rendezvous import open_store
@@ -136,13 +136,8 @@ class Communicator(Messages):
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
         members, error = _members(ranks, self.world_size)
         with self._my_turn(), self._or_give_up("split"):
-            self._control.agree(error, "split", self._timeout, heed_faults=True)
-            answers = self._control.exchange(repr(members).encode(), "split", self._timeout, heed_faults=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(
-                        f"split: rank 0 asked for {answers[0].decode()}, rank {rank} {theirs.decode()}"
-                    )
+            self._control.agree(error, "split", self._timeout, abort_on_fault=True)
+            self._control.require_equal(repr(members), "split", self._timeout, abort_on_fault=True)
             self._splits += 1
         if self.rank not in members:
             return None
@@ -167,12 +162,8 @@ class Communicator(Messages):
             raise InvalidArgument("symmetric: not every rank reaches every other one's memory on these GPUs' links")
         sizes, error = check_shape(shape, dtype)
         with self._my_turn(), self._or_give_up("symmetric"):
-            self._control.agree(error, "symmetric", self._timeout, heed_faults=True)
-            asked = repr((sizes, dtype)).encode()[:512]
-            answers = self._control.exchange(asked, "symmetric", self._timeout, heed_faults=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(f"symmetric: rank 0 asked for {answers[0]!r}, rank {rank} for {theirs!r}")
+            self._control.agree(error, "symmetric", self._timeout, abort_on_fault=True)
+            self._control.require_equal(repr((sizes, dtype)), "symmetric", self._timeout, abort_on_fault=True)
             arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
             self._owned.append(arena)
             self._handles += 1
@@ -228,7 +219,7 @@ class Communicator(Messages):
         forced = algorithm is not None or protocol is not None
         size = None if kind.uneven else nbytes
         route = backend_choice.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
-        if route.path != backend_choice.NCCL:
+        if route.backend != backend_choice.NCCL:
             return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
         if kind.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
@@ -256,7 +247,7 @@ class Communicator(Messages):
         self._forget()
 
     @guarded
-    def use_table(self, rows: Sequence[Row], name: str) -> None:
+    def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
 
         For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks where their rows differ;
@@ -265,14 +256,8 @@ class Communicator(Messages):
         self._usable()
         given = tuple(rows)
         with self._my_turn(), self._or_give_up("use_table"):
-            mine = hashlib.sha256(repr((given, name)).encode()).digest()
-            answers = self._control.exchange(mine, "use_table", self._timeout, heed_faults=True)
-            for rank, theirs in enumerate(answers):
-                if theirs != answers[0]:
-                    raise InvalidArgument(
-                        f"use_table: rank {rank} has table {theirs.hex()[:12]}, rank 0 {answers[0].hex()[:12]}; give "
-                        "all ranks the same rows"
-                    )
+            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
+            self._control.require_equal(f"table {digest[:32]}", "use_table", self._timeout, abort_on_fault=True)
             self._site = replace(self._site, tuned=given, tuned_name=name)
             self._forget()
 

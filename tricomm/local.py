@@ -17,8 +17,8 @@ from tricomm.kernels import layout
 from tricomm.options import Options, seconds
 from tricomm.policy import selection
 from tricomm.store.control import ControlPage
+from tricomm.store.handshake import handshake
 from tricomm.store.local_arena import LocalArena, open_local
-from tricomm.store.rendezvous import meet
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULT_CONNECTIONS = 8  # the driver's
@@ -63,7 +63,7 @@ def local(
     store = HashStore()
 
     def meeting(rank: int) -> ControlPage:
-        return meet(store, rank, world_size, limit, agreed)
+        return handshake(store, rank, world_size, limit, agreed)
 
     def joining(rank: int) -> Communicator:
         comm = Communicator.over(controls[rank], arenas[rank], plan, where, limit, options, _ONE_PROCESS)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
 from tricomm.kernels.launch import triton_adapter
 from tricomm.kernels.launch.interrupts import Interrupts
@@ -172,15 +172,12 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
 
 
 def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None:
-    end = time.monotonic() + timeout
-    while not _lock.acquire(timeout=min(0.05, max(0.0, end - time.monotonic()))):
-        meanwhile()
-        if time.monotonic() >= end:
-            raise CollectiveTimeout(
-                f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of "
-                "this process holds: interpreted kernels run one at a time, so two groups must be used in the same "
-                "order on all ranks"
-            )
+    if not poll(lambda: _lock.acquire(timeout=min(0.05, timeout)), timeout, 0.0, meanwhile=meanwhile):
+        raise CollectiveTimeout(
+            f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of this "
+            "process holds: interpreted kernels run one at a time, so two groups must be used in the same order on all "
+            "ranks"
+        )
 
 
 def _after_fork() -> None:

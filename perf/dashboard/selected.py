@@ -13,7 +13,7 @@ from tricomm.options import Options
 from tricomm.perf.bench import request
 from tricomm.perf.cost_model.machines import MACHINES, Machine
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import TableRow
 
 
 def machine(device: str) -> Machine | None:
@@ -23,7 +23,7 @@ def machine(device: str) -> Machine | None:
 
 
 @cache
-def _site(device: str, simulated: bool, world_size: int) -> selection.Site | None:
+def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionFacts | None:
     """What a communicator there would know. The history has the links in words only: as if all were linked."""
     known = machine(device)
     kind = "cpu" if simulated else known.architecture if known is not None else ""
@@ -31,10 +31,10 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.Site | Non
         return None
     name, rows = _own("" if simulated else device, world_size)
     memory = layout.plan(world_size, Options().arena_bytes)
-    return selection.Site(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
+    return selection.SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
 
 
-def _own(gpu: str, world_size: int) -> tuple[str, tuple[Row, ...]]:
+def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
     """The user's own table for such a box, the latest of them."""
     files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:

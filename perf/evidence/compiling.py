@@ -25,7 +25,7 @@ from tricomm.perf.bench import check_data
 from tricomm.perf.evidence import checks, machine
 from tricomm.perf.evidence.stage import Settings, Wrong
 from tricomm.perf.workers import end_with_parent
-from tricomm.policy.selection import Site, choose
+from tricomm.policy.selection import SelectionFacts, choose
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
 _DRY = 1  # variants of a case that a dry run compiles
@@ -77,7 +77,7 @@ def jobs(
     """What calls of each type (by name) need compiled, worked out by the very code that makes launch plans; nothing
     twice."""
     memory = layout.plan(world_size, options.arena_bytes)
-    site = Site(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
+    site = SelectionFacts(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
     found: dict[str, Job] = {}
 
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:

@@ -177,7 +177,7 @@ def _ranges() -> list[dict[str, Any]]:
     return [row for collective in COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
 
 
-def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:
+def _ranges_of(collective: str, site: selection.SelectionFacts) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     least = 1
     for most in (*selection.limits(site, collective), None):
@@ -194,7 +194,7 @@ def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:
     return found
 
 
-def _site(world_size: int) -> selection.Site:
+def _site(world_size: int) -> selection.SelectionFacts:
     """What a communicator of the first `world_size` devices would know, the user's tuning table among it."""
     kind, device, topology = "cpu", torch.device("cpu"), None
     if torch.cuda.is_available():
@@ -203,7 +203,7 @@ def _site(world_size: int) -> selection.Site:
     if topology is not None:
         topology = topology.of(range(world_size)) if world_size <= len(topology) else None
     mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
-    return selection.Site(
+    return selection.SelectionFacts(
         kind, world_size, layout.plan(world_size, Options().arena_bytes), layout.MAX_BLOCKS,
         topology=topology.kind if topology is not None else "",
         tuned=mine.rows if mine is not None else (), tuned_name=mine.name if mine is not None else "",

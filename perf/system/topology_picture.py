@@ -73,13 +73,14 @@ def _devices(topology: Topology) -> str:
 
 def _quads(topology: Topology) -> list[str]:
     """The two quads as squares with their diagonals, positions 0 1 over 2 3, and the link of each to its relay."""
-    places = mesh.tables(topology)
-    if places is None:
+    positions = mesh.positions(topology.links)
+    if positions is None:
         return []
-    near = places[0].quad_by_position
+    near = positions[0].quad_by_position
     a, b, c, d = near
-    e, f, g, h = (places[rank].relay for rank in near)
-    relays = ", ".join(f"{rank} =NV{topology.links[rank][places[rank].relay]}= {places[rank].relay}" for rank in near)
+    e, f, g, h = (positions[rank].relay for rank in near)
+    pairs = [(rank, positions[rank].relay) for rank in near]
+    relays = ", ".join(f"{rank} =NV{topology.links[rank][relay]}= {relay}" for rank, relay in pairs)
     return [
         "",
         f"    {a} --- {b}       {e} --- {f}",

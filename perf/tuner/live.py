@@ -23,8 +23,8 @@ from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.state import Heat, Record
 from tricomm.perf.tuner.successive_halving import Spent
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
-from tricomm.policy import table_json, user_tables
-from tricomm.policy.tables import Tuned
+from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy.tuning_tables import TunedTable
 
 Say = Callable[..., None]
 _MEETING = 60.0  # seconds for all ranks to come
@@ -72,7 +72,7 @@ class _Lead:
         self._in_force = {point: _chosen(comm, point) for point in self._points}
         self._machine = _like(self._fingerprint.device, self._fingerprint.topology)
         self._right: set[tuple[Point, Candidate]] = set()
-        key = settings.key(self._fingerprint.digest, table_json.KERNELS, provenance.versions())
+        key = settings.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
         self._record = Record(user_tables.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
         self._end, self._spent = time.monotonic() + settings.budget, False
 
@@ -99,8 +99,8 @@ class _Lead:
         if not any(d.changed for d in decisions):
             self._say("result", lines=lines, file=None)
             return
-        found = Tuned(self._fingerprint, rows, database.now(), provenance.versions())
-        for rank, answer in enumerate(self._team.ask(Task("table", table=table_json.dumps(found).decode()))):
+        found = TunedTable(self._fingerprint, rows, database.now(), provenance.versions())
+        for rank, answer in enumerate(self._team.ask(Task("table", table=tuning_tables.dumps(found).decode()))):
             if answer.digest != found.digest.hex():
                 raise RankLost(f"rank {rank} has table {answer.digest[:12]}, rank 0 {found.digest.hex()[:12]}")
         self._say("result", lines=lines, file=str(user_tables.save(found)))

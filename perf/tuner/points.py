@@ -9,7 +9,7 @@ from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
 from tricomm.perf.bench.request import COLLECTIVES
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import TableRow
 
 # Not all_to_all_v: no rank knows what the others send, so no size takes part in its choice.
 TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")
@@ -56,10 +56,10 @@ class Candidate:
         """Candidates that differ in shape only."""
         return self.algorithm, self.protocol
 
-    def row(self, point: Point, world_size: int, max_bytes: int | None) -> Row:
+    def row(self, point: Point, world_size: int, max_bytes: int | None) -> TableRow:
         """As a table has it."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
-        return Row(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape)
+        return TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape)
 
     def __str__(self) -> str:
         return f"{self.algorithm}/{self.protocol} {self.blocks}x{self.warps} tile {self.tile}"

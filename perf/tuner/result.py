@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 from tricomm.perf.tuner.points import Point
 from tricomm.perf.tuner.search import Decision
-from tricomm.policy.tables import Row
+from tricomm.policy.tuning_tables import TableRow
 
 
-def rows(decisions: Sequence[Decision], world_size: int) -> list[Row]:
+def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
     """Rows of all decisions: a size decides halfway, in doublings, to the next one; neighbours that agree share a row.
 
     Above the largest size nothing was measured, and nothing is said.
     """
-    found: list[Row] = []
+    found: list[TableRow] = []
     for group in _groups(decisions):
         for here, beyond in zip(group, [*group[1:], None], strict=True):
             if beyond is not None and beyond.chosen == here.chosen:
@@ -25,7 +25,7 @@ def rows(decisions: Sequence[Decision], world_size: int) -> list[Row]:
     return found
 
 
-def merged(old: Sequence[Row], new: Sequence[Row]) -> tuple[Row, ...]:
+def merged(old: Sequence[TableRow], new: Sequence[TableRow]) -> tuple[TableRow, ...]:
     """`new`, and those of `old` of whose collective, width and mode it says nothing."""
     said = {row.group for row in new}
     return (*(row for row in old if row.group not in said), *new)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf.tuner.result import merged
-from tricomm.policy.tables import Row, Tuned
+from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _COLUMNS = "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits"
 
 
-def lines(file: Path, found: Tuned) -> list[str]:
+def lines(file: Path, found: TunedTable) -> list[str]:
     """A table in words."""
     versions = ", ".join(f"{name} {value}" for name, value in found.versions.items())
     mark = ", simulated: no GPU uses it" if found.simulated else ""
@@ -20,7 +20,7 @@ def lines(file: Path, found: Tuned) -> list[str]:
     return head + [f"    {number:>3} {_line(low, row)}" for number, (low, row) in enumerate(_ranges(found.rows))]
 
 
-def _line(low: int, row: Row) -> str:
+def _line(low: int, row: TableRow) -> str:
     width = f"{row.bits} bit" if row.bits else ""
     limit = "any" if row.max_bytes is None else str(row.max_bytes)
     shape = f"{row.blocks or '-'}x{row.warps or '-'} tile {row.tile or '-'}"
@@ -28,7 +28,7 @@ def _line(low: int, row: Row) -> str:
     return f"{what} {row.algorithm}/{row.protocol} {shape}"
 
 
-def csv(found: Tuned) -> str:
+def csv(found: TunedTable) -> str:
     """A row a line by ranges of sizes; an empty `max_bytes` has no end."""
     rows = [
         [row.collective, low, row.max_bytes, row.algorithm, row.protocol, row.blocks, 1, row.world_size, row.warps,
@@ -38,21 +38,21 @@ def csv(found: Tuned) -> str:
     return "\n".join([_COLUMNS, *(",".join("" if v is None else str(v) for v in row) for row in rows)]) + "\n"
 
 
-def merge(found: Sequence[Tuned]) -> Tuned:
+def merge(found: Sequence[TunedTable]) -> TunedTable:
     """One table; a later one's rows replace those of the same collective, width and mode.
 
     Raises `InvalidArgument` for tables of different kinds of boxes.
     """
     first = found[0]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TableRow, ...] = ()
     for one in found:
         if one.fingerprint != first.fingerprint:
             raise InvalidArgument(f"tables of different boxes cannot be merged: {first.fingerprint}; {one.fingerprint}")
         rows = merged(rows, one.rows)
-    return Tuned(first.fingerprint, rows, found[-1].date, found[-1].versions)
+    return TunedTable(first.fingerprint, rows, found[-1].date, found[-1].versions)
 
 
-def _ranges(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
+def _ranges(rows: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
     """Rows with the least bytes that they decide: one more than the row before of the same kind."""
     ends: dict[tuple[object, ...], int] = {}
     for row in rows:

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sampler import Sampler
-from tricomm.policy import table_json
-from tricomm.store import records
+from tricomm.policy import tuning_tables
+from tricomm.store.records import MessageHeader
 
 Open = Callable[[int], Communicator]
 
@@ -85,7 +85,7 @@ class Team:
         return answers
 
     def _set(self, what: str, said: Task | Answer) -> None:
-        data = records.pack_long(self._record(what, self._rank), msgspec.json.encode(said), env.token())
+        data = self._header(what, self._rank).seal(msgspec.json.encode(said), env.token())
         self._store.set(self._key(what, self._rank), cast(str, data))  # declared as str; bytes go as they are
 
     def _get(self, what: str, rank: int) -> bytes:
@@ -97,11 +97,10 @@ class Team:
             raise RankLost(
                 f"rank {rank} has said nothing for {self._patience.total_seconds():g} s: {str(error).splitlines()[0]}"
             ) from None
-        return records.parse_long(data, self._record(what, rank), env.token())
+        return self._header(what, rank).open(data, env.token())
 
-    def _record(self, what: str, rank: int) -> records.Record:
-        said = records.Said(self._number, what, b"")
-        return records.Record(rank, self._world_size, 1, bytes(records.NONCE_BYTES), said)
+    def _header(self, what: str, rank: int) -> MessageHeader:
+        return MessageHeader(rank, self._world_size, self._number, what)
 
     def _key(self, what: str, rank: int) -> str:
         return f"{what}{self._number}/{rank}"
@@ -113,7 +112,7 @@ class Team:
             case "time" if task.point is not None:
                 return self._each(task.point, task, self._sampler.sample)
             case "table":
-                found = table_json.loads(task.table.encode(), "rank 0's table")
+                found = tuning_tables.loads(task.table.encode(), "rank 0's table")
                 self.comm.use_table(found.rows, found.name)
                 return Answer(digest=found.digest.hex())
             case "renew":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import tricomm
 
-LARGE = 3 << 20  # float32: over the hand-over limit
+LARGE = 3 << 20  # float32: over the NCCL threshold
 
 
 @contextmanager

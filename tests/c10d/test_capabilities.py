@@ -18,9 +18,9 @@ from torch.distributed import HashStore
 from tricomm.c10d import capabilities, gloo_faults
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
-from tricomm.store.records import Capabilities, Record
+from tricomm.store.records import Capabilities, StoreRecord
 
-KEY = "tricomm/facts/1/1"
+KEY = "tricomm/capabilities/1/rank/1"
 TOKEN = b"secret"
 
 
@@ -98,7 +98,7 @@ def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monk
 @pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
 def test_any_flipped_bit_is_refused(secret, monkeypatch):
     monkeypatch.setenv("TRICOMM_TOKEN", secret)
-    size = len(Record(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
+    size = len(StoreRecord(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
     for bit in range(5, 8 * size, 97):
 
         def flip(data: bytes, bit: int = bit) -> bytes:
@@ -130,20 +130,21 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
                 raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
         return mine()
 
-    monkeypatch.setattr(capabilities, "_mine", broken)
+    monkeypatch.setattr(capabilities, "_own_capabilities", broken)
     began = time.monotonic()
     found = outcomes(HashStore(), timeout=60.0)
     assert time.monotonic() - began < 30
     assert sum(isinstance(error, InvalidArgument) for error in found) == 1
     told = [str(error) for error in found if isinstance(error, RendezvousError)]
-    words = "gave the making of the group up: InvalidArgument: TRICOMM_CPU='mpi'"
+    assert all("making the group 1 was aborted by rank" in text for text in told)
+    words = "InvalidArgument: TRICOMM_CPU='mpi'"
     assert len(told) == 2 and all(words in text for text in told)
 
 
 def test_a_forged_failure_is_not_believed(token):
     store = HashStore()
-    forged = Record(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
-    store.set("tricomm/facts/failed/1", forged)
+    forged = StoreRecord(1, 2, 1, bytes(16), records.Failure(1, "PeerDied", "forged")).pack(None)
+    store.set("tricomm/capabilities/1/failed", forged)
     with pytest.raises(RendezvousError, match="failure record: bad MAC"):
         capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
@@ -151,7 +152,7 @@ def test_a_forged_failure_is_not_believed(token):
 def old_record(switches: int) -> bytes:
     """A record of rank 1 that the token's holders once wrote, for another group."""
     body = dataclasses.replace(capabilities._own_capabilities(), switches=switches)
-    return Record(1, 3, 1, b"o" * 16, body).pack(TOKEN)
+    return StoreRecord(1, 3, 1, b"o" * 16, body).pack(TOKEN)
 
 
 def test_an_old_record_of_another_group_is_refused(token):
@@ -169,7 +170,7 @@ def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
     [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
 )
 def test_another_world_size_is_named(world_size, words):
-    forged = Record(1, world_size, 1, bytes(16), capabilities._own_capabilities()).pack(None)
+    forged = StoreRecord(1, world_size, 1, bytes(16), capabilities._own_capabilities()).pack(None)
     store = HashStore()
     store.set(KEY, forged)
     with pytest.raises(RendezvousError, match=words):
@@ -178,7 +179,7 @@ def test_another_world_size_is_named(world_size, words):
 
 def test_another_rank_is_named():
     store = HashStore()
-    store.set(KEY, Record(0, 2, 1, bytes(16), capabilities._own_capabilities()).pack(None))
+    store.set(KEY, StoreRecord(0, 2, 1, bytes(16), capabilities._own_capabilities()).pack(None))
     with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
         capabilities.exchange_capabilities(store, 0, 2, 5.0)
 
@@ -186,7 +187,7 @@ def test_another_rank_is_named():
 @pytest.mark.parametrize("count", [-7, 2**63 - 2])
 def test_an_impossible_count_of_groups_is_refused(count):
     store = HashStore()
-    store.add("tricomm/facts/0", count)
+    store.add("tricomm/capabilities/0/generation", count)
     with pytest.raises(RendezvousError, match="does something else use this store"):
         capabilities.exchange_capabilities(store, 0, 2, 5.0)
 

@@ -9,12 +9,12 @@ from tricomm import errors
 from tricomm.c10d import capabilities, dispatch, gloo_collectives
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import Site, decide
+from tricomm.policy.backend_choice import GroupFacts, decide
 from tricomm.store import process
 from tricomm.store.records import Capabilities
 
-GPU = Site("cuda", 8, 1, None, "nccl")
-CPU = Site("cpu", 2, 1, None, "gloo")
+GPU = GroupFacts("cuda", 8, 1, None, "nccl")
+CPU = GroupFacts("cpu", 2, 1, None, "gloo")
 
 
 @pytest.mark.parametrize(
@@ -22,37 +22,42 @@ CPU = Site("cpu", 2, 1, None, "gloo")
     [
         (GPU, ("all_reduce", torch.float32, "sum", 4096), "kernels", "cover"),
         (GPU, ("all_reduce", torch.float32, "sum", 8 << 20), "kernels", "cover"),
-        (GPU, ("all_reduce", torch.float32, "sum", (8 << 20) + 4), "nccl", "hand-over"),
+        (GPU, ("all_reduce", torch.float32, "sum", (8 << 20) + 4), "nccl", "NCCL threshold"),
         (GPU, ("all_reduce", torch.complex32, "sum", 8), "nccl", "complex32"),
         (GPU, ("all_reduce", torch.float32, "premul_sum", 8), "nccl", "premul_sum"),
         (GPU, ("send", torch.float32, "none", 8), "nccl", "two ranks"),
         (GPU, ("barrier", None, "none", 0), "kernels", "cover"),
-        (Site("cuda", 16, 2, None, "nccl"), ("all_reduce", torch.float32, "sum", 8), "nccl", "2 nodes"),
-        (Site("cuda", 8, 1, "no peer access", "nccl"), ("all_reduce", torch.float32, "sum", 8), "nccl", "no peer"),
-        (Site("cpu", 2, 1, "CPU tensors", "gloo"), ("barrier", None, "none", 0), "gloo", "CPU tensors"),
+        (GroupFacts("cuda", 16, 2, None, "nccl"), ("all_reduce", torch.float32, "sum", 8), "nccl", "2 nodes"),
+        (
+            GroupFacts("cuda", 8, 1, "no peer access", "nccl"),
+            ("all_reduce", torch.float32, "sum", 8),
+            "nccl",
+            "no peer",
+        ),
+        (GroupFacts("cpu", 2, 1, "CPU tensors", "gloo"), ("barrier", None, "none", 0), "gloo", "CPU tensors"),
         (CPU, ("all_reduce", torch.float32, "sum", 1 << 30), "kernels", "cover"),
         (CPU, ("all_gather_v", torch.float32, "none", None), "gloo", "no all_gather_v kernel"),
     ],
 )
 def test_routes(site, call, path, word):
     route = decide(site, *call)
-    assert route.path == path and word in route.reason
+    assert route.backend == path and word in route.reason
 
 
 def test_without_anybody_behind_the_kernels_the_refusal_says_why():
-    with pytest.raises(errors.InvalidArgument, match="complex32.*no native backend"):
-        decide(Site("cuda", 8, 1, None, None), "all_reduce", torch.complex32, "sum", 8)
+    with pytest.raises(errors.InvalidArgument, match="complex32.*no backend for it"):
+        decide(GroupFacts("cuda", 8, 1, None, None), "all_reduce", torch.complex32, "sum", 8)
 
 
 def test_every_row_of_the_table_has_a_kernel():
     for collective in dispatch._COMMUNICATOR_CALLS:
         op = "sum" if collective in backend_choice.REDUCTIONS else "none"
-        assert decide(CPU, collective, torch.float32, op, None).path == "kernels"
+        assert decide(CPU, collective, torch.float32, op, None).backend == "kernels"
 
 
 def test_an_operation_that_a_type_lacks_goes_elsewhere():
-    assert decide(CPU, "all_reduce", torch.complex64, "prod", 8).path == "gloo"
-    assert decide(CPU, "all_reduce", torch.complex64, "sum", 8).path == "kernels"
+    assert decide(CPU, "all_reduce", torch.complex64, "prod", 8).backend == "gloo"
+    assert decide(CPU, "all_reduce", torch.complex64, "sum", 8).backend == "kernels"
 
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():

@@ -31,7 +31,7 @@ def joined(rank, world_size, url, there=True, memory=True, **options):
     sys.modules["nccl"], sys.modules["nccl.core"] = package, fake_nccl if there else None
     fake_nccl.STORE, *_ = open_store(url + "fake", rank, world_size, 30.0)
     bootstrap.behind = lambda device, options: ("nccl", "") if options.nccl else (None, "Options(nccl=False)")
-    backend_choice.hand_over = lambda device, collective, world_size: LIMIT
+    backend_choice.nccl_threshold = lambda device, collective, world_size: LIMIT
     if not memory:
 
         def refused(*args):

@@ -16,7 +16,7 @@ from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, errors
 from tricomm.kernels import layout
 from tricomm.store.arena import open_arena
-from tricomm.store.rendezvous import meet
+from tricomm.store.handshake import handshake
 
 LATE = 1.0  # seconds by which rank 0 comes later than the others
 
@@ -37,7 +37,7 @@ def on_fake_gpu(rank, world_size, url):
         options = Options(arena_bytes=256 * 1024, timeout=60.0)
         plan = layout.plan(world_size, options.arena_bytes)
         store = FileStore(url.removeprefix("file://"), world_size)
-        control = meet(store, rank, world_size, 60.0, options.agreed(plan, "cpu"))
+        control = handshake(store, rank, world_size, 60.0, options.agreed(plan, "cpu"))
         arena = open_arena(control, plan.nbytes, device, 60.0)
         comm = Communicator.over(control, arena, plan, device, 60.0, options, runtime)
         comm.all_reduce(torch.ones(8))

@@ -66,7 +66,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 def test_gpus_that_reach_each_other_share_memory(monkeypatch, core):
     world = FakeCuda(2)
     for found in everywhere(monkeypatch, world):
-        assert found.arena.kind == "cuda_ipc" and found.routes.no_kernels is None and found.routes.native == "nccl"
+        assert found.arena.kind == "cuda_ipc" and found.routes.no_kernels is None and found.routes.fallback == "nccl"
     world.verify()
 
 
@@ -76,7 +76,7 @@ def test_gpus_that_do_not_go_to_nccl(monkeypatch, core, caplog):
         assert found.arena.kind == "none" and not any(found.arena.bases)
         assert "cannot share memory" in found.routes.no_kernels and "cannot reach GPU" in found.routes.no_kernels
         route = backend_choice.decide(found.routes, "all_reduce", torch.float32, "sum", 8)
-        assert route.path == "nccl" and route.reason == found.routes.no_kernels
+        assert route.backend == "nccl" and route.reason == found.routes.no_kernels
     assert caplog.text.count("every call goes to NCCL") == 1  # rank 0 alone says it
     world.verify()
 

@@ -7,7 +7,7 @@ import pytest
 
 from tricomm.core.monitor import Monitor
 from tricomm.kernels import layout
-from tricomm.store.control import State
+from tricomm.store.control import RankState
 
 
 class Control:
@@ -35,7 +35,7 @@ class Control:
         return rank not in self.dead
 
     def state(self, rank):
-        return State.CLOSED if rank in self.closed else State.READY
+        return RankState.CLOSED if rank in self.closed else RankState.READY
 
     def pid(self, rank):
         return 1000 + rank

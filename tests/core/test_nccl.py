@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from tests.core import fake_nccl
 from tricomm import errors
 from tricomm.core import nccl
-from tricomm.store.store_control import meet_apart
+from tricomm.store.store_control import open_store_control
 
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16]
@@ -32,7 +32,7 @@ def everywhere(world_size, body, timeout=30.0):
     store = HashStore()
 
     def run(rank):
-        control, _ = meet_apart(store, rank, world_size, timeout, 1)
+        control, _ = open_store_control(store, rank, world_size, timeout, 1)
         comm = nccl.open_nccl(control, CPU, timeout)
         value = body(comm, rank)
         comm.close()
@@ -167,7 +167,7 @@ def failing(monkeypatch, rank_at_fault, name, fault):
 
     def run(rank):
         here.rank = rank
-        control, _ = meet_apart(store, rank, 2, 20.0, 1)
+        control, _ = open_store_control(store, rank, 2, 20.0, 1)
         try:
             nccl.open_nccl(control, CPU, 20.0)
         except errors.TricommError as error:
@@ -197,7 +197,7 @@ def test_a_communicator_that_fails_on_one_rank_fails_on_all(monkeypatch):
 
 
 def alone(timeout=5.0):
-    return meet_apart(HashStore(), 0, 1, timeout, 1)[0]
+    return open_store_control(HashStore(), 0, 1, timeout, 1)[0]
 
 
 def test_without_nccl4py_it_is_missing_by_name(monkeypatch):

@@ -19,8 +19,8 @@ from tricomm.core import group
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.arena import open_arena
-from tricomm.store.control import State
-from tricomm.store.rendezvous import meet
+from tricomm.store.control import RankState
+from tricomm.store.handshake import handshake
 
 MINE, OTHER = 1, 0
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def over(runtime):
     """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
     options = Options(arena_bytes=1 << 20, timeout=20.0)
     plan = layout.plan(1, options.arena_bytes)
-    control = meet(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
+    control = handshake(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
     return Communicator.over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
 
 
@@ -293,7 +293,7 @@ def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the
     monkeypatch.setattr(group, "_LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(comm, "_timeout", 0.2)
     comm.close()
-    assert comm._control.state(0) == State.CLOSED and comm in group._kept
+    assert comm._control.state(0) == RankState.CLOSED and comm in group._kept
     comm.group_table.add_(0)  # still mapped
 
 

@@ -20,7 +20,7 @@ from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.store.arena import open_arena
-from tricomm.store.rendezvous import meet
+from tricomm.store.handshake import handshake
 
 SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)
 PROTOCOLS = ("ll", "simple")
@@ -81,7 +81,7 @@ def comm(device):
     memory = layout.plan(2, options.arena_bytes)
 
     def join(rank):
-        control = meet(store, rank, 2, 60.0, options.agreed(memory, "cpu"))
+        control = handshake(store, rank, 2, 60.0, options.agreed(memory, "cpu"))
         arena = open_arena(control, memory.nbytes, cpu, 60.0)
         return Communicator.over(control, arena, memory, cpu, 60.0, options, FakeRuntime(device))
 

@@ -14,9 +14,9 @@ from tricomm.core import bootstrap
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import Site, decide
+from tricomm.policy.backend_choice import GroupFacts, decide
 
-GPU = Site("cuda", 8, 1, None, "nccl")
+GPU = GroupFacts("cuda", 8, 1, None, "nccl")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_by_size_and_type(url):
         # Of all_to_all_v no rank knows the others' bytes, and a barrier has none.
         assert large == {name: count for name, count in want.items() if name not in ("all_to_all_v", "barrier")}
         assert routes == ["kernels", "nccl", "kernels", "kernels"]
-        assert reason == "4097 bytes are over the hand-over limit of 4096"
+        assert reason == "4097 bytes are over the NCCL threshold of 4096"
         forced, narrow, op, explained, message = refused
         assert "send: no kernel takes torch.uint16" in message
         assert "a kernel is forced" in forced and "no kernel takes torch.uint32" in forced
@@ -140,25 +140,26 @@ def test_without_the_comparison_they_wait_until_the_time_is_up(url):
 
 
 def test_what_not_every_rank_reaches():
-    apart = Site("cuda", 8, 1, None, "nccl", reachable=False)
+    apart = GroupFacts("cuda", 8, 1, None, "nccl", reachable=False)
     for collective in COLLECTIVES:
         route = decide(apart, collective, torch.float32, "sum", 8)
-        assert route.path == ("kernels" if collective in ("all_reduce", "all_gather") else "nccl")
-        assert route.path == "kernels" or "reaches every other one's memory" in route.reason
+        assert route.backend == ("kernels" if collective in ("all_reduce", "all_gather") else "nccl")
+        assert route.backend == "kernels" or "reaches every other one's memory" in route.reason
     assert (
-        decide(Site("cuda", 4, 1, None, "nccl", reachable=False), "all_reduce", torch.float32, "sum", 8).path == "nccl"
+        decide(GroupFacts("cuda", 4, 1, None, "nccl", reachable=False), "all_reduce", torch.float32, "sum", 8).backend
+        == "nccl"
     )
 
 
 def test_a_size_is_no_reason_where_nobody_else_is_there():
-    route = decide(Site("cuda", 8, 1, None, None, "no NCCL here"), "all_reduce", torch.float32, "sum", 1 << 30)
-    assert route.path == "kernels" and "hand-over" in route.reason and "no NCCL here" in route.reason
+    route = decide(GroupFacts("cuda", 8, 1, None, None, "no NCCL here"), "all_reduce", torch.float32, "sum", 1 << 30)
+    assert route.backend == "kernels" and "NCCL threshold" in route.reason and "no NCCL here" in route.reason
 
 
 def test_a_forced_kernel_is_run_or_refused():
-    assert decide(GPU, "all_reduce", torch.float32, "sum", 1 << 30, True).path == "kernels"
+    assert decide(GPU, "all_reduce", torch.float32, "sum", 1 << 30, True).backend == "kernels"
     with pytest.raises(InvalidArgument, match="all_reduce: a kernel is forced.*spans 2 nodes"):
-        decide(Site("cuda", 8, 2, None, "nccl"), "all_reduce", torch.float32, "sum", 8, True)
+        decide(GroupFacts("cuda", 8, 2, None, "nccl"), "all_reduce", torch.float32, "sum", 8, True)
 
 
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):

@@ -7,8 +7,8 @@ from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
-from tricomm.policy.selection import Site, choose
-from tricomm.policy.tables import Row, Table
+from tricomm.policy.selection import SelectionFacts, choose
+from tricomm.policy.tuning_tables import Table, TableRow
 
 _ANY = ("all_reduce", 16, None)
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, 8, 4096, 16384, 16385, 65536, 1 << 20, 1 << 24, 1 << 31]
 
 
 def site(device="sm_90", world_size=4, arena=64 << 20, **more):
-    return Site(device, world_size, layout.plan(world_size, arena), more.pop("max_blocks", 64), **more)
+    return SelectionFacts(device, world_size, layout.plan(world_size, arena), more.pop("max_blocks", 64), **more)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -105,7 +105,7 @@ def test_the_runner_up_is_named():
 
 
 def test_a_row_may_be_for_graphs_only(monkeypatch):
-    rows = (Row(*_ANY, "one_shot", "simple", mode="graph"), Row(*_ANY, "one_shot", "ll"))
+    rows = (TableRow(*_ANY, "one_shot", "simple", mode="graph"), TableRow(*_ANY, "one_shot", "ll"))
     monkeypatch.setattr(selection, "_shipped", lambda: (Table("mine", "cpu", rows),))
     found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
     assert found == ["simple", "ll"]
@@ -119,7 +119,7 @@ def tuned(*rows, **more):
 
 
 def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
-    here = tuned(Row("all_reduce", 4, 4096, "two_shot", "simple", blocks=5, warps=16, tile=1024))
+    here = tuned(TableRow("all_reduce", 4, 4096, "two_shot", "simple", blocks=5, warps=16, tile=1024))
     choice = choose(here, "all_reduce", 4096)
     assert (choice.algorithm, choice.protocol) == ("two_shot", "simple")
     assert (choice.blocks, choice.warps, choice.block) == (5, 16, 1024)
@@ -130,20 +130,20 @@ def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
 
 
 def test_a_tuned_row_may_be_for_a_width_and_a_mode():
-    narrow = Row("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
+    narrow = TableRow("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
     found = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
     assert found == ["tuned abc", "hopper", "hopper", "hopper"]
 
 
 def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
-    cube = Row("all_reduce", 4, None, "hybrid_cube_mesh", "ll")
+    cube = TableRow("all_reduce", 4, None, "hybrid_cube_mesh", "ll")
     assert choose(tuned(cube), "all_reduce", 8).table == "hopper"
     assert choose(tuned(cube), "all_reduce", 8, algorithm="one_shot").algorithm == "one_shot"
 
 
 def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
-    greedy = Row("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
+    greedy = TableRow("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
     choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
     assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
-    small = choose(tuned(Row("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
+    small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
     assert (small.block, small.warps) == (512, 8)  # two words a thread: every thread has a part of each tile

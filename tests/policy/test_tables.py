@@ -17,29 +17,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tricomm
+from tests.store.store_ranks import pages, succeed
 from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
-from tricomm.policy import selection, table_json, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy import selection, tuning_tables, user_tables
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 from tricomm.topology.presets import nvswitch
 
 _H100 = Fingerprint("sm_90", "NVIDIA H100 80GB HBM3", 4, "nvswitch", "0123456789abcdef")
 _CPU = Fingerprint("cpu", "", 2)
-_ROW = Row("all_reduce", 4, 4096, "one_shot", "ll", mode="graph", bits=16, blocks=3, warps=4, tile=512)
+_ROW = TableRow("all_reduce", 4, 4096, "one_shot", "ll", mode="graph", bits=16, blocks=3, warps=4, tile=512)
 
 _kernels = st.sampled_from([k for k in registry.KERNELS if not k.needs_cube])
 _maybe = st.none()
 
 
 @st.composite
-def _tables(draw: st.DrawFn) -> Tuned:
+def _tables(draw: st.DrawFn) -> TunedTable:
     world_size = draw(st.integers(1, 16))
     text = st.text(max_size=30)
     where = Fingerprint(draw(st.sampled_from(["cpu", "sm_90", "cuda"])), draw(text), world_size, draw(text), draw(text))
 
-    def row() -> Row:
+    def row() -> TableRow:
         kernel = draw(_kernels)
-        return Row(
+        return TableRow(
             kernel.collective, world_size, draw(_maybe | st.integers(0, 1 << 60)), kernel.algorithm, kernel.protocol,
             mode=draw(_maybe | st.sampled_from(["eager", "graph"])),
             bits=draw(_maybe | st.sampled_from([8, 16, 32, 64])),
@@ -48,7 +49,7 @@ def _tables(draw: st.DrawFn) -> Tuned:
         )  # fmt: skip
 
     rows = tuple(row() for _ in range(draw(st.integers(0, 5))))
-    return Tuned(where, rows, draw(text), draw(st.dictionaries(text, text, max_size=3)))
+    return TunedTable(where, rows, draw(text), draw(st.dictionaries(text, text, max_size=3)))
 
 
 @pytest.fixture(autouse=True)
@@ -58,22 +59,22 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @given(_tables())
-def test_what_is_written_is_read(found: Tuned) -> None:
-    text = table_json.dumps(found)
-    assert table_json.loads(text, "here") == found and table_json.dumps(table_json.loads(text, "here")) == text
+def test_what_is_written_is_read(found: TunedTable) -> None:
+    text = tuning_tables.dumps(found)
+    assert tuning_tables.loads(text, "here") == found and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
     assert len(json.loads(text)["rows"]) == len(found.rows)
 
 
 @given(_tables(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: Tuned, data: st.DataObject) -> None:
-    damaged = bytearray(table_json.dumps(found))
+def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: TunedTable, data: st.DataObject) -> None:
+    damaged = bytearray(tuning_tables.dumps(found))
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
     for text in (bytes(damaged), cut):
         try:
-            assert isinstance(table_json.loads(text, "that file"), Tuned)
+            assert isinstance(tuning_tables.loads(text, "that file"), TunedTable)
         except InvalidArgument as error:
             assert str(error).startswith("that file: ")
 
@@ -100,42 +101,43 @@ _WRONG_ROWS: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG)
 def test_a_table_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table_json.dumps(Tuned(_H100, (_ROW,)))) | {name: value}
+    data = json.loads(tuning_tables.dumps(TunedTable(_H100, (_ROW,)))) | {name: value}
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table_json.loads(json.dumps(data).encode(), "that file")
+        tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
 @pytest.mark.parametrize(("name", "value", "said"), _WRONG_ROWS)
 def test_a_row_that_is_wrong_says_where(name: str, value: Any, said: str) -> None:
-    data = json.loads(table_json.dumps(Tuned(_H100, (_ROW,))))
+    data = json.loads(tuning_tables.dumps(TunedTable(_H100, (_ROW,))))
     data["rows"][0][name] = value
     with pytest.raises(InvalidArgument, match="that file: .*" + said):
-        table_json.loads(json.dumps(data).encode(), "that file")
+        tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
 def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
     file = files("tricomm").joinpath("tables/default.json")
     raw = json.loads(file.read_bytes())
     assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
+    form = tuning_tables.forms("here").row
     for read, written in zip(selection._shipped(), raw["tables"], strict=True):
         assert read.rows and all(isinstance(name, str) for name in (read.name, read.device, read.topology or ""))
         for row, said in zip(read.rows, written["rows"], strict=True):
-            assert msgspec.convert(said, table_json.FileRow).checked() == row
+            assert TableRow(**msgspec.structs.asdict(msgspec.convert(said, form))) == row
     for wrong in ({"warps": 3}, {"world_size": 99}, {"surprise": 1}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert(raw["tables"][0]["rows"][0] | wrong, table_json.FileRow)
+            msgspec.convert(raw["tables"][0]["rows"][0] | wrong, form)
 
 
 def test_no_table_is_so_long(_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="no tuning table is so long"):
-        table_json.loads(b" " * (table_json.MAX_BYTES + 1), "that file")
+        tuning_tables.loads(b" " * (tuning_tables.MAX_BYTES + 1), "that file")
 
 
 # The user's folder
 
 
 def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
-    found = Tuned(_H100, (_ROW,))
+    found = TunedTable(_H100, (_ROW,))
     file = user_tables.save(found)
     assert file.parent == _folder and file.name.startswith("nvidia-h100-80gb-hbm3-w4-")
     assert user_tables.load(_H100) == found
@@ -144,12 +146,12 @@ def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
 
 
 def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = user_tables.save(Tuned(_H100, (_ROW,)))
+    file = user_tables.save(TunedTable(_H100, (_ROW,)))
     with caplog.at_level(logging.WARNING, "tricomm"):
         file.write_bytes(b"{")
         assert user_tables.load(_H100) is None and str(file) in caplog.text and "it is ignored" in caplog.text
         caplog.clear()
-        file.write_bytes(table_json.dumps(Tuned(_CPU, ())))  # a CPU's, under a GPU's name
+        file.write_bytes(tuning_tables.dumps(TunedTable(_CPU, ())))  # a CPU's, under a GPU's name
         assert user_tables.load(_H100) is None and "is of 2 ranks on cpu" in caplog.text and str(file) in caplog.text
 
 
@@ -157,7 +159,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "file"))
     with pytest.raises(ResourceError, match="cannot be written.*TRICOMM_TUNING_DIR"):
-        user_tables.save(Tuned(_H100, ()))
+        user_tables.save(TunedTable(_H100, ()))
     assert user_tables.load(_H100) is None
 
 
@@ -174,30 +176,31 @@ def test_boxes_that_are_linked_otherwise_have_other_tables() -> None:
     assert len({box.digest for box in boxes}) == 3 and boxes[1].topology == "nvswitch"
 
 
-class _Control:
-    def __init__(self, others: list[bytes]) -> None:
-        self.rank, self.world_size, self._others = 0, 1 + len(others), others
-
-    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
-        return [payload, *self._others]
-
-
 def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
-    found = Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),))
-    user_tables.save(found)
-    assert user_tables.agree(_Control([found.digest]), _CPU, 1.0) == found  # type: ignore[arg-type]
-    for other in (b"", b"\1" * 32):
-        caplog.clear()
-        assert user_tables.agree(_Control([other]), _CPU, 1.0) is None  # type: ignore[arg-type]
-        assert "ranks find different tuning tables" in caplog.text and "rank 1" in caplog.text
+    table = TunedTable(_CPU, (TableRow("all_reduce", 2, None, "two_shot", "ll"),))
+    user_tables.save(table)
+    with pages(2) as group:
+        assert succeed(2, lambda rank: user_tables.agree(group[rank], _CPU, 10.0)) == [table, table]
+        for other in ("none", "01" * 32):
+
+            def agree(rank: int, other: str = other) -> TunedTable | None:
+                if rank == 0:
+                    return user_tables.agree(group[0], _CPU, 10.0)
+                with pytest.raises(InvalidArgument):
+                    group[1].require_equal(other, "tuning table", 10.0)
+                return None
+
+            caplog.clear()
+            assert succeed(2, agree) == [None, None]
+            assert "ranks find different tuning tables" in caplog.text and f"rank 1 has {other}" in caplog.text
 
 
 # A communicator
 
 
 def test_a_communicator_chooses_by_the_users_table() -> None:
-    user_tables.save(Tuned(Fingerprint("cpu", "", 1), (
-        Row("all_reduce", 1, 4096, "two_shot", "simple", blocks=2, tile=32),
+    user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (
+        TableRow("all_reduce", 1, 4096, "two_shot", "simple", blocks=2, tile=32),
     )))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
@@ -214,7 +217,7 @@ def test_a_table_that_is_used_changes_the_next_call_and_is_the_same_on_all_ranks
         x = torch.arange(64.0)
         before = comm.explain("all_reduce", nbytes=256).table
         comm.all_reduce(x)
-        comm.use_table((Row("all_reduce", 2, None, "two_shot", "simple", blocks=2, tile=16),), "mine")
+        comm.use_table((TableRow("all_reduce", 2, None, "two_shot", "simple", blocks=2, tile=16),), "mine")
         assert comm.explain("all_reduce", nbytes=256).table == "mine"
         comm.all_reduce(x)
         assert torch.equal(x, 4 * torch.arange(64.0))
@@ -230,7 +233,7 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
     """What agreeing is for: without it, each rank runs a kernel of its own."""
 
     def body(comm: tricomm.Communicator) -> None:
-        row = Row("all_reduce", 2, None, "two_shot" if comm.rank else "one_shot", "ll")
+        row = TableRow("all_reduce", 2, None, "two_shot" if comm.rank else "one_shot", "ll")
         comm._site = replace(comm._site, tuned=(row,), tuned_name="mine")
         comm.all_reduce(torch.arange(64.0))
 
@@ -239,5 +242,5 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
 
 
 def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
-    user_tables.save(Tuned(_CPU, (Row("all_reduce", 2, None, "two_shot", "ll"),)))
+    user_tables.save(TunedTable(_CPU, (TableRow("all_reduce", 2, None, "two_shot", "ll"),)))
     assert tricomm.simulate(lambda comm: comm.explain("all_reduce", nbytes=8).table, 2) == ["cpu", "cpu"]

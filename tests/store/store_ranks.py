@@ -1,4 +1,4 @@
-"""Ranks for the tests of meeting and sharing: threads of this process, and bodies for real processes."""
+"""Ranks for the tests of the handshake and of shared memory: threads of this process, and bodies for real processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from torch.distributed import HashStore, TCPStore
 
 from tests import ranks
 from tricomm.errors import TricommError
-from tricomm.store import process, rank_record
+from tricomm.store import handshake as handshakes
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage
-from tricomm.store.deadline import Bounded
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.handshake import handshake
+from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 LAYOUT = 0x1234
@@ -107,7 +109,7 @@ def succeed(world_size: int, body: Callable[[int], Any], seconds: float = 30) ->
 def pages(world_size: int) -> Iterator[list[ControlPage]]:
     """Control pages of ranks that are threads of this process."""
     store = HashStore()
-    made: list[ControlPage] = succeed(world_size, lambda rank: meet(store, rank, world_size, 10, LAYOUT))
+    made: list[ControlPage] = succeed(world_size, lambda rank: handshake(store, rank, world_size, 10, LAYOUT))
     try:
         yield made
     finally:
@@ -129,12 +131,12 @@ def serve(rank: int, world_size: int, tell: Callable[[Any], None]) -> None:
     del store
 
 
-def try_to_meet(store: Any, rank: int, world_size: int, timeout: float, layout: int = LAYOUT) -> tuple[Any, ...]:
+def try_handshake(store: Any, rank: int, world_size: int, timeout: float, layout: int = LAYOUT) -> tuple[Any, ...]:
     """("ok", members' pids, seconds), or (class of the error, its words, seconds); checks that nothing is left."""
     before = holdings(sockets=False)
     began = time.monotonic()
     try:
-        page = meet(store, rank, world_size, timeout, layout)
+        page = handshake(store, rank, world_size, timeout, layout)
     except TricommError as error:
         result = type(error).__name__, str(error), time.monotonic() - began
     else:
@@ -147,7 +149,7 @@ def try_to_meet(store: Any, rank: int, world_size: int, timeout: float, layout: 
     return result
 
 
-def meet_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
+def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
     """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch, die."""
     claim = claims[rank]
     if "token" in claim:
@@ -163,24 +165,24 @@ def meet_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[s
         os.seteuid(claim["uid"])
     tell(os.getpid())
     time.sleep(claim.get("delay", 0.0))
-    return try_to_meet(store, claim["rank"], claim["world"], timeout, claim.get("layout", LAYOUT))
+    return try_handshake(store, claim["rank"], claim["world"], timeout, claim.get("layout", LAYOUT))
 
 
 def die_at(point: str) -> None:
-    """Kill this process at a step of the meeting."""
+    """Kill this process at a step of the handshake."""
 
     def die(*_: Any, **__: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if point == "before hello":
-        rank_record.introduce = die
-    elif point == "after hello":
-        rank_record.check = die
+    if point == "before record":
+        handshakes._Handshake._introduce = die  # type: ignore[method-assign]
+    elif point == "after record":
+        handshakes.check = die
     elif point == "attach":
         Segment.attach = die  # type: ignore[method-assign,assignment]
-    elif point == "met":
-        usual = Bounded.set
-        Bounded.set = lambda self, key, value: die() if key.endswith("/met") else usual(self, key, value)  # type: ignore
+    elif point == "done":
+        usual = BoundedStore.set
+        BoundedStore.set = lambda self, key, value: die() if key.endswith("/done") else usual(self, key, value)  # type: ignore
     elif point == "confirm":
         ControlPage.exchange = die  # type: ignore[method-assign]
     else:
@@ -198,15 +200,15 @@ def results(group: ranks.Ranks) -> list[tuple]:
     return [outcome.value or (outcome.error, outcome.text, outcome.code) for outcome in group.results()]
 
 
-def meet_over_file(tmp_path, claims, timeout=TIMEOUT):
-    with ranks.start(len(claims), meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+def connect_over_file(tmp_path, claims, timeout=TIMEOUT):
+    with ranks.start(len(claims), connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
         pids = [group.message(r) for r in range(len(claims))]
         return pids, results(group)
 
 
 def try_in_thread(store, rank, world_size, timeout):
     try:
-        page = meet(store, rank, world_size, timeout, LAYOUT)
+        page = handshake(store, rank, world_size, timeout, LAYOUT)
     except TricommError as error:
         return type(error).__name__, str(error)
     page.exchange(b"", "all are here", 10)

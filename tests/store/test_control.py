@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
-from tests.store.store_ranks import holdings, in_threads, meet_as, more_than, nothing_left, pages, succeed
+from tests.store.store_ranks import connect_as, holdings, in_threads, more_than, nothing_left, pages, succeed
 from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
@@ -21,9 +21,11 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.store.control import ControlPage, Descriptor, Fault, State
-from tricomm.store.page import MESSAGE_BYTES, NBYTES, Message, Page
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.control import ControlPage, Descriptor, Fault, RankState
+from tricomm.store.handshake import handshake
+from tricomm.store.page import MESSAGE_BYTES, NBYTES, Page
+from tricomm.store.records import ExchangeMessage
+from tricomm.store.rendezvous import open_store
 
 CALL = Descriptor(0, 2**63 + 5, "all_reduce", "sum", "bfloat16", "two_shot", "ll", 10**12, -1, 24, "eager")
 
@@ -45,15 +47,15 @@ def test_who_is_who():
 
 def test_state_heartbeat_and_sequence_are_seen_by_the_others():
     with pages(2) as (one, two):
-        assert one.state(1) == State.READY and 0 <= two.heartbeat_age(0) < 5
+        assert one.state(1) == RankState.READY and 0 <= two.heartbeat_age(0) < 5
         before = two.heartbeat(0)
         one.beat()
         assert before < two.heartbeat(0)
         assert two.heartbeat(0) <= time.monotonic_ns() and 0 <= two.heartbeat_age(0) < 5
         time.sleep(0.05)
         assert two.heartbeat_age(0) >= 0.05
-        one.set_state(State.ABORTED)
-        assert two.state(0) == State.ABORTED and two.state(1) == State.READY
+        one.set_state(RankState.ABORTED)
+        assert two.state(0) == RankState.ABORTED and two.state(1) == RankState.READY
 
 
 def test_words_are_shared_page_aligned_and_not_writable_by_peers():
@@ -72,11 +74,11 @@ def test_words_are_shared_page_aligned_and_not_writable_by_peers():
 def test_descriptors_of_the_last_8_calls():
     with pages(2) as (one, two):
         assert two.last(0) is None and two.called(0, 0) is None and two.sequence(0) == 0
-        one.announcer()(CALL.sequence, CALL.record())
+        one.announcer()(CALL.sequence, CALL.packed())
         assert two.last(0) == CALL == one.last(0)
         assert "all_reduce(op=sum, dtype=bfloat16, count=1000000000000) [two_shot/ll" in CALL.text()
         for sequence in range(1, 21):
-            one.announcer()(sequence, call(sequence).record())
+            one.announcer()(sequence, call(sequence).packed())
             assert two.sequence(0) == sequence and two.last(0) == call(sequence)
         assert [two.called(0, s) for s in range(13, 21)] == [call(s) for s in range(13, 21)]
         assert two.called(0, 12) is None and two.called(0, 21) is None
@@ -85,12 +87,12 @@ def test_descriptors_of_the_last_8_calls():
 
 def write_or_read(rank: int, world_size: int, tell, url: str):
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = meet(store, rank, world_size, 20, 1)
+    page = handshake(store, rank, world_size, 20, 1)
     seen, sequence, end = 0, 0, time.monotonic() + 1.0
     while time.monotonic() < end:
         if rank == 0:
             sequence += 1
-            page.announcer()(sequence, call(sequence).record())
+            page.announcer()(sequence, call(sequence).packed())
             continue
         found = page.last(0)
         if found is not None:
@@ -108,10 +110,10 @@ def test_a_reader_never_sees_half_a_descriptor(tmp_path):
 def test_a_torn_record_is_not_believed():
     buffer = memoryview(bytearray(NBYTES))
     page = Page(buffer, 0)
-    page.announce(CALL.sequence, CALL.record())
+    page.announce(CALL.sequence, CALL.packed())
     page.put_fault(Fault("PeerDied", 1, 2, "text"))
-    page.post(Message(0, "what", b"payload"))
-    assert page.last() == CALL and page.fault() is not None and page.posted(0) == Message(0, "what", b"payload")
+    page.post(ExchangeMessage(0, "what", b"payload"))
+    assert page.last() == CALL and page.fault() is not None and page.posted(0) == ExchangeMessage(0, "what", b"payload")
     for at in (8192 + 20, 256 + 8, 12288 + 80):
         buffer[at] ^= 1
     assert page.last() is None and page.fault() is None and page.posted(0) is None
@@ -222,6 +224,18 @@ def test_agree():
         succeed(3, lambda r: group[r].agree(None, "usable again", 5))
 
 
+def test_values_that_have_to_be_equal():
+    with pages(3) as group:
+        values = ["[0, 2]", "[0, 2]", "[1, 2]"]
+        outcomes = in_threads(3, lambda r: group[r].require_equal(values[r], "split", 5))
+        assert [type(o) for o in outcomes] == [InvalidArgument] * 3
+        assert {str(o) for o in outcomes} == {"split: rank 0 has [0, 2], rank 2 has [1, 2]; give all ranks the same"}
+        alike = "x" * 5000  # longer than what is exchanged of them
+        succeed(3, lambda r: group[r].require_equal(alike, "usable again", 5))
+        outcomes = in_threads(3, lambda r: group[r].require_equal(alike + "y" * r, "long", 5))
+        assert [type(o) for o in outcomes] == [InvalidArgument] * 3
+
+
 def test_agree_on_several_errors_and_foreign_ones():
     with pages(2) as group:
         mine = [KeyError("a" * 5000), InvalidArgument("bad")]
@@ -242,7 +256,7 @@ def test_close_is_idempotent_and_final():
         with pages(2) as (one, two):
             one.close()
             one.close()
-            assert two.state(0) == State.CLOSED
+            assert two.state(0) == RankState.CLOSED
             for use in (one.beat, one.words, lambda: one.state(1), lambda: one.exchange(b"", "x", 1)):
                 with pytest.raises(GroupAborted, match="is closed"):
                     use()
@@ -263,11 +277,16 @@ def in_fork(body) -> int:
 
 def forked(rank: int, world_size: int, tell, url: str):
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = meet(store, rank, world_size, 20, 1)
+    page = handshake(store, rank, world_size, 20, 1)
 
     def child() -> int:
         refused = 0
-        for use in (page.beat, page.words, lambda: page.set_state(State.ABORTED), lambda: page.exchange(b"", "", 1)):
+        for use in (
+            page.beat,
+            page.words,
+            lambda: page.set_state(RankState.ABORTED),
+            lambda: page.exchange(b"", "", 1),
+        ):
             try:
                 use()
             except GroupAborted as error:
@@ -284,12 +303,12 @@ def forked(rank: int, world_size: int, tell, url: str):
 
 def test_a_forked_child_only_lets_go(tmp_path):
     for both, states in ranks.run(2, forked, f"file://{tmp_path}/store"):
-        assert both == [b"14", b"14"] and states == [State.READY, State.READY]
+        assert both == [b"14", b"14"] and states == [RankState.READY, RankState.READY]
 
 
 def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = meet(store, rank, world_size, 20, 1)
+    page = handshake(store, rank, world_size, 20, 1)
     page.exchange(b"", "all are here", 20)
     before = holdings()
     tell(os.getpid())
@@ -346,7 +365,7 @@ def test_a_recycled_pid_is_not_alive():
 
 def test_ranks_of_real_processes_see_each_other(tmp_path):
     claims = [{"rank": r, "world": 3} for r in range(3)]
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = [group.message(r) for r in range(3)]
         results = [o.value for o in group.results()]
     assert [r[:2] for r in results] == [("ok", pids)] * 3
@@ -361,17 +380,17 @@ def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
             looks.append(found)
             if len(looks) == 1:  # not there yet; it comes, sees everybody, and makes its next call
                 assert found == {}
-                assert two.exchange(b"two", "step", 5.0, heed_faults=True) == [b"one", b"two"]
-                two.announcer()(1, call(1).record())
+                assert two.exchange(b"two", "step", 5.0, abort_on_fault=True) == [b"one", b"two"]
+                two.announcer()(1, call(1).packed())
             return found
 
         one._from = slow_look
-        assert one.exchange(b"one", "step", 5.0, heed_faults=True) == [b"one", b"two"]
+        assert one.exchange(b"one", "step", 5.0, abort_on_fault=True) == [b"one", b"two"]
         assert len(looks) >= 3
 
 
 def test_a_rank_that_is_in_a_call_and_has_not_come_is_refused():
     with pages(2) as (one, two):
-        two.announcer()(1, call(1).record())
+        two.announcer()(1, call(1).packed())
         with pytest.raises(CollectiveMismatch, match="rank 1 is in collective1.* instead"):
-            one.exchange(b"one", "step", 5.0, heed_faults=True)
+            one.exchange(b"one", "step", 5.0, abort_on_fault=True)

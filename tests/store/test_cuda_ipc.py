@@ -18,8 +18,7 @@ from tests.store.fake_driver import FakeCuda, FakeDriver
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import cuda_ipc
-from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
-from tricomm.store.cuda_ipc_record import Record, parse_record
+from tricomm.store.cuda_ipc import BlockRecord, CudaIpcArena, open_cuda_ipc, parse_record
 
 NBYTES = 4096
 
@@ -221,7 +220,7 @@ def test_a_block_is_sought_where_its_record_says() -> None:
     job.verify()
 
 
-RECORD = Record(3, bytes(range(16)), NBYTES, 256, bytes(range(64)))
+RECORD = BlockRecord(3, bytes(range(16)), NBYTES, 256, bytes(range(64)))
 
 
 def test_a_record_survives_the_way() -> None:
@@ -237,10 +236,10 @@ def test_a_record_survives_the_way() -> None:
         (RECORD.pack() + b"x", "bytes"),
         (b"X" + RECORD.pack()[1:], "version"),
         (RECORD.pack()[:4] + b"\x02\x00" + RECORD.pack()[6:], "version"),
-        (Record(4, RECORD.uuid, NBYTES, 0, RECORD.handle).pack(), "rank 4"),
-        (Record(3, RECORD.uuid, NBYTES + 1, 0, RECORD.handle).pack(), "size"),
-        (Record(3, RECORD.uuid, NBYTES, 2 << 20, RECORD.handle).pack(), "allocation"),
-        (Record(3, RECORD.uuid, NBYTES, 255, RECORD.handle).pack(), "allocation"),
+        (BlockRecord(4, RECORD.uuid, NBYTES, 0, RECORD.handle).pack(), "rank 4"),
+        (BlockRecord(3, RECORD.uuid, NBYTES + 1, 0, RECORD.handle).pack(), "size"),
+        (BlockRecord(3, RECORD.uuid, NBYTES, 2 << 20, RECORD.handle).pack(), "allocation"),
+        (BlockRecord(3, RECORD.uuid, NBYTES, 255, RECORD.handle).pack(), "allocation"),
     ],
 )
 def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
@@ -283,7 +282,7 @@ def test_a_silent_peer_holds_up_close_for_its_bound_only(impatient: None, caplog
     arenas = job.open_all()
     job.drivers[1].process.die()  # so that the fake lets the block go: the peer is silent, yet counted alive
     arenas[0].close()
-    assert "rank(s) [1] did not say within 0.3 s" in caplog.text
+    assert "rank(s) [1] did not confirm within 0.3 s" in caplog.text
     job.verify()
 
 

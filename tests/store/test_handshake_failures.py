@@ -1,4 +1,4 @@
-"""Every way in which a meeting can fail, on every rank, with both time bounds."""
+"""Every way in which a handshake can fail, on every rank, with both time bounds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,22 +16,21 @@ from torch.distributed import HashStore, TCPStore
 from tests import ranks
 from tests.store.store_ranks import (
     LAYOUT,
+    connect_as,
+    connect_over_file,
     good,
     in_threads,
-    meet_as,
-    meet_over_file,
     nothing_left,
     results,
     serve,
     succeed,
+    try_handshake,
     try_in_thread,
-    try_to_meet,
 )
 from tricomm.errors import ResourceError
-from tricomm.store import process, rank_record
-from tricomm.store.page import NBYTES
-from tricomm.store.records import Record
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store import process, records
+from tricomm.store.handshake import handshake
+from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 
@@ -94,7 +94,7 @@ from tricomm.store.segments import Segment
     ],
 )
 def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
-    pids, found = meet_over_file(tmp_path, claims)
+    pids, found = connect_over_file(tmp_path, claims)
     for name, text, seconds in found:
         assert name == error, text
         assert seconds < 2.0 + ranks.BUSY  # at once, not when the time is up
@@ -105,7 +105,7 @@ def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
 
 
 def test_one_token_for_all(tmp_path):
-    _, found = meet_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
+    _, found = connect_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
     assert [name for name, *_ in found] == ["ok", "ok"]
 
 
@@ -113,7 +113,7 @@ def test_one_token_for_all(tmp_path):
 def test_another_user():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
     with ranks.start(
-        2, meet_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
+        2, connect_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
     ) as group:
         found = results(group)
     assert [name for name, *_ in found] == ["RendezvousError"] * 2, found
@@ -158,7 +158,7 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
         assert f"rank 0 (pid {os.getpid()}, world size 3)" in text and "rank 1 (pid" in text
     began = time.monotonic()
     name, text = try_in_thread(store, 2, 3, 5.0)
-    assert name == "RendezvousError" and "meeting 1 was given up by rank" in text and "[2] did not come" in text
+    assert name == "RendezvousError" and "handshake 1 was aborted by rank" in text and "[2] did not come" in text
     assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
 
@@ -196,16 +196,16 @@ def stay(rank, world_size, tell, url, claims):
     claim = claims[rank]
     store, _, _ = open_store(url, 0, 2, 20)
     time.sleep(claim.get("delay", 0.0))
-    tell(try_to_meet(store, claim["rank"], 2, 1.0 if rank == 2 else 10.0))
+    tell(try_handshake(store, claim["rank"], 2, 1.0 if rank == 2 else 10.0))
     if rank < 2:
         time.sleep(3)
-        return try_to_meet(store, rank, 2, 10.0)[0]
+        return try_handshake(store, rank, 2, 10.0)[0]
 
 
 @pytest.mark.parametrize("garbage", [b"\0", b"x" * 10, b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(216)])
 def test_garbage_in_the_store(garbage):
     store = HashStore()
-    store.set("tricomm/1/hello/1", garbage)
+    store.set("tricomm/handshake/1/rank/1", garbage)
     with nothing_left():
         name, text = try_in_thread(store, 0, 2, 5.0)
     assert name == "RendezvousError" and "rank 1's record: bad " in text
@@ -213,17 +213,17 @@ def test_garbage_in_the_store(garbage):
 
 def test_a_number_that_is_none():
     store = HashStore()
-    store.set("tricomm/0/met", "9" * 5000)
-    store.add("tricomm/0/generation", 1)
+    store.set("tricomm/handshake/0/done", "9" * 5000)
+    store.add("tricomm/handshake/0/generation", 1)
     name, text = try_in_thread(store, 0, 2, 5.0)
-    assert name == "RendezvousError" and "'tricomm/0/met' is not a number" in text
+    assert name == "RendezvousError" and "'tricomm/handshake/0/done' is not a number" in text
 
 
-def test_another_jobs_hello_is_refused():
-    """A hello whose segment is gone, as a stale job on the same store leaves it."""
+def test_another_jobs_record_is_refused():
+    """A record whose segment is gone, as a stale job on the same store leaves it."""
     store, fresh = HashStore(), HashStore()
     try_in_thread(store, 1, 2, 0.2)
-    fresh.set("tricomm/1/hello/1", bytes(store.get("tricomm/1/hello/1")))
+    fresh.set("tricomm/handshake/1/rank/1", bytes(store.get("tricomm/handshake/1/rank/1")))
     with nothing_left():
         name, text = try_in_thread(fresh, 0, 2, 5.0)
     assert name == "ResourceError" and "rank 1's" in text and "control page" in text
@@ -231,10 +231,13 @@ def test_another_jobs_hello_is_refused():
 
 def test_a_record_whose_descriptor_is_another_groups_by_now():
     """A stale record of a process that lives: what has its descriptor's number now is the page of a later group."""
-    store, later = HashStore(), Segment.create("tricomm-test", NBYTES)
-    said = rank_record.introduce(later, 1, 2, b"l" * 16, LAYOUT)
-    store.set("tricomm/1/hello/1", Record(1, 2, 1, b"e" * 16, said).pack(None))
-    name, text = try_in_thread(store, 0, 2, 5.0)
+    store, fresh = HashStore(), HashStore()
+    try_in_thread(store, 1, 2, 0.2)
+    key = "tricomm/handshake/1/rank/1"
+    stale = records.parse(bytes(store.get(key)), records.RankRecord, 1, 1, None)
+    later = Segment.create("tricomm-test", stale.body.nbytes)
+    fresh.set(key, replace(stale, body=replace(stale.body, fd=later.fd)).pack(None))
+    name, text = try_in_thread(fresh, 0, 2, 5.0)
     later.close()
     assert name == "ResourceError" and "is not its control page" in text
 
@@ -247,41 +250,41 @@ def test_a_rank_that_is_just_dying_is_called_dead(monkeypatch):
     """A killed process has lost its files for a while before it counts as ended."""
     store, fresh = HashStore(), HashStore()
     try_in_thread(store, 1, 2, 0.2)
-    fresh.set("tricomm/1/hello/1", bytes(store.get("tricomm/1/hello/1")))
+    fresh.set("tricomm/handshake/1/rank/1", bytes(store.get("tricomm/handshake/1/rank/1")))
     answers = iter([True, True, True])
     monkeypatch.setattr(process, "alive", lambda pid, started: next(answers, False))
     monkeypatch.setattr(Segment, "attach", gone)
     name, text = try_in_thread(fresh, 0, 2, 5.0)
-    assert name == "RendezvousError" and "died during the meeting" in text and next(answers, None) is None
+    assert name == "RendezvousError" and "died during the handshake" in text and next(answers, None) is None
 
 
-@pytest.mark.parametrize("point", ["before hello", "after hello", "attach", "met", "confirm"])
+@pytest.mark.parametrize("point", ["before record", "after record", "attach", "done", "confirm"])
 def test_a_rank_is_killed_at(point, tmp_path):
     claims = good(3)
     claims[1]["die"] = point
-    timeout = 2.0 if point == "before hello" else 20.0
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, timeout) as group:
+    timeout = 2.0 if point == "before record" else 20.0
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
         pids = [group.message(r) for r in range(3)]
         found = results(group)
     assert found[1] == (None, "", -signal.SIGKILL)
     for name, text, seconds in (found[0], found[2]):
         assert name == "RendezvousError", text
-        if point == "before hello":
+        if point == "before record":
             assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0 + ranks.BUSY
         else:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
-    assert max(found[0][2], found[2][2]) >= 1.9 or point != "before hello"
+    assert max(found[0][2], found[2][2]) >= 1.9 or point != "before record"
 
 
 def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
     claims = good(3)
-    claims[1]["die"] = "after hello"
+    claims[1]["die"] = "after record"
     claims[2]["delay"] = 1.0 + ranks.BUSY
-    with ranks.start(3, meet_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = [group.message(r) for r in range(3)]
         found = results(group)
     for name, text, seconds in (found[0], found[2]):
-        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the meeting" in text
+        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the handshake" in text
         assert seconds < 0.5 + ranks.BUSY
 
 
@@ -289,7 +292,7 @@ def wait_then_meet(rank, world_size, tell, port, timeout):
     store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
     tell("open")
     time.sleep(0.5)
-    return try_to_meet(store, rank, world_size, timeout)
+    return try_handshake(store, rank, world_size, timeout)
 
 
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
@@ -311,7 +314,7 @@ def test_the_server_is_killed_or_stopped(hurt):
 def wait_in_meeting(rank, world_size, tell, port, timeout):
     store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
     tell("open")
-    return try_to_meet(store, rank, 3, timeout)
+    return try_handshake(store, rank, 3, timeout)
 
 
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
@@ -330,7 +333,7 @@ def test_the_server_goes_while_ranks_wait(hurt):
 
 def meet_then_work(rank, world_size, tell, port):
     store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
-    page = meet(store, rank, world_size, 10, LAYOUT)
+    page = handshake(store, rank, world_size, 10, LAYOUT)
     tell("met")
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

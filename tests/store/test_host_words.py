@@ -24,9 +24,9 @@ from tricomm.options import Options
 from tricomm.store import host_words
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.handshake import handshake
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import open_local
-from tricomm.store.rendezvous import meet
 from tricomm.store.segments import Segment
 
 CPU = torch.device("cpu")
@@ -171,7 +171,7 @@ class Job:
 
     def local(self) -> list[Communicator]:
         store, agreed = HashStore(), OPTIONS.agreed(PLAN, "cuda")
-        controls = self.together(lambda rank: meet(store, rank, 2, 20.0, agreed))
+        controls = self.together(lambda rank: handshake(store, rank, 2, 20.0, agreed))
         pages = [control.host_words for control in controls]
         self.drivers = [self.drivers[0]] * 2
         arenas = open_local(2, PLAN.nbytes, torch.device("cuda", 0), self.drivers[0], pages)

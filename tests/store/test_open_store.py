@@ -24,8 +24,9 @@ from tests.store.store_ranks import (
     try_in_thread,
 )
 from tricomm.errors import InvalidArgument, RendezvousError
-from tricomm.store.deadline import Bounded
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.handshake import handshake
+from tricomm.store.rendezvous import open_store
 
 
 def listeners() -> set[str]:
@@ -127,7 +128,7 @@ def test_url_and_argument_that_differ(tmp_path):
 @pytest.mark.parametrize("rank,world_size,timeout", [(True, 2, 1), (0, 0, 1), (0, 1 << 20, 1), (0, 1, 0), ("0", 1, 1)])
 def test_arguments_that_make_no_sense(rank, world_size, timeout):
     with pytest.raises(InvalidArgument):
-        meet(HashStore(), rank, world_size, timeout, LAYOUT)
+        handshake(HashStore(), rank, world_size, timeout, LAYOUT)
 
 
 def test_nobody_hosts_the_store():
@@ -180,14 +181,14 @@ def test_bounded_calls_end_and_leave_no_thread():
             raise ValueError("first line\nsecond line")
 
     with nothing_left():
-        bounded = Bounded(HashStore(), 5)
+        bounded = BoundedStore(HashStore(), 5)
         bounded.set("key", b"\0\xff")
         assert bounded.get("key") == b"\0\xff" and bounded.check("key") and not bounded.check("other")
         assert bounded.read("other") is None and bounded.add("n", 2) == 2
         bounded.close()
         bounded.close()
     with nothing_left():
-        bounded = Bounded(Silent(), 0.5)
+        bounded = BoundedStore(Silent(), 0.5)
         with pytest.raises(RendezvousError, match=r"store add\('n'\) failed after 0.0 s: ValueError: first line$"):
             bounded.add("n", 1)
         began = time.monotonic()
@@ -239,4 +240,4 @@ def test_no_wait_is_counted_on_a_clock_that_jumps():
     files = [f for room in ("tricomm", "store", "kernels") for f in (root / room).rglob("*.py")]
     assert len(files) > 150
     says = re.compile(r"\btime\.time(_ns)?\(|from time import|\bCLOCK_REALTIME\b|\bdatetime\.(now|utcnow|today)\(")
-    assert {f.name for f in files if says.search(f.read_text())} == {"clock.py", "publishing.py"}
+    assert {f.name for f in files if says.search(f.read_text())} == {"timer.py", "publish.py"}

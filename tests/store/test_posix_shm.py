@@ -20,8 +20,9 @@ from tests.store.store_ranks import holdings, in_threads, more_than, nothing_lef
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
 from tricomm.store import posix_shm, process, segments
 from tricomm.store.arena import open_arena
+from tricomm.store.handshake import handshake
 from tricomm.store.posix_shm import open_posix_shm
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 CPU = torch.device("cpu")
@@ -297,7 +298,7 @@ def test_sizes_that_differ():
     with pages(2) as group, nothing_left():
         outcomes = in_threads(2, lambda r: open_posix_shm(group[r], 4096 * (r + 1), 5))
         assert [type(o) for o in outcomes] == [RendezvousError] * 2
-        assert "rank 1 shares 8192 bytes where this rank shares 4096" in str(outcomes[0])
+        assert "rank 1 shares 8192 bytes, this rank shares 4096" in str(outcomes[0])
         del outcomes
 
 
@@ -318,7 +319,7 @@ def test_hostile_records(record):
 def share(rank: int, world_size: int, tell, url: str, die: bool):
     before = holdings()
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = meet(store, rank, world_size, 20, 1)
+    page = handshake(store, rank, world_size, 20, 1)
     if die and rank == 1:
         Segment.attach = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

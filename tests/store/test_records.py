@@ -13,28 +13,28 @@ import pytest
 
 from tricomm.errors import RendezvousError
 from tricomm.store import records
-from tricomm.store.records import Capabilities, Failure, Hello, Kind, Record, Said, kind_of, parse
+from tricomm.store.records import Capabilities, ExchangeMessage, Failure, MessageHeader, RankRecord, StoreRecord, parse
 
-HELLO = Hello(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
-RECORD = Record(1, 4, 3, bytes(range(100, 116)), HELLO)
+RANK = RankRecord(4242, 987654, 4026531836, bytes(range(16)), 1000, 7, 20480, 0xFEDCBA9876543210, 1, "host.example")
+RECORD = StoreRecord(1, 4, 3, bytes(range(100, 116)), RANK)
 CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011, 1000)
 FAILURE = Failure(17, "RendezvousError", "rank 2 did not come — ever")
-BODIES = [HELLO, FAILURE, Said(7, "split", b"[0, 2]"), CAPABILITIES]
+BODIES = [RANK, FAILURE, ExchangeMessage(7, "split", b"[0, 2]"), CAPABILITIES]
 TOKENS = [None, b"secret"]
 
 
 @pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: kind_of(body).name)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_a_record_comes_back_as_it_was(body, token):
     record = dataclasses.replace(RECORD, body=body)
-    assert parse(record.pack(token), kind_of(body), 3, 1, token) == record
+    assert parse(record.pack(token), type(body), 3, 1, token) == record
 
 
 def test_size_does_not_depend_on_what_is_said():
     long = dataclasses.replace(RECORD, body=Failure(1, "K" * 99, "ä" * 9999))
     short = dataclasses.replace(RECORD, body=Failure(1, "", ""))
     assert len(long.pack(None)) == len(short.pack(b"token"))
-    assert parse(long.pack(None), Kind.FAILURE, 3, None, None).body.text == "ä" * 256
+    assert parse(long.pack(None), Failure, 3, None, None).body.text == "ä" * 256
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -59,7 +59,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
     return bytes(changed)
 
 
-def fuzz(mutations: int, token: bytes | None, seed: int, body: Hello | Capabilities = HELLO) -> None:
+def fuzz(mutations: int, token: bytes | None, seed: int, body: RankRecord | Capabilities = RANK) -> None:
     rng = random.Random(seed)
     valid = dataclasses.replace(RECORD, body=body).pack(token)
     refused = 0
@@ -68,13 +68,13 @@ def fuzz(mutations: int, token: bytes | None, seed: int, body: Hello | Capabilit
         if data == valid:
             continue
         with pytest.raises(RendezvousError, match="rank 1's record: bad "):
-            parse(data, kind_of(body), 3, 1, token)
+            parse(data, type(body), 3, 1, token)
         refused += 1
     assert refused > mutations * 0.9
 
 
 @pytest.mark.parametrize("token", TOKENS)
-@pytest.mark.parametrize("body", [HELLO, CAPABILITIES], ids=["hello", "capabilities"])
+@pytest.mark.parametrize("body", [RANK, CAPABILITIES], ids=["rank", "capabilities"])
 def test_no_mutation_is_accepted(token, body):
     fuzz(10_000, token, seed=1, body=body)
 
@@ -88,35 +88,38 @@ def test_no_mutation_is_accepted_soak(token):
 @pytest.mark.parametrize("sealed,reading", [(None, b"secret"), (b"secret", None), (b"secret", b"Secret")])
 def test_tokens_that_differ(sealed, reading):
     with pytest.raises(RendezvousError, match="rank 1's record: bad MAC.*TRICOMM_TOKEN"):
-        parse(RECORD.pack(sealed), Kind.HELLO, 3, 1, reading)
+        parse(RECORD.pack(sealed), RankRecord, 3, 1, reading)
 
 
 def test_forged_without_the_token():
     data = bytearray(RECORD.pack(b"secret"))
     data[-32:] = hashlib.sha256(data[:-32]).digest()
     with pytest.raises(RendezvousError, match="bad MAC"):
-        parse(bytes(data), Kind.HELLO, 3, 1, b"secret")
+        parse(bytes(data), RankRecord, 3, 1, b"secret")
 
 
 @pytest.mark.parametrize(
     "rank,generation,words",
-    [(2, 3, "rank 2's record: bad rank: it says that it is rank 1's"), (1, 4, "bad generation: it is of meeting 3")],
+    [(2, 3, "rank 2's record: bad rank: it says that it is rank 1's"), (1, 4, "bad generation: it is of generation 3")],
 )
 def test_a_valid_record_in_the_wrong_place(rank, generation, words):
     with pytest.raises(RendezvousError, match=words):
-        parse(RECORD.pack(b"t"), Kind.HELLO, generation, rank, b"t")
+        parse(RECORD.pack(b"t"), RankRecord, generation, rank, b"t")
 
 
-def test_a_hello_is_no_failure():
+def test_a_rank_record_is_no_failure():
     with pytest.raises(RendezvousError, match="failure record: bad kind"):
-        parse(RECORD.pack(None), Kind.FAILURE, 3, None, None)
+        parse(RECORD.pack(None), Failure, 3, None, None)
 
 
 def sealed(head: dict[str, int], **body: int) -> bytes:
     """A record with a right seal and impossible values."""
     values = {"rank": 1, "world": 4, "version": 1, "length": 132} | head
-    hello = dataclasses.asdict(HELLO) | body
-    where = [hello[n] for n in ("pid", "start_time", "pid_namespace", "boot_id", "uid", "fd", "nbytes", "layout_hash")]
+    values_of_rank = dataclasses.asdict(RANK) | body
+    where = [
+        values_of_rank[n]
+        for n in ("pid", "start_time", "pid_namespace", "boot_id", "uid", "fd", "nbytes", "layout_hash")
+    ]
     payload = struct.pack("<QQQ16sIIQQI64s", *where, 1, b"host")
     data = struct.pack(
         "<8sHHIQiiI16s", b"TRICOMM\0", values["version"], 1, values["length"], 3, values["rank"], values["world"], 1,
@@ -126,7 +129,7 @@ def sealed(head: dict[str, int], **body: int) -> bytes:
 
 
 def test_the_forger_can_forge():
-    assert parse(sealed({}), Kind.HELLO, 3, 1, None).body.fd == 7
+    assert parse(sealed({}), RankRecord, 3, 1, None).body.fd == 7
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_the_forger_can_forge():
 )
 def test_boundary_values(data, words):
     with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
-        parse(data, Kind.HELLO, 3, 1, None)
+        parse(data, RankRecord, 3, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +171,26 @@ def test_boundary_values(data, words):
 def test_boundary_values_of_capabilities(body, words):
     record = dataclasses.replace(RECORD, body=dataclasses.replace(CAPABILITIES, **body))
     with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
-        parse(record.pack(None), Kind.CAPABILITIES, 3, 1, None)
+        parse(record.pack(None), Capabilities, 3, 1, None)
 
 
-LONG = dataclasses.replace(RECORD, body=Said(7, "task", b""))
+HEADER = MessageHeader(1, 4, 7, "task")
 
 
 @pytest.mark.parametrize("token", TOKENS)
 @pytest.mark.parametrize("text", [b"", b"{}" * 5000])
 def test_a_long_message(text, token):
-    data = records.pack_long(LONG, text, token)
-    assert records.parse_long(data, LONG, token) == text
+    data = HEADER.seal(text, token)
+    assert HEADER.open(data, token) == text
     for bad in (data + b"x", data[:-1], bytes([data[0] ^ 1]) + data[1:]):
         with pytest.raises(RendezvousError, match="rank 1's (message|record): bad"):
-            records.parse_long(bad, LONG, token)
+            HEADER.open(bad, token)
     if token is None:
         return
     with pytest.raises(RendezvousError, match="bad MAC"):
-        records.parse_long(records.pack_long(LONG, text, None), LONG, token)
+        HEADER.open(HEADER.seal(text, None), token)
     with pytest.raises(RendezvousError, match="it is 'task' 7, not 'task' 8"):
-        records.parse_long(data, dataclasses.replace(LONG, body=Said(8, "task", b"")), token)
+        dataclasses.replace(HEADER, step=8).open(data, token)
 
 
 class Canary:
@@ -202,7 +205,7 @@ def test_a_pickle_is_only_bytes(tmp_path):
     canary = tmp_path / "canary"
     data = pickle.dumps(Canary(canary)).ljust(len(RECORD.pack(None)), b"\0")
     with pytest.raises(RendezvousError, match="rank 0's record: bad magic"):
-        parse(data, Kind.HELLO, 1, 0, None)
+        parse(data, RankRecord, 1, 0, None)
     assert not canary.exists()
     pickle.loads(data)
     assert canary.exists()  # it would have

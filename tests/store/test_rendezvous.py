@@ -1,4 +1,4 @@
-"""Meeting over every kind of store, again and again, in several groups."""
+"""Handshakes over every kind of store, again and again, in several groups."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tests.store.store_ranks import (
     more_than,
     nothing_left,
     succeed,
-    try_to_meet,
+    try_handshake,
 )
 from tricomm.errors import RendezvousError
-from tricomm.store.control import State
-from tricomm.store.rendezvous import meet, open_store
+from tricomm.store.control import RankState
+from tricomm.store.handshake import handshake
+from tricomm.store.rendezvous import open_store
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_threads_over_a_hash_store(world_size):
     store = HashStore()
     with nothing_left():
-        pages = succeed(world_size, lambda r: meet(store, r, world_size, 10, LAYOUT))
+        pages = succeed(world_size, lambda r: handshake(store, r, world_size, 10, LAYOUT))
         assert len({p.group for p in pages}) == 1
         assert not [name for name in holdings()["fds"] if "tricomm" in name]  # nobody else can attach any more
-        assert all(p.state(r) == State.READY for p in pages for r in range(world_size))
+        assert all(p.state(r) == RankState.READY for p in pages for r in range(world_size))
         for page in pages:
             page.close()
         del pages, page
@@ -41,7 +42,7 @@ def test_threads_over_a_hash_store(world_size):
 def by_url(rank, world_size, tell, url, environment):
     os.environ.update({k: v.format(rank=rank) for k, v in environment.items()})
     store, mine, world = open_store(url.format(rank=rank), None, None, 20)
-    return mine, world, try_to_meet(store, mine, world, 20)[0]
+    return mine, world, try_handshake(store, mine, world, 20)[0]
 
 
 @pytest.mark.parametrize("kind", ["env", "tcp", "tcp with query", "file", "agent"])
@@ -62,15 +63,15 @@ def test_processes_over_every_url(kind, tmp_path):
     }[kind]
     assert ranks.run(3, by_url, url, environment) == [(r, 3, "ok") for r in range(3)]
     if agent is not None:
-        assert agent.get("/worker/attempt_2/tricomm/0/met") == b"1"
+        assert agent.get("/worker/attempt_2/tricomm/handshake/0/done") == b"1"
 
 
 def again_and_again(rank, world_size, tell, url, times):
     store, rank, world_size = open_store(url, rank, world_size, 20)
-    assert try_to_meet(store, rank, world_size, 20)[0] == "ok"
+    assert try_handshake(store, rank, world_size, 20)[0] == "ok"
     before, groups = holdings(sockets=False), set()
     for _ in range(times):
-        page = meet(store, rank, world_size, 20, LAYOUT)
+        page = handshake(store, rank, world_size, 20, LAYOUT)
         groups.add(page.group)
         assert page.exchange(page.nonce, "work", 20) == [page.nonce] * world_size
         page.close()
@@ -90,7 +91,7 @@ def test_again_and_again_over_one_store(scheme, tmp_path):
 def two_groups(rank, world_size, tell, url):
     store, rank, world_size = open_store(url, rank, world_size, 20)
     order = ["a", "b"]
-    pages = {name: meet(PrefixStore(name, store), rank, world_size, 20, LAYOUT) for name in order}
+    pages = {name: handshake(PrefixStore(name, store), rank, world_size, 20, LAYOUT) for name in order}
     said = {name: page.exchange(name.encode(), "name", 20) for name, page in pages.items()}
     groups = {page.group for page in pages.values()}
     for page in pages.values():
@@ -108,7 +109,7 @@ def test_opposite_orders_of_two_groups_do_not_deadlock_but_fail_in_time():
 
     def body(rank):
         for name in ("ab", "ba")[rank]:
-            meet(PrefixStore(name, store), rank, 2, 1.0, LAYOUT)
+            handshake(PrefixStore(name, store), rank, 2, 1.0, LAYOUT)
 
     began = time.monotonic()
     assert [type(o) for o in in_threads(2, body)] == [RendezvousError] * 2

@@ -1,4 +1,4 @@
-"""Ranks that share no memory and speak through the Store: exchanges, bounds, records of others, tokens."""
+"""Ranks that share no memory and exchange through the Store: exchanges, bounds, records of others, tokens."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,8 +8,9 @@ from torch.distributed import HashStore
 
 from tricomm import errors
 from tricomm.store import process
-from tricomm.store.control import State
-from tricomm.store.store_control import Apart, meet_apart
+from tricomm.store.control import RankState
+from tricomm.store.records import ExchangeMessage, StoreRecord
+from tricomm.store.store_control import open_store_control
 
 
 def everywhere(world_size, body, store=None):
@@ -30,7 +31,7 @@ def test_exchanges_in_order_and_again_over_the_same_store():
     store = HashStore()
 
     def body(rank, store):
-        control, nodes = meet_apart(store, rank, 3, 10.0, 5)
+        control, nodes = open_store_control(store, rank, 3, 10.0, 5)
         said = [control.exchange(f"{step} {rank}".encode(), f"step {step}", 10.0) for step in range(3)]
         group = control.group
         control.close()
@@ -46,24 +47,24 @@ def test_exchanges_in_order_and_again_over_the_same_store():
 def test_nodes_are_counted(monkeypatch):
     names = iter([b"a" * 16, b"b" * 16, b"a" * 16])
     monkeypatch.setattr(process, "node_id", lambda: next(names))
-    assert everywhere(3, lambda rank, store: meet_apart(store, rank, 3, 10.0, 5)[1]) == [2, 2, 2]
+    assert everywhere(3, lambda rank, store: open_store_control(store, rank, 3, 10.0, 5)[1]) == [2, 2, 2]
 
 
 def test_other_options_are_named():
-    for error in everywhere(2, lambda rank, store: meet_apart(store, rank, 2, 10.0, rank)):
+    for error in everywhere(2, lambda rank, store: open_store_control(store, rank, 2, 10.0, rank)):
         assert isinstance(error, errors.RendezvousError) and "have other options than rank" in str(error)
 
 
 def test_who_does_not_come_is_named_when_the_time_is_up():
     began = time.monotonic()
     with pytest.raises(errors.RendezvousError, match=r"timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
-        meet_apart(HashStore(), 0, 3, 0.3, 1)
+        open_store_control(HashStore(), 0, 3, 0.3, 1)
     assert time.monotonic() - began < 3
 
 
 def test_a_rank_elsewhere_is_named():
     def body(rank, store):
-        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
         return control.exchange(b"", "split" if rank else "symmetric", 10.0)
 
     for error in everywhere(2, body):
@@ -72,7 +73,7 @@ def test_a_rank_elsewhere_is_named():
 
 def test_an_error_of_one_is_everybodys():
     def body(rank, store):
-        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
         control.agree(errors.ResourceError("no memory") if rank else None, "split", 10.0)
 
     for error in everywhere(2, body):
@@ -81,37 +82,43 @@ def test_an_error_of_one_is_everybodys():
 
 def test_what_others_write_is_not_believed(monkeypatch):
     store = HashStore()
-    store.set("tricomm/apart/1/1/1", b"nonsense")
+    store.set("tricomm/control/1/0/1", b"nonsense")
     with pytest.raises(errors.RendezvousError, match="rank 1's record: bad length"):
-        meet_apart(store, 0, 2, 5.0, 1)
+        open_store_control(store, 0, 2, 5.0, 1)
     monkeypatch.setenv("TRICOMM_TOKEN", "secret")
     other = HashStore()
     with ThreadPoolExecutor(1) as pool:
-        peer = pool.submit(meet_apart, other, 1, 2, 2.0, 1)
-        while not other.check(["tricomm/apart/1/1/1"]):
+        peer = pool.submit(open_store_control, other, 1, 2, 2.0, 1)
+        while not other.check(["tricomm/control/1/0/1"]):
             time.sleep(0.01)
         monkeypatch.setenv("TRICOMM_TOKEN", "another")
         with pytest.raises(errors.RendezvousError, match="bad MAC"):
-            meet_apart(other, 0, 2, 5.0, 1)
+            open_store_control(other, 0, 2, 5.0, 1)
         with pytest.raises(errors.RendezvousError, match="bad MAC"):
             peer.result()
 
 
 def test_a_record_of_another_group_is_refused():
-    """A rank that wrote with another nonce than that of the meeting has not met with these ranks."""
+    """A record with another nonce than the group's is of a rank of another group."""
 
     def body(rank, store):
-        control, _ = meet_apart(store, rank, 2, 10.0, 1)
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
         if rank:
-            control.nonce = b"x" * 16
+            forged = StoreRecord(1, 2, 1, b"x" * 16, ExchangeMessage(1, "split", b""))
+            return store.set("tricomm/control/1/1/1", forged.pack(None))
         return control.exchange(b"", "split", 10.0)
 
-    found = everywhere(2, body)
-    assert isinstance(found[0], errors.RendezvousError) and "in another group" in str(found[0])
+    outcomes = everywhere(2, body)
+    assert isinstance(outcomes[0], errors.RendezvousError) and "in another group" in str(outcomes[0])
 
 
 def test_nothing_is_known_of_the_others():
-    control = Apart(HashStore(), 0, 2, 1)
-    assert control.alive(1) and control.state(1) is State.READY and control.fault(1) is None
-    assert control.last(1) is None and control.called(1, 1) is None
-    control.close()
+    def body(rank, store):
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
+        assert (
+            control.alive(1 - rank) and control.state(1 - rank) is RankState.READY and control.fault(1 - rank) is None
+        )
+        assert control.last(1 - rank) is None and control.called(1 - rank, 1) is None
+        control.close()
+
+    assert everywhere(2, body) == [None, None]

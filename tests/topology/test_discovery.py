@@ -111,7 +111,9 @@ def test_nobody_tells_of_peer_access() -> None:
     found = discovery.of_devices([uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
     fake.verify()
     assert not known(found).all_peers
-    assert found.notes[0] == "device 0 to 1: no peer access, for neither CUDA nor NVML tells" and len(found.notes) == 2
+    assert (
+        found.notes[0] == "device 0 to 1: no peer access, because neither CUDA nor NVML tells" and len(found.notes) == 2
+    )
 
 
 def test_cuda_that_fails_at_peer_access() -> None:
@@ -126,7 +128,7 @@ def test_cuda_that_fails_at_peer_access() -> None:
     assert "device 0 to 1: no peer access" in found.notes[0] and "not yet initialized" in found.notes[0]
     cuda.device_uuid = broken  # type: ignore[assignment,method-assign]
     found = discovery.of_devices([uuid_of(0), uuid_of(1)], cuda, FakeNvml([Card(0), Card(1)]).nvml())
-    assert known(found).all_peers and found.notes[0].startswith("peer access is NVML's word")
+    assert known(found).all_peers and found.notes[0].startswith("peer access is NVML's answer")
     found = discovery.read(cuda, FakeNvml([]).nvml())
     assert found.topology is None and "not yet initialized" in found.reason
 

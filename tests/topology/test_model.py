@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricomm.errors import InvalidArgument
-from tricomm.topology import json_format
 from tricomm.topology import presets as shapes
-from tricomm.topology.model import MAX_DEVICES, MAX_LINKS, Topology
+from tricomm.topology.model import MAX_DEVICES, MAX_JSON_BYTES, MAX_LINKS, Topology
 
 KNOWN = {
     "nvswitch": shapes.nvswitch(8),
@@ -170,7 +169,7 @@ GOOD = [[True, True], [True, True]]
         ('{"schema": 1, "schema": 1}', "schema is given twice"),
         ("[]", "a JSON object is needed, not a list"),
         ("3", "not a int"),
-        (" " * (json_format.MAX_BYTES + 1), "more than 1048576 characters"),
+        (" " * (MAX_JSON_BYTES + 1), "more than 1048576 characters"),
         (changed(schema=None), "schema None is not known; it must be 'tricomm-topology-1'"),
         (changed(schema="tricomm-topology-2"), "schema 'tricomm-topology-2' is not known"),
         (changed(schema=[1]), "is not known"),

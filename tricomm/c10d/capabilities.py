@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
-import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,16 +18,16 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from tricomm import env
+from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels.launch import compiler, interpreter
-from tricomm.store import process, records
-from tricomm.store.deadline import Bounded
-from tricomm.store.gather import Arrived, gather, missing, next_generation
-from tricomm.store.records import Capabilities, Failure, Kind, Record, Said, said_of
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.gather import Arrived, Gathering, missing
+from tricomm.store.records import B, Capabilities, ExchangeMessage, StoreRecord
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
 _GRACE_SECONDS = 0.5
-_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -84,39 +82,32 @@ def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float
     records, which were written for this group and not before. So another writer to the store, without the token, can
     make the set-up of a group fail, and change nothing.
     """
-    token, end, generation = env.token(), time.monotonic() + timeout, 0
-    bounded = Bounded(store, timeout + _GRACE_SECONDS)
+    deadline = Deadline(timeout)
+    bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
+    gathering = Gathering(bounded, "capabilities", rank, world_size)
     try:
-        generation = next_generation(bounded, f"tricomm/facts/{rank}")
-        own = Record(rank, world_size, generation, secrets.token_bytes(records.NONCE_BYTES), _own_capabilities())
-        said = _gather(bounded, own, token, "facts", timeout, end)
+        gathering.begin()
+        ranks = _gather(gathering, "rank", _own_capabilities(), deadline, timeout)
+        token = env.token()
         if token is not None:
-            _confirm(bounded, own, said, token, timeout, end)
+            _confirm(gathering, ranks, token, deadline, timeout)
     except BaseException as error:
-        if generation:
-            _publish_failure(bounded, rank, world_size, generation, token, error)
+        if gathering.generation:
+            _abort(gathering, error)
         raise
     finally:
         bounded.close()
-    return _conclude([_body(record) for record in said])
+    return _conclude([record.body for record in ranks])
 
 
-def _publish_failure(
-    store: Bounded, rank: int, world_size: int, generation: int, token: bytes | None, error: BaseException
-) -> None:
-    """Tell the other ranks why this one fails, so that none waits for it; only the first failure is told."""
-    failure = Failure(os.getpid(), type(error).__name__, str(error))
-    record = Record(rank, world_size, generation, bytes(records.NONCE_BYTES), failure)
+def _abort(gathering: Gathering, error: BaseException) -> None:
+    """Publish why this rank ends the making of the group, so that no rank waits for it."""
     try:
-        store.extend(_GRACE_SECONDS)
-        if store.usable and not store.check(_failure_key(generation)):
-            store.set(_failure_key(generation), record.pack(token))
+        gathering.store.extend(_GRACE_SECONDS)
+        if gathering.store.usable:
+            gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
     except RendezvousError:
         pass  # the store is gone; the caller's own error matters more
-
-
-def _failure_key(generation: int) -> str:
-    return f"tricomm/facts/failed/{generation}"
 
 
 def _own_capabilities() -> Capabilities:
@@ -136,55 +127,40 @@ def cpu_through_kernels() -> bool:
     return route == "kernels"
 
 
-def _gather(store: Bounded, mine: Record, token: bytes | None, what: str, timeout: float, end: float) -> list[Record]:
-    this_rank = f"rank {mine.rank} of {mine.world_size}"
+def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[StoreRecord[B]]:
+    world_size = gathering.world_size
+    who = f"rank {gathering.rank} of {world_size}"
 
-    def late(said: Arrived) -> RendezvousError:
+    def late(arrived: Arrived[B]) -> RendezvousError:
         return RendezvousError(
-            f"{this_rank}: timeout after {timeout:g} s: rank(s) {missing(said, mine.world_size)} did not come to make "
-            "the group; do all of its ranks run, and make their groups in the same order?"
+            f"{who}: timeout after {timeout:g} s: rank(s) {missing(arrived, world_size)} did not come to make the "
+            "group; do all of its ranks run, and make their groups in the same order?"
         )
 
-    def check(record: Record) -> None:
-        if record.world_size != mine.world_size:
+    def check(record: StoreRecord[B]) -> None:
+        if record.world_size != world_size:
             raise RendezvousError(
-                f"rank {record.rank} says that the world size is {record.world_size}, {this_rank} says "
-                f"{mine.world_size}: one store for one group"
+                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {world_size}: "
+                "one store for one group"
             )
 
-    next_look = time.monotonic() + _LOOK_SECONDS
+    return gathering.exchange(
+        what, body, deadline, late, check, lambda arrived: gathering.raise_if_aborted("making the group")
+    )
 
-    def look(said: Arrived) -> None:
-        nonlocal next_look
-        if time.monotonic() < next_look:
-            return
-        next_look = time.monotonic() + _LOOK_SECONDS
-        if data := store.read(_failure_key(mine.generation)):
-            record = records.parse(data, Kind.FAILURE, mine.generation, None, token)
-            assert isinstance(failure := record.body, Failure), "parse gives the kind that it was asked for"
+
+def _confirm(
+    gathering: Gathering, ranks: list[StoreRecord[Capabilities]], token: bytes, deadline: Deadline, timeout: float
+) -> None:
+    """All ranks have read the same: a record of a rank's own choice is among them, so none can be an old one."""
+    digest = hashlib.sha256(b"".join(record.pack(token) for record in ranks)).digest()
+    mine = ExchangeMessage(1, "c10d group", digest)
+    for record in _gather(gathering, "confirmed", mine, deadline, timeout):
+        if record.body != mine:
             raise RendezvousError(
-                f"rank {record.rank} (pid {failure.pid}) gave the making of the group up: "
-                f"{failure.kind}: {failure.text}"
+                f"rank {record.rank} read other records of this group than rank {gathering.rank}: an old record, or "
+                "one that was exchanged; which other program writes to this store?"
             )
-
-    return gather(store, mine, token, lambda rank: f"tricomm/{what}/{rank}/{mine.generation}", end, late, check, look)
-
-
-def _confirm(store: Bounded, own: Record, said: list[Record], token: bytes, timeout: float, end: float) -> None:
-    """Compare what the ranks have read. Each record has a nonce of its rank, so none can be an old one."""
-    digest = hashlib.sha256(b"".join(record.pack(token) for record in said)).digest()
-    mine = replace(own, body=Said(1, "c10d group", digest))
-    for record in _gather(store, mine, token, "confirmed", timeout, end):
-        if said_of(record) != mine.body:
-            raise RendezvousError(
-                f"rank {record.rank} read other records of this group than rank {own.rank}: an old record, or one "
-                "that was exchanged; who else writes to this store?"
-            )
-
-
-def _body(record: Record) -> Capabilities:
-    assert isinstance(record.body, Capabilities), "gather gives records of the kind that it was given"
-    return record.body
 
 
 def _conclude(said: list[Capabilities]) -> GroupCapabilities:

@@ -34,9 +34,9 @@ from tricomm.errors import (
 )
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import Route, Site
-from tricomm.store.control import Record
-from tricomm.store.deadline import first_line
+from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.store.bounded_store import first_line
+from tricomm.store.control import PackedDescriptor
 
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
@@ -60,8 +60,8 @@ _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
 class _Routed:
     """What the shape of a call decides: its route, and the record for the peers if that is not to the kernels."""
 
-    route: Route
-    record: Record | None
+    route: BackendChoice
+    record: PackedDescriptor | None
 
 
 class Dispatcher:
@@ -103,9 +103,9 @@ class Dispatcher:
 
     # Routes
 
-    def site(self, device: str) -> Site:
+    def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
-        return Site(
+        return GroupFacts(
             device,
             self._config.world_size,
             self._agreed.nodes,
@@ -127,10 +127,10 @@ class Dispatcher:
             site = self.site(device.type)
             made = device in self._comms or site.no_kernels is not None or site.nodes > 1
             route = self._decide(site, call)
-            if not made and (route.path == backend_choice.KERNELS or not _capturing(device)):
+            if not made and (route.backend == backend_choice.KERNELS or not _capturing(device)):
                 self._communicator(device)
                 route, made = self._decide(self.site(device.type), call), True
-            routed = _Routed(route, None if route.path == backend_choice.KERNELS else call.record(route.path))
+            routed = _Routed(route, None if route.backend == backend_choice.KERNELS else call.record(route.backend))
             if made:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
@@ -139,11 +139,11 @@ class Dispatcher:
         return routed
 
     @staticmethod
-    def _decide(site: Site, call: GroupCall) -> Route:
+    def _decide(site: GroupFacts, call: GroupCall) -> BackendChoice:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
-    def count_call(self, call: GroupCall, route: Route) -> None:
-        backend_choice.took(
+    def count_call(self, call: GroupCall, route: BackendChoice) -> None:
+        backend_choice.count_and_log(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
         )
 
@@ -203,7 +203,7 @@ class Dispatcher:
         if self._agreed.check:
             inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
         for call in batch:
-            if self._route(call).route.path == backend_choice.KERNELS:
+            if self._route(call).route.backend == backend_choice.KERNELS:
                 _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(self._context(call, inputs), call)
@@ -237,7 +237,7 @@ class Dispatcher:
         routed = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
-        if comm is None or any(entry.route.path != backend_choice.KERNELS for entry in routed):
+        if comm is None or any(entry.route.backend != backend_choice.KERNELS for entry in routed):
             return self._to_nccl(native, comm, batch, routed)
 
         def action() -> None:
@@ -261,7 +261,7 @@ class Dispatcher:
         if comm is None:
             return native()
         for call, entry in zip(batch, routed, strict=True):
-            comm.announce(entry.record or call.record(entry.route.path))
+            comm.announce(entry.record or call.record(entry.route.backend))
         try:
             return native()
         except Exception as error:

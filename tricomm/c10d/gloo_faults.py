@@ -18,8 +18,9 @@ from typing import Any, Protocol
 from tricomm import env, errors
 from tricomm.c10d.capabilities import RankProcess
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
-from tricomm.store import process, records
-from tricomm.store.deadline import Bounded, first_line
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore, first_line
+from tricomm.store.records import MessageHeader
 
 _NEW = 0.1  # seconds of a wait in which no process is looked at
 _GRACE = 0.5  # for a process to end after its connections have, and for a reason to come by the store
@@ -266,19 +267,18 @@ _KINDS = {
 
 def publish_reason(transport: Connections, error: TricommError) -> None:
     """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
-    bounded = Bounded(transport.store, _STORE_SECONDS)
+    bounded = BoundedStore(transport.store, _STORE_SECONDS)
     try:
         text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
-        bounded.set(str(transport.rank), records.pack_long(_record(transport, transport.rank), text, env.token()))
+        bounded.set(str(transport.rank), _header(transport, transport.rank).seal(text, env.token()))
     except RendezvousError:
         pass
     finally:
         bounded.close()
 
 
-def _record(transport: Connections, rank: int) -> records.Record:
-    said = records.Said(1, "lost", b"")
-    return records.Record(rank, transport.world_size, 1, bytes(records.NONCE_BYTES), said)
+def _header(transport: Connections, rank: int) -> MessageHeader:
+    return MessageHeader(rank, transport.world_size, 1, "lost")
 
 
 class _PublishedReasons:
@@ -287,7 +287,7 @@ class _PublishedReasons:
     def __init__(self, transport: Connections) -> None:
         self._transport, self._token = transport, env.token()
         self._others = transport.others
-        self._store: Bounded | None = Bounded(transport.store, _STORE_SECONDS)
+        self._store: BoundedStore | None = BoundedStore(transport.store, _STORE_SECONDS)
 
     def read(self) -> dict[int, TricommError]:
         reasons: dict[int, TricommError] = {}
@@ -297,7 +297,7 @@ class _PublishedReasons:
             for rank in self._others:
                 data = self._store.read(str(rank))
                 if data is not None:
-                    said = records.parse_long(data, _record(self._transport, rank), self._token)
+                    said = _header(self._transport, rank).open(data, self._token)
                     kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
                     reasons[rank] = _KINDS.get(kind, GroupAborted)(text)
         except RendezvousError:  # the store is gone as well, or something else writes to it

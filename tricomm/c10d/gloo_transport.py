@@ -36,7 +36,7 @@ from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
-from tricomm.store.deadline import first_line
+from tricomm.store.bounded_store import first_line
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
 COLLECTIVE, _HANDSHAKE = FIRST_OWN_TAG, FIRST_OWN_TAG + 1

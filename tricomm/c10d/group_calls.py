@@ -19,7 +19,7 @@ from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
 from tricomm.c10d.dtype_emulation import check_reduction
 from tricomm.errors import InvalidArgument
-from tricomm.store.control import Descriptor, Record
+from tricomm.store.control import Descriptor, PackedDescriptor
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 OPERATIONS = {  # c10d's names and tricomm's
@@ -89,11 +89,11 @@ class GroupCall:
     def fingerprint(self) -> int:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
 
-    def record(self, path: str) -> Record:
+    def record(self, path: str) -> PackedDescriptor:
         """What a control page shows of it if it goes to `path`, which is not the kernels."""
         dtype = str(self.dtype).removeprefix("torch.")
         text = (self.collective, self.op, dtype, path, path)
-        return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").record()
+        return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").packed()
 
 
 def operation(op: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +14,7 @@ from tricomm import env
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.work_handles import FinishedWork, failed, limit_seconds
 from tricomm.communicator import Communicator
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu
 
@@ -49,12 +49,8 @@ class CudaWork(Work):
         return True
 
     def _on_host(self, limit: float | None) -> None:
-        end = None if limit is None else time.monotonic() + limit
-        while not self._event.query():
-            self._comm.check()
-            if end is not None and time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
-            time.sleep(_POLL)
+        if not poll(self._event.query, limit, _POLL, meanwhile=self._comm.check):
+            raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
 
     def synchronize(self) -> None:
         self.wait()

@@ -107,13 +107,13 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """
     from tricomm.errors import ResourceError
     from tricomm.perf.tuner import tables
-    from tricomm.policy import table_json, user_tables
+    from tricomm.policy import tuning_tables, user_tables
 
     found = usage(lambda: tables.merge([user_tables.read(file) for file in files]))
     try:
         where = user_tables.save(found) if output is None else output
         if output is not None:
-            output.write_bytes(table_json.dumps(found))
+            output.write_bytes(tuning_tables.dumps(found))
     except (ResourceError, OSError) as error:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
@@ -130,7 +130,7 @@ def export(file: Path, form: str) -> None:
     tricomm tune export table.json --format csv
     """
     from tricomm.perf.tuner import tables
-    from tricomm.policy import table_json, user_tables
+    from tricomm.policy import tuning_tables, user_tables
 
     found = usage(lambda: user_tables.read(file))
-    click.echo(table_json.dumps(found) if form == "json" else tables.csv(found), nl=False)
+    click.echo(tuning_tables.dumps(found) if form == "json" else tables.csv(found), nl=False)

@@ -24,9 +24,8 @@ from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
-from tricomm.store.rank_record import SpansNodes
-from tricomm.store.rendezvous import meet
-from tricomm.store.store_control import meet_apart
+from tricomm.store.handshake import SpansNodes, handshake
+from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
@@ -40,7 +39,7 @@ class Joined:
     control: ControlPage
     arena: Arena
     topology: Topology | None
-    routes: backend_choice.Site
+    routes: backend_choice.GroupFacts
 
 
 class NoArena:
@@ -80,14 +79,14 @@ def join(
     nodes = 1
     # What is opened is on the stack before the next line, where an interrupt may come.
     try:
-        undo.push(partial(_leave, control := meet(store, rank, world_size, meeting_timeout, agreed, look)))
+        undo.push(partial(_leave, control := handshake(store, rank, world_size, meeting_timeout, agreed, look)))
     except (SpansNodes, ResourceError) as error:
         if native is None and isinstance(error, SpansNodes):
             raise RendezvousError(f"{error}. {missing}") from error
         if native is None:
             raise
         why = str(error)
-        control, nodes = meet_apart(store, rank, world_size, meeting_timeout, agreed)
+        control, nodes = open_store_control(store, rank, world_size, meeting_timeout, agreed)
         undo.push(partial(_leave, control))
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
@@ -104,7 +103,7 @@ def join(
             why = f"the ranks cannot share memory: {error}"
     if why is not None:
         _only_nccl(control, why, timeout)
-    routes = backend_choice.Site(device.type, world_size, nodes, why, native, missing)
+    routes = backend_choice.GroupFacts(device.type, world_size, nodes, why, native, missing)
     return Joined(control, arena, topology, routes)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from tricomm.core.entry_guard import Turn, by_hand, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.monitor import Native
 from tricomm.core.runtime import PROCESSES, Runtime
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -32,16 +32,16 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.selection import Site
+from tricomm.policy.selection import SelectionFacts
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Record, State
+from tricomm.store.control import ControlPage, PackedDescriptor, RankState
 from tricomm.store.process import forks
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
 _LEAVE_SECONDS = 5.0
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
-_ALONE = "nobody stands behind the kernels here"
+_ALONE = "there is no other backend here"
 _live: weakref.WeakSet[Group] = weakref.WeakSet()
 _kept: list[Group] = []  # closed, and something may still use their memory
 
@@ -64,7 +64,7 @@ class Group(Faults):
         options: Options,
         runtime: Runtime = PROCESSES,
         topology: Topology | None = None,
-        routes: backend_choice.Site | None = None,
+        routes: backend_choice.GroupFacts | None = None,
     ) -> None:
         self.rank = control.rank
         self.world_size = control.world_size
@@ -96,14 +96,13 @@ class Group(Faults):
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._words[layout.ENDED] = options.first_epoch
         reachable = all(arena.bases)
-        self._routes = replace(
-            routes or backend_choice.Site(device.type, self.world_size, 1, None, None, _ALONE), reachable=reachable
-        )
+        facts = routes or backend_choice.GroupFacts(device.type, self.world_size, 1, None, None, _ALONE)
+        self._routes = replace(facts, reachable=reachable)
         self._group = self._write_table() if self._routes.no_kernels is None else torch.empty(0)
         # The exchange behind the grid also says that every rank has written its table: only now may a kernel run.
         device_class, most = topology_agreement.agree_on_devices(control, device, options.max_blocks, timeout)
         table = runtime.table(control, device_class, device, self.topology, timeout)
-        self._site = Site(
+        self._site = SelectionFacts(
             device_class, self.world_size, arena_layout, most, options.blocks, options.tile,
             topology=self.topology.kind if self.topology is not None else "", reachable=reachable,
             tuned=table.rows if table is not None else (), tuned_name=table.name if table is not None else "",
@@ -166,7 +165,7 @@ class Group(Faults):
         return self._site.reachable
 
     @guarded
-    def announce(self, record: Record) -> None:
+    def announce(self, record: PackedDescriptor) -> None:
         """Tell the peers of a call that all ranks make by other means, so that who makes a different one is named."""
         self._usable()
         with self._my_turn():
@@ -218,7 +217,7 @@ class Group(Faults):
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, _LEAVE_SECONDS)
             _kept.extend(() if self.simulated else (self,))  # interpreted, its own thread holds on to the group
             if self._monitor.fault is None:  # else the peers have been told already
-                self._control.set_state(State.CLOSED)
+                self._control.set_state(RankState.CLOSED)
             self._monitor.stop()
             return
         if self._captured:
@@ -246,7 +245,7 @@ class Group(Faults):
         _kept.append(self)
         self._words[layout.ABORT] = 1
         with ExitStack() as undo:
-            undo.callback(self._control.set_state, State.CLOSED)
+            undo.callback(self._control.set_state, RankState.CLOSED)
             for arena in (self._arena, *self._owned):
                 undo.callback(arena.keep)
             undo.callback(self._monitor.stop)
@@ -355,12 +354,8 @@ class Group(Faults):
     def _wait(self, timeout: float) -> None:
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
-            end = time.monotonic() + timeout
-            while not event.query():
-                self.check()
-                if time.monotonic() > end:
-                    raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
-                time.sleep(2e-5)
+            if not poll(event.query, timeout, 2e-5, meanwhile=self.check):
+                raise CollectiveTimeout(f"{self}: timeout after {timeout:g} s: the stream has not finished")
         self.check()
 
     def _quiet(self) -> bool:
@@ -386,12 +381,7 @@ class Group(Faults):
             return True
         except TricommError:
             self._words[layout.ABORT] = 1
-        end = time.monotonic() + _LEAVE_SECONDS
-        while not self._stream.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
-        return True
+        return poll(self._stream.query, _LEAVE_SECONDS, 1e-3)
 
 
 @atexit.register

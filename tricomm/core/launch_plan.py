@@ -16,8 +16,8 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
 from tricomm.kernels.launch.kernel_launch import Call
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
-from tricomm.policy.selection import Choice, Site
-from tricomm.store.control import Descriptor, Record
+from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.store.control import Descriptor, PackedDescriptor
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
 # aligned, and its further arguments: `Runtime.bind`.
@@ -51,7 +51,7 @@ class Plan:
     choice: Choice
     fingerprint: int
     numel: int
-    record: Record  # what the peers read of each of its calls
+    record: PackedDescriptor  # what the peers read of each of its calls
     run: Call
     count: list[int] = field(default_factory=lambda: [0])
     mode: str = "eager"
@@ -71,7 +71,8 @@ class Known:
 
 
 def make(
-    site: Site, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind, counter: list[int] | None = None
+    site: SelectionFacts, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind,
+    counter: list[int] | None = None,
 ) -> Plan:  # fmt: skip
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
@@ -98,7 +99,7 @@ def make(
     return Plan(choice, fingerprint, numel, record, run, [0] if counter is None else counter, mode)
 
 
-def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> tuple[int, Record]:
+def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> tuple[int, PackedDescriptor]:
     """The fingerprint of a call, and what the peers read of it."""
     fingerprint = arguments.fingerprint(
         choice.collective, op, dtype, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
@@ -109,10 +110,10 @@ def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> t
         algorithm=choice.algorithm, protocol=choice.protocol, count=asked.count, root=asked.root, grid=choice.blocks,
         mode=mode,
     )  # fmt: skip
-    return fingerprint, descriptor.record()
+    return fingerprint, descriptor.packed()
 
 
-def constexprs(site: Site, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
+def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
     """What `kernel` is compiled for, whatever tensors it is given."""
     gpu = site.device != "cpu"
     found: dict[str, Any] = {

@@ -24,7 +24,7 @@ from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store import process
-from tricomm.store.control import RING, ControlPage, Fault, State
+from tricomm.store.control import RING, ControlPage, Fault, RankState
 from tricomm.store.cuda_driver import load_driver
 
 _USER_SECONDS = 1.0
@@ -104,7 +104,7 @@ class Monitor:
             if not self._spread:  # an interrupt may have stopped the first attempt half-way; each step can be repeated
                 self._words[layout.ABORT] = 1
                 self._control.raise_fault(self.fault)
-                self._control.set_state(State.ABORTED)
+                self._control.set_state(RankState.ABORTED)
                 self._spread = True
                 if self._native is not None:  # on a thread of its own, because NCCL does not say how long it takes
                     threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
@@ -163,7 +163,7 @@ class Monitor:
         return [r for r in self._peers if peer in (-1, r)]
 
     def _gone(self, rank: int) -> bool:
-        return self._control.state(rank) == State.CLOSED or not self._control.alive(rank)
+        return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
 
     def busy(self) -> bool:
         """Whether a call of this rank runs, or a kernel has reported something: a look that costs nearly nothing."""
@@ -253,7 +253,7 @@ class Monitor:
         if self._in_epoch():
             return rank in self.unfinished()
         from_any = self.message() is not None and int(self._words[layout.MESSAGE_PEER]) < 0
-        leaver = self._control.state(rank) == State.CLOSED
+        leaver = self._control.state(rank) == RankState.CLOSED
         needed = list(self._peers) if from_any and leaver else [rank]
         return min(self._elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
@@ -278,7 +278,7 @@ class Monitor:
         left = self._control.fault(rank)  # looked at after its state: a rank says why before it closes
         if left is not None:
             return self._adopt(rank, left)
-        closed = self._control.state(rank) == State.CLOSED
+        closed = self._control.state(rank) == RankState.CLOSED
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
         return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._told(rank)}")
 

@@ -18,7 +18,7 @@ import torch
 
 from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.deadline import Worker, first_line
+from tricomm.store.bounded_store import BoundedThread, first_line
 
 log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
@@ -38,8 +38,8 @@ class Meeting(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]: ...
-    def agree(self, error: BaseException | None, what: str, timeout: float, heed_faults: bool = False) -> None: ...
+    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]: ...
+    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None: ...
 
 
 def load(control: Meeting, timeout: float) -> Any:
@@ -49,7 +49,7 @@ def load(control: Meeting, timeout: float) -> Any:
         core = _load()
     except ResourceError as found:
         error = found
-    control.agree(error, "NCCL (pip install 'tricomm[nccl]' on every rank)", timeout, heed_faults=True)
+    control.agree(error, "NCCL (pip install 'tricomm[nccl]' on every rank)", timeout, abort_on_fault=True)
     return core
 
 
@@ -66,11 +66,11 @@ def open_nccl(control: Meeting, device: torch.device, timeout: float) -> Nccl:
             unique_id = bytes(core.get_unique_id())
         except Exception as found:
             error = ResourceError(f"libnccl gives no unique id: {first_line(found)}")
-    control.agree(error, "NCCL", timeout, heed_faults=True)
-    unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, heed_faults=True)[0]
+    control.agree(error, "NCCL", timeout, abort_on_fault=True)
+    unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, abort_on_fault=True)[0]
     comm, error = _init(core, control.rank, control.world_size, unique_id, device, timeout)
     try:  # who fails at once waits for those that NCCL keeps until their time is up
-        control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, heed_faults=True)
+        control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, abort_on_fault=True)
     except BaseException:
         if comm is not None:
             comm.abort()
@@ -104,7 +104,7 @@ def _init(
     core: Any, rank: int, world_size: int, unique_id: bytes, device: torch.device, timeout: float
 ) -> tuple[Any, ResourceError | None]:
     """(communicator, None) or (None, why). NCCL waits for all ranks without a limit, so this does it with one."""
-    worker = Worker("tricomm-nccl-init")
+    worker = BoundedThread("tricomm-nccl-init")
 
     def make() -> Any:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -242,7 +242,7 @@ def end(there: Nccl | None, lost: bool, seconds: float) -> None:
     """
     if there is None:
         return
-    worker = Worker("tricomm-nccl-end")
+    worker = BoundedThread("tricomm-nccl-end")
     try:
         worker.run(there.abort if lost else there.close, "NCCL's end", seconds)
     except Exception as error:

@@ -102,11 +102,11 @@ class Planning(Group):
         fitting, table, handle = symmetric or (None, None, 0)
         kind = arguments.DTYPES.get(dtype) if dtype is not None else None
         asked = launch_plan.Asked(collective, op, kind, count, root, table, handle)
-        counter = routes.counter(route.path, collective) if self.counted else None
+        counter = routes.counter(route.backend, collective) if self.counted else None
         bits = kind.bits if kind is not None else 32
         bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
         for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            if route.path == backend_choice.NCCL:
+            if route.backend == backend_choice.NCCL:
                 assert self._nccl is not None, "the route is taken where NCCL is there"
                 found = nccl_plan.make(self._nccl, self._monitor, self._gpu, route.reason, asked, dtype, mode, counter)
             else:
@@ -118,7 +118,7 @@ class Planning(Group):
                 self._plans.pop(next(iter(self._plans)))
             self._plans[*key, mode == "graph"] = found
         if self.counted:
-            backend_choice.print_once(route, self.group, self.rank, collective, dtype, op or "none", nbytes)
+            backend_choice.log_once(route, self.group, self.rank, collective, dtype, op or "none", nbytes)
         return self._plans[*key, False]
 
     def _counted(self, made: launch_plan.Plan, nbytes: int | None, mode: str) -> launch_plan.Plan:
@@ -141,11 +141,11 @@ class Planning(Group):
 
     def _route(
         self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool
-    ) -> backend_choice.Route:
+    ) -> backend_choice.BackendChoice:
         """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
         facts = (collective, dtype, op or "none", nbytes, forced)
         found = backend_choice.decide(self._routes, *facts)
-        if found.path == backend_choice.NCCL and self._nccl is None:
+        if found.backend == backend_choice.NCCL and self._nccl is None:
             if collective in backend_choice.REDUCTIONS and dtype is not None:
                 nccl.check(collective, op or "none", dtype)
             self._open_nccl()
@@ -158,6 +158,6 @@ class Planning(Group):
             try:
                 self._nccl = nccl.open_nccl(self._control, self.device, self._timeout)
             except ResourceError as error:
-                self._routes = replace(self._routes, native=None, missing=str(error))
+                self._routes = replace(self._routes, fallback=None, missing=str(error))
                 return
         self.watch(self._nccl)

@@ -9,7 +9,6 @@ instead.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from tricomm.core import launch_plan
 from tricomm.core.collectives import Collectives, Tensor
 from tricomm.core.entry_guard import guarded
 from tricomm.core.work import Work
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -205,12 +205,9 @@ class Messages(Collectives):
 
     def _settled(self, seconds: float) -> bool:
         """A message that is taken later is acknowledged here: on a GPU, into memory that would be gone."""
-        end = time.monotonic() + seconds
-        while not self.simulated and self._routes.no_kernels is None and self.unread():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
-        return True
+        if self.simulated or self._routes.no_kernels is not None:
+            return True
+        return poll(lambda: not self.unread(), seconds, 1e-3)
 
     # What a message waits for
 

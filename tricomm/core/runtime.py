@@ -12,7 +12,7 @@ from tricomm.core.symmetric import nbytes_of
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
-from tricomm.policy.tables import Tuned
+from tricomm.policy.tuning_tables import TunedTable
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
@@ -50,7 +50,7 @@ class Runtime(Protocol):
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> Tuned | None:
+    ) -> TunedTable | None:
         """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
 
 
@@ -84,7 +84,7 @@ class Processes:
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> Tuned | None:
+    ) -> TunedTable | None:
         return user_tables.agree(control, user_tables.fingerprint(kind, device, control.world_size, topology), timeout)
 
 

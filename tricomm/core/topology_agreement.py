@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import struct
 from collections.abc import Callable, Sequence
@@ -51,10 +50,12 @@ def agree(
     if options.topology is not None:
         return options.topology
     found = find(uuids)
-    said = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
-    digests = control.exchange(hashlib.sha256(said.encode()).digest(), "topology", timeout)
-    if len(set(digests)) > 1:
-        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
+    links = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
+    try:
+        control.require_equal(links, "topology", timeout)
+    except InvalidArgument:
+        text = "ranks find different links between their GPUs; rank %d: %s; none is relied on"
+        log.warning(text, control.rank, links)
         return None
     return found.topology
 
@@ -104,12 +105,12 @@ def check(options: Options, world_size: int) -> None:
         )
 
 
-def places(topology: Topology | None, world_size: int) -> tuple[mesh.Place, ...] | None:
+def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPosition, ...] | None:
     """Who is where in a hybrid cube mesh; on other links, or unknown ones, as on a DGX-1V. None unless eight ranks."""
     if world_size != mesh.RANKS:
         return None
-    found = mesh.tables(topology) if topology is not None else None
-    return found or mesh.tables(dgx1v())
+    own = mesh.positions(topology.links) if topology is not None else None
+    return own or mesh.positions(dgx1v().links)
 
 
 def group_table(
@@ -137,6 +138,6 @@ def group_table(
 
 def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
     """Whose memory `rank` maps on a hybrid cube mesh where not every rank can reach every other one's; else None."""
-    if topology is None or topology.all_peers or mesh.tables(topology) is None:
+    if topology is None or topology.all_peers or mesh.positions(topology.links) is None:
         return None
     return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tricomm.deadline import Deadline, poll
 from tricomm.store import process
 
 TICK = 0.02
@@ -68,10 +69,9 @@ class Watcher:
         thread = self._thread
         if thread is threading.current_thread():
             return
-        end = time.monotonic() + _STOP_SECONDS
-        while self._current is monitor and time.monotonic() < end:
-            time.sleep(1e-4)
-        while not self._watched and thread is not None and thread.is_alive() and time.monotonic() < end:
+        deadline = Deadline(_STOP_SECONDS)
+        poll(lambda: self._current is not monitor, deadline.left, 1e-4)
+        while not self._watched and thread is not None and thread.is_alive() and not deadline.passed:
             self._wake.set()
             thread.join(0.05)  # another group may begin meanwhile, and the thread goes on
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tricomm.core.entry_guard import guarded
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
@@ -51,9 +51,5 @@ class Work:
         self._comm._unwound(error)
 
     def _wait_on_host(self, timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while not self.is_completed():
-            self._comm.check()
-            if time.monotonic() > end:
-                raise CollectiveTimeout(f"{self._comm}: timeout after {timeout:g} s: the call has not finished")
-            time.sleep(5e-5)
+        if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._comm.check):
+            raise CollectiveTimeout(f"{self._comm}: timeout after {timeout:g} s: the call has not finished")

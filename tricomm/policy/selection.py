@@ -1,6 +1,6 @@
-"""Which kernel a call runs, and why: a pure function, so that equal inputs give equal choices on all ranks.
+"""The kernel of a call, and the reason: a pure function, so that equal inputs give equal choices on all ranks.
 
-What only one rank knows (alignment, contiguity, its rank) takes no part in it. Tables are data: the first row that fits
+Facts of one rank alone (alignment, contiguity, its rank) take no part in it. Tables are data: the first row that fits
 the collective, the world size and the bytes decides, of the user's own table for this kind of box, then of the shipped
 one (`tables/default.json`).
 """
@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout
-from tricomm.policy.tables import Row, Table, shipped
+from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
@@ -25,12 +25,12 @@ CPU_TILE = 8192  # the interpreter pays per operation, not per element
 
 @dataclass(frozen=True)
 class Choice:
-    """What a call runs: kernel, launch shape, and the reason in words.
+    """A call's kernel, its launch shape, and the reason in words.
 
-    `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile, `table` and `row`
-    what decided (`row` is None where the caller forced the kernel), `runner_up` the kernel of the next row that fits,
-    `zero_copy` whether peers read the input where it lies. `route` is who runs it: kernels, or nccl, and then there is
-    no kernel: algorithm and protocol are "nccl", and NCCL's own choice.
+    `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile. `table` and `row`
+    name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
+    that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
+    choice: algorithm and protocol are "nccl" then.
     """
 
     collective: str
@@ -48,7 +48,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Site:
+class SelectionFacts:
     """The facts about a communicator that selection needs; the same on all ranks."""
 
     device: str  # "cpu" or "sm_90" and so on
@@ -57,17 +57,15 @@ class Site:
     max_blocks: int
     blocks: int | None = None
     tile: int | None = None
-    topology: str = ""  # `Topology.kind` of the ranks' devices; empty where nothing is known
+    topology: str = ""  # `Topology.kind` of the ranks' devices; empty if unknown
     reachable: bool = True  # every rank's memory is mapped on every other
-    tuned: tuple[Row, ...] = ()  # of the user's own table, or of a tuner's candidate
+    tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
-    """Refuse what a GPU's polls cannot work with: every tile must span all threads of a block.
-
-    Raises `InvalidArgument` for an arena or a forced tile that is too small.
-    """
+    """Raises `InvalidArgument` for an arena or a forced tile that is too small for a GPU, on which every tile must span
+    all threads of a block, because they poll together."""
     if device != "cuda":
         return
     if tile is not None and tile < GPU_TILE:
@@ -77,34 +75,32 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 
 def choose(
-    site: Site, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
+    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
     mode: str = "eager", zero_copy: str | None = None, bits: int = 32,
 ) -> Choice:  # fmt: skip
-    """Pick the kernel for `nbytes` bytes of input per rank (of a root's where there is one), in `mode` eager or graph.
+    """The kernel for `nbytes` bytes of input per rank (or of the root), elements of `bits`, in `mode` eager or graph.
 
-    `bits` are an element's.
-
-    `algorithm` and `protocol` force one. Raises `InvalidArgument` for a collective, algorithm or protocol that does
-    not exist, with those that do, and for what these devices' links do not carry. `zero_copy` names the one algorithm
-    that takes a symmetric handle as it is passed; then there is nothing to choose.
+    `algorithm` and `protocol` force one. `zero_copy` names the one algorithm that takes a symmetric handle as it is
+    passed; then there is nothing to choose. Raises `InvalidArgument` for a collective, algorithm or protocol that does
+    not exist, with those that do, and for one that these devices' links do not carry.
     """
     kind = collective_specs.find(collective)
     for name, value in (("algorithm", algorithm), ("protocol", protocol)):
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
     if zero_copy is not None:
-        return _in_symmetric(site, collective, nbytes, algorithm, protocol, zero_copy)
-    fits = _allowed(site, collective, algorithm, protocol)
-    found = [
+        return _in_symmetric(facts, collective, nbytes, algorithm, protocol, zero_copy)
+    fits = _allowed(facts, collective, algorithm, protocol)
+    candidates = [
         (name, number, row, k)
-        for name, number, row in _rows(site, collective, nbytes, mode, bits)
+        for name, number, row in _rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
     ]
-    table, number, row, kernel = found[0] if found else ("none", -1, None, fits[0])
-    second = next((k for _, _, _, k in found[1:] if k != kernel), None)
+    table, number, row, kernel = candidates[0] if candidates else ("none", -1, None, fits[0])
+    second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
     words = -(-nbytes // 8)
-    blocks, warps, tile = _shape(site, kernel, -(-words // kind.rows_in(site.world_size)), row)
+    blocks, warps, tile = _shape(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
@@ -120,12 +116,12 @@ def choose(
 
 
 def nccl(collective: str, reason: str) -> Choice:
-    """What a call runs that goes to NCCL, for `reason`."""
-    return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "hand_over", None, route="nccl")
+    """The choice of a call that goes to NCCL, because of `reason`."""
+    return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
 
 
 def _in_symmetric(
-    site: Site, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
+    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
 ) -> Choice:
     kernel = registry.find(collective, fitting, "simple", zero_copy=True)
     if algorithm not in (None, kernel.algorithm) or protocol not in (None, kernel.protocol):
@@ -133,21 +129,23 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
-    blocks, warps, tile = _shape(site, kernel, -(-nbytes // 8))
+    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // 8))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     return Choice(
         collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True
     )
 
 
-def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str | None) -> list[registry.Kernel]:
+def _allowed(
+    facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None
+) -> list[registry.Kernel]:
     """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
-    known = registry.of(collective, site.world_size)
-    if not site.reachable:
+    known = registry.of(collective, facts.world_size)
+    if not facts.reachable:
         known = [k for k in known if k.needs_cube or k.pairwise]
         if not known:
             raise InvalidArgument(
-                f"{collective}: not every rank reaches every other one's memory here, and no kernel goes around that; "
+                f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
                 "use NCCL (torch.distributed)"
             )
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
@@ -158,72 +156,74 @@ def _allowed(site: Site, collective: str, algorithm: str | None, protocol: str |
     if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
         raise InvalidArgument(
             f"{collective}: {asked} needs {registry.CUBE_RANKS} ranks on a hybrid cube mesh; here are "
-            f"{site.world_size} ranks, topology {site.topology or 'unknown'}"
+            f"{facts.world_size} ranks, topology {facts.topology or 'unknown'}"
         )
-    where = "" if site.reachable else " that goes around what these ranks cannot reach"
+    where = "" if facts.reachable else " that avoids the memory that these ranks cannot reach"
     raise InvalidArgument(
         f"{collective}: there is no {asked} kernel{where}; there is "
         + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
     )
 
 
-def _shape(site: Site, kernel: registry.Kernel, words: int, row: Row | None = None) -> tuple[int, int, int]:
-    """Grid, warps and tile for a row of `words`, as `row` says or by rule. All that goes in is the same on all ranks.
+def _shape(
+    facts: SelectionFacts, kernel: registry.Kernel, words: int, row: TableRow | None = None
+) -> tuple[int, int, int]:
+    """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
 
     A GPU's tiles span all threads of a block, at two words a thread, so few words take warps away.
     """
     if kernel.pairwise:
-        return _shape_of_message(site, site.layout.slot_words(kernel.protocol), words)
-    widest = site.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    if site.device == "cpu":
+        return _shape_of_message(facts, facts.layout.slot_words(kernel.protocol), words)
+    widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
+    if facts.device == "cpu":
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
         blocks = 1
     else:
         tile = GPU_TILE
-        share = words if kernel.shards is None else -(-words // (kernel.shards or site.world_size))
+        share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
         blocks = min(32, max(1, -(-share // tile)))
     warps = GPU_WARPS
     if row is not None:
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
-    tile = min(site.tile or tile, widest)
-    if site.device != "cpu":
+    tile = min(facts.tile or tile, widest)
+    if facts.device != "cpu":
         warps = max(1, min(warps, tile // WORDS_PER_WARP))
-    return min(site.blocks or blocks, site.max_blocks, MAX_BLOCKS), warps, tile
+    return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
 
 
-def _shape_of_message(site: Site, widest: int, words: int) -> tuple[int, int, int]:
+def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
     """The same with as many blocks as there are channels to serve."""
-    tile = GPU_TILE if site.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
-    tile = min(site.tile or tile, widest)
-    blocks = 1 if site.device == "cpu" else min(site.layout.channels, max(1, -(-words // tile)))
-    return min(site.blocks or blocks, site.layout.channels, site.max_blocks), GPU_WARPS, tile
+    tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
+    tile = min(facts.tile or tile, widest)
+    blocks = 1 if facts.device == "cpu" else min(facts.layout.channels, max(1, -(-words // tile)))
+    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), GPU_WARPS, tile
 
 
-def limits(site: Site, collective: str, mode: str = "eager", bits: int = 32) -> list[int]:
-    """The sizes in bytes up to which some row for `collective` counts: between two of them the kernel is the same."""
-    return sorted({row.max_bytes for _, _, row in _rows(site, collective, 0, mode, bits) if row.max_bytes is not None})
+def limits(facts: SelectionFacts, collective: str, mode: str = "eager", bits: int = 32) -> list[int]:
+    """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
+    return sorted({row.max_bytes for _, _, row in _rows(facts, collective, 0, mode, bits) if row.max_bytes is not None})
 
 
-def _rows(site: Site, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, Row]]:
-    """Rows that fit, with their table's name and their number there: the user's own, then the first shipped table's
-    for these devices. The first row decides."""
+def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:
+    """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
+    table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
-    tables = [(site.tuned_name, site.tuned)]
+    tables = [(facts.tuned_name, facts.tuned)]
     for table in _shipped():
-        device = table.device == site.device or (table.device == "cuda" and site.device != "cpu")
-        if device and table.topology in (None, site.topology):
+        device = table.device == facts.device or (table.device == "cuda" and facts.device != "cpu")
+        if device and table.topology in (None, facts.topology):
             tables.append((table.name, table.rows))
             break
     return [
         (name, number, row)
         for name, rows in tables
         for number, row in enumerate(rows)
-        if row.collective == collective and site.world_size <= row.world_size
+        if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
         if row.mode in (None, mode) and row.bits in (None, bits)
     ]
 
 
 @cache
-def _shipped() -> tuple[Table, ...]:
+def _shipped() -> tuple[ShippedTable, ...]:
     return shipped(files("tricomm").joinpath("tables/default.json").read_bytes())

@@ -1,20 +1,22 @@
 """Reads the topology of this machine: NVLinks from NVML, peer access from CUDA, devices matched by UUID.
 
-What cannot be known is not guessed: there is no topology then, but a reason. Nothing here raises for what a machine has
-or lacks. Peer access between devices that this process does not see (each rank may see its own only) is NVML's word.
+If the topology cannot be known it is not guessed: the result has a reason instead. Nothing here raises for what a
+machine has or lacks. CUDA cannot answer for devices that this process does not see (each rank may see its own only):
+NVML's answer on peer access counts for these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
 
 from tricomm.errors import InvalidArgument, TricommError
-from tricomm.topology import nvlinks
 from tricomm.topology.model import MAX_DEVICES, Topology
-from tricomm.topology.nvml import Nvml, load_nvml
+from tricomm.topology.nvml import Fabric, LinkEnd, Nvml, load_nvml
+
+LinkTable = list[list[int]]
 
 
 class Cuda(Protocol):
@@ -28,7 +30,7 @@ class Cuda(Protocol):
 
 
 class TorchCuda:
-    """What torch says of the devices. The last two start CUDA in this process."""
+    """Torch's answers on the devices. The last two start CUDA in this process."""
 
     def device_count(self) -> int:
         import torch
@@ -48,12 +50,12 @@ class TorchCuda:
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found.
+    """The topology of a machine, or the reason why it is not known.
 
-    topology  or None, where it cannot be known
-    reason    why not; empty where it is known
-    notes     what limits or explains what was found, in words
-    fabric    per device of the topology: its state among NVSwitches; empty where no device tells (before Hopper)
+    topology  None if it cannot be known
+    reason    why not; empty if it is known
+    notes     limits and explanations, in words
+    fabric    per device of the topology: its state among NVSwitches; empty if no device tells (before Hopper)
     """
 
     topology: Topology | None
@@ -68,7 +70,7 @@ def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
     try:
         uuids = [cuda.device_uuid(ordinal) for ordinal in range(cuda.device_count())]
     except Exception as error:
-        return Discovery(None, f"CUDA does not say what devices there are: {_words(error)}")
+        return Discovery(None, f"CUDA does not list its devices: {_words(error)}")
     if not uuids:
         return Discovery(None, "this process sees no CUDA device")
     if len(set(uuids)) < len(uuids):
@@ -79,9 +81,9 @@ def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
 def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
     """The topology of a group whose rank r is on the device of this machine with the UUID `uuids[r]` (16 bytes).
 
-    Equal on all ranks, whatever each of them sees, as long as CUDA and NVML agree on peer access. Ranks with the same
-    UUID share a device, so it must tell MIG instances apart. Notes number the devices as they first appear.
-    Raises `InvalidArgument` for what is no list of UUIDs.
+    Equal on all ranks, whichever devices each of them sees, as long as CUDA and NVML agree on peer access. Ranks with
+    the same UUID share a device, so it must tell MIG instances apart. Notes number the devices as they first appear.
+    Raises `InvalidArgument` for anything but a list of UUIDs.
     """
     if not uuids or not all(isinstance(uuid, bytes) and len(uuid) == 16 for uuid in uuids):
         raise InvalidArgument("devices are named by UUIDs of 16 bytes, one per rank")
@@ -91,9 +93,9 @@ def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | No
     try:
         nvml = nvml or load_nvml()
         with nvml.session():
-            machine = _Machine(distinct, cuda or TorchCuda(), nvml)
+            machine = _Probe(distinct, cuda or TorchCuda(), nvml)
             topology, fabric, notes = machine.topology(), machine.fabric(), machine.notes
-    except Exception as error:  # also what a version of NVML that nobody has tried may answer
+    except Exception as error:  # of any kind: NVML may be of a version that was never tested
         if len(distinct) > 1:
             return Discovery(None, _words(error))
         topology, fabric, notes = Topology(((0,),), ((True,),)), (), [_words(error)]
@@ -101,7 +103,7 @@ def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | No
     return Discovery(topology.of(ranks), "", tuple(notes), tuple(fabric[rank] for rank in ranks if fabric))
 
 
-class _Machine:
+class _Probe:
     """The devices with the given UUIDs, while NVML's session lasts."""
 
     def __init__(self, uuids: list[bytes], cuda: Cuda, nvml: Nvml) -> None:
@@ -111,14 +113,15 @@ class _Machine:
         self.notes: list[str] = []
         self.gpus = [self._gpu(device, mig) for device, mig in zip(self.devices, self.mig, strict=True)]
         if any(self.mig):
-            who = _list(index for index, mig in enumerate(self.mig) if mig)
-            self.notes.append(f"device {who}: MIG, so no NVLink and no peer access or CUDA IPC with other instances")
+            devices = _list(index for index, mig in enumerate(self.mig) if mig)
+            text = "MIG, so no NVLink and no peer access or CUDA IPC with other instances"
+            self.notes.append(f"device {devices}: {text}")
         for words in sorted({gpu.fabric.words for gpu in self.gpus if gpu.fabric and not gpu.fabric.ready}):
-            who = _list(index for index, gpu in enumerate(self.gpus) if gpu.fabric and gpu.fabric.words == words)
-            self.notes.append(f"device {who}: NVSwitch fabric {words}; look at nvidia-fabricmanager")
+            devices = _list(index for index, gpu in enumerate(self.gpus) if gpu.fabric and gpu.fabric.words == words)
+            self.notes.append(f"device {devices}: NVSwitch fabric {words}; look at nvidia-fabricmanager")
 
     def topology(self) -> Topology:
-        direct, through, notes = nvlinks.between(self.gpus, self._nvlink_allowed)
+        direct, through, notes = links_between(self.gpus, self._nvlink_allowed)
         self.notes += notes
         size = range(len(self.gpus))
         return Topology(
@@ -133,10 +136,10 @@ class _Machine:
             return ()
         return tuple(gpu.fabric.words if gpu.fabric else "not told" for gpu in self.gpus)
 
-    def _gpu(self, device: int, mig: bool) -> nvlinks.Gpu:
+    def _gpu(self, device: int, mig: bool) -> GpuLinks:
         if mig:
-            return nvlinks.Gpu(None, ())
-        return nvlinks.Gpu(self.nvml.address(device), self.nvml.links(device), self.nvml.fabric(device))
+            return GpuLinks(None, ())
+        return GpuLinks(self.nvml.address(device), self.nvml.links(device), self.nvml.fabric(device))
 
     def _nvlink_allowed(self, i: int, j: int) -> bool | None:
         both = {self.nvml.nvlink_between(self.devices[a], self.devices[b]) for a, b in ((i, j), (j, i))}
@@ -147,7 +150,7 @@ class _Machine:
         try:
             ordinals = {self.cuda.device_uuid(ordinal): ordinal for ordinal in range(self.cuda.device_count())}
         except Exception as error:
-            self.notes.append(f"peer access is NVML's word, for CUDA does not tell: {_words(error)}")
+            self.notes.append(f"peer access is NVML's answer, because CUDA does not tell: {_words(error)}")
         size = range(len(self.devices))
         return tuple(tuple(i == j or self._peer(i, j, ordinals) for j in size) for i in size)
 
@@ -159,12 +162,70 @@ class _Machine:
             try:
                 return bool(self.cuda.can_access_peer(mine, other))
             except Exception as error:
-                self.notes.append(f"device {i} to {j}: no peer access, for CUDA does not tell: {_words(error)}")
+                self.notes.append(f"device {i} to {j}: no peer access, because CUDA does not tell: {_words(error)}")
                 return False
         allowed = self.nvml.may_access(self.devices[i], self.devices[j])
         if allowed is None:
-            self.notes.append(f"device {i} to {j}: no peer access, for neither CUDA nor NVML tells")
+            self.notes.append(f"device {i} to {j}: no peer access, because neither CUDA nor NVML tells")
         return bool(allowed)
+
+
+@dataclass(frozen=True)
+class GpuLinks:
+    """NVML's answers on one GPU: its PCI address, the far ends of its links, its state among NVSwitches."""
+
+    address: str | None
+    ends: Sequence[LinkEnd]
+    fabric: Fabric | None = None
+
+
+def links_between(
+    gpus: Sequence[GpuLinks], allowed: Callable[[int, int], bool | None]
+) -> tuple[LinkTable, LinkTable, list[str]]:
+    """Links of each pair, directly and through switches, and notes in words. Pure.
+
+    `allowed(i, j)` is NVML's answer on peer access over NVLink, or None. False takes a pair's links away, because peers
+    cannot use them. It is asked only for pairs that have some.
+    """
+    direct = [[0] * len(gpus) for _ in gpus]
+    through = [[0] * len(gpus) for _ in gpus]
+    notes: list[str] = []
+    known = {gpu.address for gpu in gpus}
+    for i, one in enumerate(gpus):
+        for j, other in enumerate(gpus[:i]):
+            there, back = _ends_at(one, other.address), _ends_at(other, one.address)
+            sure, likely = (min(_to_switches(gpu, known, unseen) for gpu in (one, other)) for unseen in (False, True))
+            if not there and not back and not likely:
+                continue
+            if there != back:
+                notes.append(f"devices {j} and {i} see {back} and {there} links to each other; the fewer count")
+            answer = allowed(i, j)
+            if answer is False:
+                notes.append(f"devices {j} and {i}: linked, but NVML forbids peer access over NVLink")
+                continue
+            direct[i][j] = direct[j][i] = min(there, back)
+            if _joined(one.fabric, other.fabric):
+                # In a VM switches are out of sight: an end without a name counts as one if NVML affirms the pair.
+                affirmed = answer is True and not direct[i][j]
+                through[i][j] = through[j][i] = likely if affirmed else sure
+    return direct, through, notes
+
+
+def _ends_at(gpu: GpuLinks, address: str | None) -> int:
+    return sum(end.address == address and end.kind in ("gpu", "unseen") for end in gpu.ends if address is not None)
+
+
+def _to_switches(gpu: GpuLinks, known: set[str | None], unseen: bool) -> int:
+    return sum(
+        end.kind == "switch" or (unseen and end.kind == "unseen" and (end.address is None or end.address not in known))
+        for end in gpu.ends
+    )
+
+
+def _joined(one: Fabric | None, other: Fabric | None) -> bool:
+    """Whether switches join two GPUs; if neither tells (before Hopper), all of a machine's switches are joined."""
+    told = [fabric for fabric in (one, other) if fabric is not None]
+    return all(fabric.ready for fabric in told) and len({fabric.domain for fabric in told}) <= 1
 
 
 def _list(numbers: Iterable[int]) -> str:

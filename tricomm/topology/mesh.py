@@ -1,18 +1,15 @@
-"""The hybrid cube mesh: two quads of GPUs, all linked inside, joined by one link per GPU. Who is what, for every rank.
+"""The hybrid cube mesh: two quads of GPUs, all linked inside, joined by one link per GPU; every rank's position.
 
 The test is pytorch's first `IntraNodeComm` one: each of 8 devices has exactly 4 NVLink neighbours, and exactly one of
 them shares no neighbour with it. That one is the relay, the other three are the quad. Of the 19355 labelled graphs in
 which 8 vertices have 4 neighbours each 840 pass, and all of them are two complete quads joined by a perfect matching
-(`tests/topology/test_mesh.py` counts them), so nothing else needs to be checked.
+(`tests/topology/test_mesh.py` counts them), so no other test is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tricomm.topology.model import Topology
 
 RANKS = 8
 _NEIGHBOURS = 4
@@ -21,11 +18,11 @@ Quad = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank stands in the mesh.
+class MeshPosition:
+    """A rank's position in the mesh.
 
     rank              the rank itself
-    position          0 to 3: its place in its quad; relay partners have the same one
+    position          0 to 3, in its quad; relay partners have the same one
     quad_by_position  the 4 ranks of its quad, itself among them, by position
     order             the same 4 in ascending order: the order to add in, so that all 4 get the same bits
     relay             the one rank of the other quad that it has links to
@@ -47,27 +44,26 @@ class Place:
         return ranks[here ^ 1], ranks[here ^ 2], ranks[here ^ 3]
 
 
-def tables(topology: Topology) -> tuple[Place, ...] | None:
-    """Every rank's place, by rank; None where the links are not those of a hybrid cube mesh.
+def positions(links: Sequence[Sequence[int]]) -> tuple[MeshPosition, ...] | None:
+    """Every rank's position, by rank; None if `links`, an n x n table, are not those of a hybrid cube mesh.
 
-    Only links count, not peer access, nor how many links a pair has. Positions: the quad of rank 0 in ascending order,
-    and each of the others as its relay.
+    It matters if a pair has links, not how many. The quad of rank 0 has its positions in ascending order, and each
+    other rank that of its relay.
     """
-    links = topology.links
     if len(links) != RANKS:
         return None
     neighbours = [frozenset(other for other, count in enumerate(row) if count) for row in links]
     relay = []
     for mine in neighbours:
-        apart = [other for other in mine if mine.isdisjoint(neighbours[other])]
-        if len(mine) != _NEIGHBOURS or len(apart) != 1:
+        strangers = [other for other in mine if mine.isdisjoint(neighbours[other])]
+        if len(mine) != _NEIGHBOURS or len(strangers) != 1:
             return None
-        relay += apart
+        relay += strangers
     a, b, c, d = sorted({0} | neighbours[0] - {relay[0]})
     near, far = (a, b, c, d), (relay[a], relay[b], relay[c], relay[d])
-    return tuple(_place(rank, near if rank in near else far, relay[rank]) for rank in range(RANKS))
+    return tuple(_position(rank, near if rank in near else far, relay[rank]) for rank in range(RANKS))
 
 
-def _place(rank: int, quad: Quad, relay: int) -> Place:
+def _position(rank: int, quad: Quad, relay: int) -> MeshPosition:
     a, b, c, d = sorted(quad)
-    return Place(rank, quad.index(rank), quad, (a, b, c, d), relay)
+    return MeshPosition(rank, quad.index(rank), quad, (a, b, c, d), relay)

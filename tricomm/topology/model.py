@@ -1,21 +1,33 @@
 """Which GPU reaches which, and by what: the facts that algorithms are chosen by. `discovery` reads them from a machine.
 
-A topology says only what is the same for all ranks. Known shapes are at the end, for tests and for simulation.
+A topology has only facts that are the same for all ranks. Its JSON form has these fields, beside "schema":
+
+links     rows of whole numbers: NVLinks between devices i and j
+peers     rows of true or false: may device i reach device j's memory
+switched  true or false: are the links through NVSwitches
+names     optional: product names, one per device
+devices   optional, for ranks that share devices: the device of each
+kind      optional: what the links make of the devices; refused if they make something else
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.topology import json_format, mesh
+from tricomm.topology import mesh
 
 MAX_DEVICES = 64
 MAX_LINKS = 64  # between two devices; 18 is the most there is
+MAX_JSON_BYTES = 1 << 20
+SCHEMA = "tricomm-topology-1"
+_NEEDED = ("links", "peers", "switched")
+_OPTIONAL = ("names", "devices", "kind")
 
 
 @dataclass(frozen=True)
@@ -26,10 +38,10 @@ class Topology:
     peers     may i reach j's memory; true on the diagonal
     switched  whether all pairs are linked through NVSwitches, and none directly
     names     product names, or nothing; no part of comparison by `digest`
-    devices   which device each entry is on, numbered as they first appear; entries on one device have no links between
+    devices   the device of each entry, numbered as they first appear; entries on one device have no links between
               them and reach each other
 
-    Lists are taken for tuples. Raises `InvalidArgument` for tables that no machine can have.
+    Lists are taken as tuples. Raises `InvalidArgument` for tables that no machine can have.
     """
 
     links: tuple[tuple[int, ...], ...]
@@ -84,7 +96,7 @@ class Topology:
 
         nvswitch          `switched`
         fully_connected   links between all pairs, without a switch (or one device only)
-        hybrid_cube_mesh  8 devices, two linked quads joined by a perfect matching (`cube_mesh.tables`)
+        hybrid_cube_mesh  8 devices, two linked quads joined by a perfect matching (`mesh.positions`)
         pairs             4 or more, each linked with exactly one other
         pcie              no links at all
         partial           anything else
@@ -93,7 +105,7 @@ class Topology:
             return "nvswitch"
         if self.fully_connected:
             return "fully_connected"
-        if mesh.tables(self) is not None:
+        if mesh.positions(self.links) is not None:
             return "hybrid_cube_mesh"
         distinct = [self.devices.index(device) for device in sorted(set(self.devices))]
         linked = [sum(self.links[i][j] > 0 for j in distinct) for i in distinct]
@@ -109,7 +121,7 @@ class Topology:
 
     @property
     def all_peers(self) -> bool:
-        """Whether every device may reach every other's memory, by whatever way."""
+        """Whether every device may reach every other's memory, by any way."""
         return all(all(row) for row in self.peers)
 
     def of(self, devices: Sequence[int]) -> Topology:
@@ -132,7 +144,7 @@ class Topology:
 
     @property
     def canonical(self) -> str:
-        """All but the names, as text: equal where, and only where, two topologies are the same, labels included."""
+        """All but the names, as text: equal if and only if two topologies are the same, labels included."""
         links = "/".join(" ".join(map(str, row)) for row in self.links)
         peers = "/".join("".join("01"[reach] for reach in row) for row in self.peers)
         devices = " ".join(map(str, self.devices))
@@ -145,26 +157,26 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """The topology in a JSON file (`topology_text` has the form); raises `InvalidArgument` with what is wrong."""
+        """The topology in a JSON file (its form is above); raises `InvalidArgument` with what is wrong."""
         try:
             with open(path, encoding="utf-8") as file:
-                text = file.read(json_format.MAX_BYTES + 1)
+                text = file.read(MAX_JSON_BYTES + 1)
         except (OSError, ValueError) as error:
             raise InvalidArgument(f"topology file {str(path)!r} cannot be read: {error}") from None
         return cls.loads(text, f"topology file {str(path)!r}")
 
     @classmethod
     def loads(cls, text: str, where: str = "topology") -> Topology:
-        """The topology in JSON `text`; raises `InvalidArgument` that says what is wrong with `where`."""
-        fields = json_format.parse(text, where)
+        """The topology in JSON `text`; raises `InvalidArgument` that names `where` and the mistake."""
+        fields = _parse_json(text, where)
         kind = fields.pop("kind", None)
         try:
-            found = cls(**fields)
+            topology = cls(**fields)
         except InvalidArgument as error:
             raise InvalidArgument(f"{where}: {error}") from None
-        if kind not in (None, found.kind):
-            raise InvalidArgument(f"{where} says kind {kind!r}, but its links make it {found.kind!r}")
-        return found
+        if kind not in (None, topology.kind):
+            raise InvalidArgument(f"{where} says kind {kind!r}, but its links make it {topology.kind!r}")
+        return topology
 
     def dumps(self) -> str:
         """JSON that `loads` takes back."""
@@ -178,7 +190,7 @@ class Topology:
             fields["names"] = list(self.names)
         if len(set(self.devices)) < len(self):
             fields["devices"] = list(self.devices)
-        return json_format.render(fields)
+        return render_json(fields)
 
 
 def _square(name: str, table: Any, count: int, kind: type) -> tuple[tuple[Any, ...], ...]:
@@ -196,3 +208,54 @@ def _square(name: str, table: Any, count: int, kind: type) -> tuple[tuple[Any, .
 
 def _fault(text: str) -> InvalidArgument:
     return InvalidArgument(f"not a topology: {text}")
+
+
+def _parse_json(text: str, where: str) -> dict[str, Any]:
+    """The fields of one topology in `text`, without the schema; `where` names the text in errors.
+
+    Raises `InvalidArgument` if it is no JSON object of this schema: fields and types, not their meaning.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        raise InvalidArgument(f"{where}: more than {MAX_JSON_BYTES} characters; a topology takes a few thousand")
+    try:
+        fields = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{where} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidArgument(f"{where}: a JSON object is needed, not a {type(fields).__name__}")
+    schema = fields.pop("schema", None)
+    if schema != SCHEMA:
+        raise InvalidArgument(f"{where}: schema {schema!r} is not known; it must be {SCHEMA!r}")
+    if "unknown" in fields:
+        raise InvalidArgument(f"{where} is of a machine whose links are not known: {fields['unknown']}")
+    missing = [name for name in _NEEDED if name not in fields]
+    strange = sorted(set(fields) - {*_NEEDED, *_OPTIONAL})
+    if missing or strange:
+        fault = f"there is no {', '.join(missing)}" if missing else f"{', '.join(strange)} is not known"
+        raise InvalidArgument(f"{where}: {fault}; needed: {', '.join(_NEEDED)}; optional: {', '.join(_OPTIONAL)}")
+    for name in ("links", "peers"):
+        table = fields[name]
+        if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
+            raise InvalidArgument(f"{where}: {name} must be a list of rows, each a list")
+    for name in ("names", "devices"):
+        if not isinstance(fields.get(name, []), list):
+            raise InvalidArgument(f"{where}: {name} must be a list, one entry per device")
+    return fields
+
+
+def render_json(fields: dict[str, Any]) -> str:
+    """JSON for `fields`, one row of a table a line, so that people can read and change it."""
+    lines = [f'  "schema": {json.dumps(SCHEMA)}']
+    for name, value in fields.items():
+        table = isinstance(value, list) and value and isinstance(value[0], list)
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in value) if table else ""
+        lines.append(f'  "{name}": ' + (f"[\n{rows}\n  ]" if table else json.dumps(value)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is given twice")
+    return dict(pairs)

@@ -1,9 +1,9 @@
 """NVML, as far as links between GPUs go: typed, loaded on first use, every call in one place.
 
-An `Nvml` works on whatever looks like the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that have it), so
-that tests put one that enforces NVML's rules in its place and still run every line of this file. Where the bindings
-are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are
-ints, good inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
+An `Nvml` works on any object with the functions of the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that
+have it), so that tests put one that enforces NVML's rules in its place and still run every line of this file. If the
+bindings are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are ints, good
+inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
 CUDA_VISIBLE_DEVICES: a UUID is the one name of a device that CUDA and NVML share.
 """
 
@@ -36,8 +36,8 @@ _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])"
 
 
 @dataclass(frozen=True)
-class End:
-    """The far end of an active NVLink: `gpu`, `switch`, `other` (a CPU), or `unseen`, where nothing tells.
+class LinkEnd:
+    """The far end of an active NVLink: `gpu`, `switch`, `other` (a CPU), or `unseen` if nothing tells.
 
     `address` is its PCI address as in /sys, or None.
     """
@@ -48,7 +48,7 @@ class End:
 
 @dataclass(frozen=True)
 class Fabric:
-    """A GPU's place among NVSwitches, Hopper and newer: `ready` to be used, where (`domain`), and the same in words."""
+    """A GPU's state among NVSwitches, Hopper and newer: `ready` to be used, its `domain`, and the same in words."""
 
     ready: bool
     domain: tuple[bytes, int]
@@ -117,7 +117,7 @@ class MlPy:
 
     def device_get_gpu_fabric_info_v(self, device: int) -> Any:
         kind = self._module.c_nvmlGpuFabricInfoV_t
-        if kind.clusterUuid.size != _UUID_BYTES:  # before 12.570 the structure is not what the driver fills in
+        if kind.clusterUuid.size != _UUID_BYTES:  # before 12.570 the structure differs from the driver's
             raise AttributeError("nvidia-ml-py is too old for NVSwitch fabrics")
         info = kind()
         self._module.nvmlDeviceGetGpuFabricInfoV(self._handle(device), ctypes.byref(info))
@@ -138,7 +138,7 @@ def _text(value: str | bytes) -> str:
 
 
 def pci_class(address: str) -> int | None:
-    """Class and subclass of the PCI device at `address`, from /sys; None where it is not there, as in many VMs."""
+    """Class and subclass of the PCI device at `address`, from /sys; None if it is not there, as in many VMs."""
     try:
         return int(Path(f"/sys/bus/pci/devices/{address}/class").read_text(), 16) >> 8
     except (OSError, ValueError):
@@ -195,7 +195,7 @@ class Nvml:
         """PCI address as in /sys."""
         return _address(self._call("device_get_pci_info_v3", device).bus_id)
 
-    def links(self, device: int) -> list[End]:
+    def links(self, device: int) -> list[LinkEnd]:
         """The far ends of the NVLinks that are up and fit for peer access."""
         ends = []
         # What numbers a GPU has cannot be asked for; wrong ones are refused. Asking for the ability trains the link.
@@ -211,29 +211,29 @@ class Nvml:
                 ends.append(self._end(device, link))
         return ends
 
-    def _end(self, device: int, link: int) -> End:
+    def _end(self, device: int, link: int) -> LinkEnd:
         kind = self._ask("device_get_nvlink_remote_device_type", device, link)  # drivers of the 450s do not have it
         info = self._ask("device_get_nvlink_remote_pci_info_v2", device, link)
         address = None if info is None else _address(info.bus_id)
         if kind in (_GPU, _SWITCH):
-            return End("gpu" if kind == _GPU else "switch", address)
+            return LinkEnd("gpu" if kind == _GPU else "switch", address)
         if kind not in (None, _UNKNOWN):
-            return End("other", address)
-        found = None if address is None else self._pci_class(address)
-        return End("unseen" if found is None else _PCI_CLASSES.get(found, "other"), address)
+            return LinkEnd("other", address)
+        pci = None if address is None else self._pci_class(address)
+        return LinkEnd("unseen" if pci is None else _PCI_CLASSES.get(pci, "other"), address)
 
     def nvlink_between(self, device: int, peer: int) -> bool | None:
-        """Whether NVML allows peer access over NVLink, by whatever path; None where it does not tell."""
+        """Whether NVML allows peer access over NVLink, by any path; None if it does not tell."""
         status = self._ask("device_get_p2p_status", device, peer, _NVLINK)
         return None if status is None else int(status) == _OK
 
     def may_access(self, device: int, peer: int) -> bool | None:
-        """Whether NVML allows reading and writing the peer's memory, by whatever way; None where it does not tell."""
-        found = [self._ask("device_get_p2p_status", device, peer, index) for index in (_READ, _WRITE)]
-        return None if None in found else all(int(status) == _OK for status in found)
+        """Whether NVML allows reading and writing the peer's memory, by any way; None if it does not tell."""
+        answers = [self._ask("device_get_p2p_status", device, peer, index) for index in (_READ, _WRITE)]
+        return None if None in answers else all(int(status) == _OK for status in answers)
 
     def fabric(self, device: int) -> Fabric | None:
-        """The GPU's place among NVSwitches; None where there is no such thing (before Hopper) or NVML does not tell."""
+        """The GPU's state among NVSwitches; None if there is none (before Hopper) or NVML does not tell."""
         info = self._ask("device_get_gpu_fabric_info_v", device)
         if info is None or not int(info.state):
             return None
@@ -251,7 +251,7 @@ class Nvml:
             raise _refused(name, error) from error
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """As `_call`, but None where there is no answer."""
+        """As `_call`, but None if there is no answer."""
         try:
             return self._call(name, *arguments)
         except ResourceError:
@@ -263,6 +263,6 @@ def _refused(name: str, error: Exception) -> ResourceError:
 
 
 def _address(bus_id: Any) -> str | None:
-    """As in /sys: NVML gives the domain 8 digits, and ones where the device cannot be seen from a VM."""
-    found = _ADDRESS.fullmatch(str(bus_id).lower())
-    return f"{int(found[1], 16):04x}:{found[2]}:{found[3]}.{found[4]}" if found else None
+    """As in /sys: NVML gives the domain 8 digits, all ones if the device cannot be seen from a VM."""
+    parts = _ADDRESS.fullmatch(str(bus_id).lower())
+    return f"{int(parts[1], 16):04x}:{parts[2]}:{parts[3]}.{parts[4]}" if parts else None

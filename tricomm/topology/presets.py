@@ -1,4 +1,4 @@
-"""Topologies of machines that there are, for tests and for simulation."""
+"""Topologies of real machines, for tests and for simulation."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import provenance
 from tricomm.perf.system import info, info_table
 from tricomm.policy import selection, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 
 def test_json_has_every_section() -> None:
@@ -48,8 +48,8 @@ def test_the_whole_table() -> None:
 def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of each range, in the middle of it, and one byte beyond it."""
 
-    def site(world_size: int) -> selection.Site:
-        return selection.Site(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+    def site(world_size: int) -> selection.SelectionFacts:
+        return selection.SelectionFacts(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
 
     monkeypatch.setattr(info, "_site", site)
     found = info._ranges()
@@ -129,8 +129,8 @@ def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
 
 def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
-    row = Row("all_reduce", 4, 2048, "two_shot", "simple")
-    user_tables.save(Tuned(Fingerprint("cpu", "", 4), (row,)))
+    row = TableRow("all_reduce", 4, 2048, "two_shot", "simple")
+    user_tables.save(TunedTable(Fingerprint("cpu", "", 4), (row,)))
     found = info.collect()
     decided = [c for c in found["selection"] if "tuned" in c["reason"]]
     assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]

@@ -19,8 +19,8 @@ from tricomm.perf.tuner import live, team
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.state import Heat, Record
 from tricomm.perf.tuner.team import Answer, RankLost, Task, Team
-from tricomm.policy import table_json
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy import tuning_tables
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 _POINT = Point("all_reduce", 16, "graph", 1024)
 _A, _B, _C = (Candidate("one_shot", "ll", blocks, 8, 512) for blocks in (1, 2, 4))
@@ -136,8 +136,8 @@ def test_a_rank_that_never_comes_ends_it_in_time() -> None:
 
 
 def test_all_ranks_take_the_same_table() -> None:
-    found = Tuned(Fingerprint("cpu", "", 3), (Row("all_reduce", 3, None, "two_shot", "ll"),))
-    answers, made = _ranks(lambda t: t.ask(Task("table", table=table_json.dumps(found).decode())))
+    found = TunedTable(Fingerprint("cpu", "", 3), (TableRow("all_reduce", 3, None, "two_shot", "ll"),))
+    answers, made = _ranks(lambda t: t.ask(Task("table", table=tuning_tables.dumps(found).decode())))
     assert {answer.digest for answer in answers} == {found.digest.hex()}
     assert {groups[-1].used for groups in made} == {found.name}
 

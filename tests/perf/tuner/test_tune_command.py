@@ -16,8 +16,8 @@ from click.testing import CliRunner, Result
 
 from tests.perf.bench.test_bench import _children, _gone
 from tricomm.cli import cli
-from tricomm.policy import table_json, user_tables
-from tricomm.policy.tables import Fingerprint, Row, Tuned
+from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 _SMALL = ("--device", "cpu", "--collective", "all_reduce", "--bits", "32", "--sizes", "1K")
 _BOX = Fingerprint("cpu", "", 2)
@@ -59,7 +59,7 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     assert "going on from" in second.stderr and "samples are known" in second.stderr
     # Whether anything is surely faster on a busy machine is no matter of this test: make it so.
     if not list(_folder.glob("*.json")):
-        user_tables.save(Tuned(_BOX, (Row("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
+        user_tables.save(TunedTable(_BOX, (TableRow("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
     (file,) = _folder.glob("*.json")
     found = user_tables.read(file)
     assert found.simulated and found.fingerprint == _BOX and all(row.world_size == 2 for row in found.rows)
@@ -116,16 +116,16 @@ def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
 # What can be done with tables
 
 
-def _tuned(*rows: Row, **more: Any) -> Tuned:
-    return Tuned(more.pop("box", _BOX), rows, "2026-11-21T12:00:00+00:00", {"tricomm": "0.1.0"})
+def _tuned(*rows: TableRow, **more: Any) -> TunedTable:
+    return TunedTable(more.pop("box", _BOX), rows, "2026-11-21T12:00:00+00:00", {"tricomm": "0.1.0"})
 
 
 def _run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["tune", *arguments])
 
 
-_LL = Row("all_reduce", 2, 4096, "one_shot", "ll", mode="eager", bits=32, blocks=1, warps=8, tile=512)
-_SIMPLE = Row("all_reduce", 2, 1 << 20, "two_shot", "simple", mode="eager", bits=32)
+_LL = TableRow("all_reduce", 2, 4096, "one_shot", "ll", mode="eager", bits=32, blocks=1, warps=8, tile=512)
+_SIMPLE = TableRow("all_reduce", 2, 1 << 20, "two_shot", "simple", mode="eager", bits=32)
 
 
 def test_tables_are_shown_with_the_boxes_that_they_are_for(_folder: Path) -> None:
@@ -150,16 +150,16 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
         "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32",
         "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32",
     ]
-    assert table_json.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
+    assert tuning_tables.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
 
 
 def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
-    other = Row("all_gather", 2, 64, "one_shot", "ll", mode="eager")
+    other = TableRow("all_gather", 2, 64, "one_shot", "ll", mode="eager")
     files = [tmp_path / name for name in ("one.json", "two.json", "else.json")]
     for file, found in zip(
         files, (_tuned(_LL, other), _tuned(_SIMPLE), _tuned(box=Fingerprint("cpu", "", 4))), strict=True
     ):
-        file.write_bytes(table_json.dumps(found))
+        file.write_bytes(tuning_tables.dumps(found))
     done = _run("merge", str(files[0]), str(files[1]))
     assert done.exit_code == 0 and user_tables.load(_BOX).rows == (other, _SIMPLE)  # type: ignore[union-attr]
     _run("merge", str(files[1]), str(files[0]), "-o", str(tmp_path / "out.json"))

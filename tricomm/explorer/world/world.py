@@ -24,7 +24,7 @@ from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
 from tricomm.store import page, process
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage, Member, Record, State
+from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
 from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
@@ -68,12 +68,12 @@ class World:
         ]
         nonce = hashlib.blake2s(repr((world_size, options)).encode(), digest_size=16).digest()
         started = process.start_time(os.getpid()) or 0
-        members = [Member(segment, os.getpid(), started) for segment in segments]  # type: ignore[arg-type]
+        members = [RankSegment(segment, os.getpid(), started) for segment in segments]  # type: ignore[arg-type]
         for rank, segment in enumerate(segments):
             page.Page(segment.buffer, segment.address).identify(rank, world_size, nonce, os.getpid(), started)
         self.controls = [SimulatedControl(rank, nonce, members, self) for rank in range(world_size)]
         for rank, control in enumerate(self.controls):
-            control.set_state(State.READY)
+            control.set_state(RankState.READY)
             words = Region("control", rank, control.device_words, page.PAGE_BYTES, f"rank {rank}'s control words")
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
@@ -149,40 +149,47 @@ class _Alive:
         pass
 
 
-class SimulatedControl(ControlPage):
-    """A control page whose waits let the other ranks run."""
+class _Host:
+    """The world of a rank's control page: waits let the other ranks run, and time is the world's."""
 
-    def __init__(self, rank: int, nonce: bytes, members: Sequence[Member], world: World) -> None:
-        self._world = world
-        super().__init__(rank, nonce, members)
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
 
-    def announcer(self) -> Callable[[int, Record], None]:
-        announce = super().announcer()
-
-        def said(sequence: int, record: Record) -> None:
-            announce(sequence, record)
-            self._said()
-
-        return said
-
-    def exchange(self, payload: bytes, what: str, timeout: float, heed_faults: bool = False) -> list[bytes]:
-        step = self._step + 1
-        self._world.met(self.rank, step, False)
-        answers = super().exchange(payload, what, timeout, heed_faults)
-        self._world.met(self.rank, step, True)
-        return answers
-
-    def _watch(self, rank: int) -> Any:
+    def watch(self, rank: int, member: RankSegment) -> Any:
         return _Alive(self._world, rank)
 
-    def _now(self) -> float:
+    def monotonic(self) -> float:
         return self._world.now
 
-    def _pause(self, seconds: float) -> None:
-        self._world.turns.wait(self.rank)
+    def sleep(self, seconds: float, /) -> None:
+        self._world.turns.wait(self._rank)
 
-    def _said(self) -> None:
+    def changed(self) -> None:
         self._world.turns.wake_hosts()
+
+
+class SimulatedControl(ControlPage):
+    """A control page that tells the explorer of calls and exchanges."""
+
+    def __init__(self, rank: int, nonce: bytes, members: Sequence[RankSegment], world: World) -> None:
+        self._world = world
+        super().__init__(rank, nonce, members, _Host(world, rank))
+
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        announce = super().announcer()
+
+        def announced(sequence: int, packed: PackedDescriptor) -> None:
+            announce(sequence, packed)
+            self._world.turns.wake_hosts()
+
+        return announced
+
+    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
+        step = self._step + 1
+        self._world.met(self.rank, step, False)
+        answers = super().exchange(payload, what, timeout, abort_on_fault)
+        self._world.met(self.rank, step, True)
+        return answers
 
 
 class SimulatedMonitor(Monitor):

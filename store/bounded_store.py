@@ -1,8 +1,8 @@
 """Store calls with a bound of our own.
 
 A Store's timeout is no bound: with the server of a TCPStore stopped, `get` with a timeout of 4 s was still blocked
-after 90 s. So every call runs on a worker thread, and the caller waits for as long as it said. A worker that is
-stuck in a call cannot be ended; it is left behind as a daemon and never used again.
+after 90 s. So every call runs on another thread, and the caller waits for a limited time. A thread that is stuck in a
+call cannot be ended; it is left behind as a daemon and never used again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Generic, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
 
+from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
 
 JOIN_SECONDS = 0.2
@@ -22,7 +23,7 @@ JOIN_SECONDS = 0.2
 _T = TypeVar("_T")
 
 
-class _Job(Generic[_T]):
+class _Action(Generic[_T]):
     def __init__(self, action: Callable[[], _T]) -> None:
         self.done = threading.Event()
         self.error: Exception | None = None
@@ -42,7 +43,7 @@ class _Job(Generic[_T]):
         return cast(_T, self._result)
 
 
-class Worker:
+class BoundedThread:
     """A daemon thread that runs one action at a time while its owner waits with a limit.
 
     It begins with the first action, and ends with its owner at the latest.
@@ -50,7 +51,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.stuck: str | None = None
-        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Action[object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name = name
 
@@ -58,15 +59,15 @@ class Worker:
         self._jobs.put(None)
 
     def run(self, action: Callable[[], _T], what: str, seconds: float) -> _T:
-        """What `action` returns or raises; `RendezvousError` that names `what` after `seconds`."""
+        """The result of `action`. Raises what it raises, and `RendezvousError` that names `what` after `seconds`."""
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
         if self._thread is None:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             thread.start()
             self._thread = thread  # only now: an interrupt must not leave one that was never started
-        job = _Job(action)
-        self._jobs.put(cast(_Job[object], job))
+        job = _Action(action)
+        self._jobs.put(cast(_Action[object], job))
         if not job.done.wait(max(seconds, 0.0)):
             self.stuck = what
             self._jobs.put(None)  # should it ever come back, it ends
@@ -80,35 +81,35 @@ class Worker:
             self._thread.join(JOIN_SECONDS)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job[object] | None]) -> None:
-    # Of the queue alone: a thread that knew its worker would keep it, and the last store.
+def _serve(jobs: queue.SimpleQueue[_Action[object] | None]) -> None:
+    # Knows the queue alone: a reference to its owner would keep that, and the last store, alive.
     while (job := jobs.get()) is not None:
         job.run()
         del job
 
 
-class Bounded:
+class BoundedStore:
     """A Store whose calls all together end within `timeout` seconds (`extend` for more), and then raise.
 
-    Every method raises `RendezvousError` that names the operation, the key and the seconds waited, where the store
-    fails or does not answer. Any `torch.distributed` Store will do.
+    Every method raises `RendezvousError` that names the operation, the key and the seconds waited, if the store fails
+    or does not answer. Any `torch.distributed` Store will do.
     """
 
     def __init__(self, store: Store, timeout: float = 300.0) -> None:
         self._store = store
-        self._deadline = time.monotonic() + timeout
-        self._worker = Worker("tricomm-store")
+        self._deadline = Deadline(timeout)
+        self._thread = BoundedThread("tricomm-store")
 
     def set(self, key: str, value: bytes) -> None:
         # The declared type says str; bytes are passed on as they are, str would be encoded.
         self._call("set", key, lambda: self._store.set(key, cast(str, value)))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there; of one that is not, an error when the time is up."""
+        """The value of a key that exists; for one that does not, an error when the time is up."""
         return bytes(self._call("get", key, lambda: self._store.get(key)))
 
     def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
-        """The new total, which the worker also gives to `took`."""
+        """The new total, which the store's thread also gives to `took`."""
 
         def action() -> int:
             total = int(self._store.add(key, amount))
@@ -118,25 +119,25 @@ class Bounded:
         return self._call("add", key, action)
 
     def check(self, *keys: str) -> bool:
-        """True if all of the keys are there."""
+        """True if all of the keys exist."""
         return bool(self._call("check", keys[0], lambda: self._store.check(list(keys))))
 
     def read(self, key: str) -> bytes | None:
-        """The value of the key, or None where it is not there; does not wait for it."""
+        """The value of the key, or None if it does not exist; does not wait for it."""
         return self.get(key) if self.check(key) else None
 
     @property
     def usable(self) -> bool:
         """False once a call has not come back: then none will."""
-        return self._worker.stuck is None
+        return self._thread.stuck is None
 
     def extend(self, seconds: float) -> None:
-        """Allow calls for `seconds` from now on, where less was left."""
-        self._deadline = max(self._deadline, time.monotonic() + seconds)
+        """Allow calls for `seconds` from now on, if less was left."""
+        self._deadline.extend(seconds)
 
     def close(self) -> None:
-        """End the worker thread; idempotent. The store itself stays open."""
-        self._worker.close()
+        """End the thread; idempotent. The store itself stays open."""
+        self._thread.close()
 
     def _call(self, operation: str, key: str, action: Callable[[], _T]) -> _T:
         began = time.monotonic()
@@ -148,8 +149,8 @@ class Bounded:
             except Exception as error:
                 return [], error
 
-        # The store's errors come back as values: what a signal handler raises here is none of them.
-        result, error = self._worker.run(attempt, what, self._deadline - began)
+        # The store's errors come back as values, so that a signal handler's error is not taken for one of them.
+        result, error = self._thread.run(attempt, what, self._deadline.left)
         if error is not None:
             waited = time.monotonic() - began
             raise RendezvousError(f"{what} failed after {waited:.1f} s: {first_line(error)}") from error
