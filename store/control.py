@@ -140,10 +140,6 @@ class ControlPage:
         """CLOCK_MONOTONIC of the rank's last beat, in nanoseconds; 0 before the first."""
         return self._page(rank).heartbeat
 
-    def heartbeat_age(self, rank: int) -> float:
-        """Seconds since the rank's last beat."""
-        return max(0.0, (time.monotonic_ns() - self.heartbeat(rank)) / 1e9)
-
     def set_state(self, state: RankState) -> None:
         self._own().state = state
         self._host.changed()

@@ -81,10 +81,6 @@ class Driver:
         text = self._call("cuDeviceGetPCIBusId", _BUS_ID_BYTES, self._device(ordinal))
         return bytes(text).split(b"\0", 1)[0].decode("ascii", "replace")
 
-    def multiprocessor_count(self, ordinal: int) -> int:
-        attribute = self._bindings.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        return int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal)))
-
     def can_access_peer(self, ordinal: int, peer_ordinal: int) -> bool:
         return bool(self._call("cuDeviceCanAccessPeer", self._device(ordinal), self._device(peer_ordinal)))
 

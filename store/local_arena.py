@@ -61,24 +61,13 @@ def host_page_address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def open_local(
-    world_size: int,
-    nbytes: int,
-    device: torch.device,
-    driver: Driver | None = None,
-    pages: Sequence[HostWords] | None = None,
-) -> list[LocalArena]:
-    """One arena per rank, all in this process: blocks of `nbytes` zeroed bytes on `device` (a CPU or one GPU).
+class LocalGroup:
+    """The ranks of one process on `device`, a CPU or one GPU.
 
     `pages` are the ranks' control pages (`ControlPage.host_words`), which stay their owners': each rank's close takes
-    its own from the device. None: pages of their own, which go with the blocks.
-
-    Raises `InvalidArgument` for a bad size or device, `ResourceError` if memory is refused; then nothing is left."""
-    return LocalGroup(world_size, device, driver, pages).open(nbytes)
-
-
-class LocalGroup:
-    """The ranks of one process on one device. `open` may be called again for more memory."""
+    its own from the device. None: pages of their own, which go with the blocks. Raises `InvalidArgument` for a bad
+    world size or device.
+    """
 
     def __init__(
         self,
@@ -95,7 +84,10 @@ class LocalGroup:
         self._driver, self._pages = driver, pages
 
     def open(self, nbytes: int) -> list[LocalArena]:
-        """As `open_local`."""
+        """One arena per rank: blocks of `nbytes` zeroed bytes. May be called again for more memory.
+
+        Raises `InvalidArgument` for a bad size, `ResourceError` if memory is refused; then nothing is left.
+        """
         if not 1 <= nbytes <= _MAX_NBYTES:
             raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are 1 to {_MAX_NBYTES}")
         gpu = self.device.type == "cuda"

@@ -18,7 +18,7 @@ from tricomm.options import Options, seconds
 from tricomm.policy import selection
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
-from tricomm.store.local_arena import LocalArena, open_local
+from tricomm.store.local_arena import LocalArena, LocalGroup
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _DEFAULT_CONNECTIONS = 8  # the driver's
@@ -75,7 +75,7 @@ def local(
         for control in controls:
             undo.callback(control.close)
         pages = [control.host_words for control in controls]
-        arenas: list[LocalArena] = open_local(world_size, plan.nbytes, where, pages=pages)
+        arenas: list[LocalArena] = LocalGroup(world_size, where, pages=pages).open(plan.nbytes)
         for arena in arenas:
             undo.callback(arena.close)
         comms = list(ranks.map(joining, range(world_size)))

@@ -8,7 +8,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
 from tricomm.policy.selection import SelectionFacts, choose
-from tricomm.policy.tuning_tables import Table, TableRow
+from tricomm.policy.tuning_tables import ShippedTable, TableRow
 
 _ANY = ("all_reduce", 16, None)
 
@@ -106,7 +106,7 @@ def test_the_runner_up_is_named():
 
 def test_a_row_may_be_for_graphs_only(monkeypatch):
     rows = (TableRow(*_ANY, "one_shot", "simple", mode="graph"), TableRow(*_ANY, "one_shot", "ll"))
-    monkeypatch.setattr(selection, "_shipped", lambda: (Table("mine", "cpu", rows),))
+    monkeypatch.setattr(selection, "_shipped", lambda: (ShippedTable("mine", "cpu", rows),))
     found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
     assert found == ["simple", "ll"]
 

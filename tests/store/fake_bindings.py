@@ -101,7 +101,6 @@ class Bindings:
     CUresult = CUresult
     CUipcMemHandle = CUipcMemHandle
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
-    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16)
 
     def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
         self.world, self.number, self.visible = world, number, visible
@@ -161,10 +160,6 @@ class Bindings:
     @_call
     def cuDeviceGetPCIBusId(self, length: int, device: int) -> bytes:
         return (b"0000:%02x:00.0" % self.visible[device]).ljust(length, b"\0")
-
-    @_call
-    def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
-        return 132
 
     @_call
     def cuDeviceCanAccessPeer(self, device: int, peer: int) -> int:

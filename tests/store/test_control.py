@@ -47,13 +47,11 @@ def test_who_is_who():
 
 def test_state_heartbeat_and_sequence_are_seen_by_the_others():
     with pages(2) as (one, two):
-        assert one.state(1) == RankState.READY and 0 <= two.heartbeat_age(0) < 5
+        assert one.state(1) == RankState.READY
         before = two.heartbeat(0)
         one.beat()
         assert before < two.heartbeat(0)
-        assert two.heartbeat(0) <= time.monotonic_ns() and 0 <= two.heartbeat_age(0) < 5
-        time.sleep(0.05)
-        assert two.heartbeat_age(0) >= 0.05
+        assert two.heartbeat(0) <= time.monotonic_ns()
         one.set_state(RankState.ABORTED)
         assert two.state(0) == RankState.ABORTED and two.state(1) == RankState.READY
 

@@ -51,7 +51,6 @@ CALLS: dict[str, Callable[[Driver], object]] = {
 ON_A_DEVICE = {
     "cuDeviceGetUuid": lambda d: d.device_uuid(0),
     "cuDeviceGetPCIBusId": lambda d: d.device_bus_id(0),
-    "cuDeviceGetAttribute": lambda d: d.multiprocessor_count(0),
     "cuDeviceCanAccessPeer": lambda d: d.can_access_peer(0, 1),
     "cuDevicePrimaryCtxRetain": lambda d: d.retain_context(0),
     "cuDevicePrimaryCtxRelease": lambda d: d.release_context(0),
@@ -100,7 +99,6 @@ def test_facts_of_a_device() -> None:
     driver.init()
     assert driver.device_count() == 2
     assert driver.device_bus_id(0) == "0000:01:00.0"
-    assert driver.multiprocessor_count(0) == 132
     assert driver.can_access_peer(0, 1)
     assert driver.device_uuid(0) == ready(FakeCuda(2)).device_uuid(1) != driver.device_uuid(1)
 

@@ -18,7 +18,7 @@ import torch
 from tricomm import errors
 from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
 from tricomm.store.host_words import HostWords
-from tricomm.store.local_arena import host_page_address, open_local, raw_view
+from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
 
 NBYTES = 3 << 20
 SECONDS = 120.0
@@ -203,7 +203,7 @@ def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
 
 @pytest.mark.gpu
 def test_ranks_of_one_process_on_one_gpu() -> None:
-    arenas = open_local(2, NBYTES, torch.device("cuda:0"))
+    arenas = LocalGroup(2, torch.device("cuda:0")).open(NBYTES)
     assert arenas[0].stream is not None and arenas[0].stream != arenas[1].stream
     for arena in arenas:
         with torch.cuda.stream(arena.stream):

@@ -26,7 +26,7 @@ from tricomm.store.control import ControlPage
 from tricomm.store.cuda_ipc import open_cuda_ipc
 from tricomm.store.handshake import handshake
 from tricomm.store.host_words import HostWords
-from tricomm.store.local_arena import open_local
+from tricomm.store.local_arena import LocalGroup
 from tricomm.store.segments import Segment
 
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ class Job:
         controls = self.together(lambda rank: handshake(store, rank, 2, 20.0, agreed))
         pages = [control.host_words for control in controls]
         self.drivers = [self.drivers[0]] * 2
-        arenas = open_local(2, PLAN.nbytes, torch.device("cuda", 0), self.drivers[0], pages)
+        arenas = LocalGroup(2, torch.device("cuda", 0), self.drivers[0], pages).open(PLAN.nbytes)
         return self.together(
             lambda rank: Communicator.over(controls[rank], arenas[rank], PLAN, CPU, 20.0, OPTIONS, PROCESSES)
         )

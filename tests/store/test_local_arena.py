@@ -9,7 +9,7 @@ import torch
 
 from tests.store.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.local_arena import LocalGroup, open_local, raw_view
+from tricomm.store.local_arena import LocalGroup, raw_view
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:0")
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 def test_all_ranks_see_the_same_zeroed_blocks() -> None:
-    arenas = open_local(3, 10_000, CPU)
+    arenas = LocalGroup(3, CPU).open(10_000)
     assert len({arena.bases for arena in arenas}) == 1
     for rank, arena in enumerate(arenas):
         assert (arena.kind, arena.rank, arena.nbytes, arena.stream) == ("local", rank, 10_000, None)
@@ -33,7 +33,7 @@ def test_all_ranks_see_the_same_zeroed_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_has_views(dtype: torch.dtype) -> None:
-    (arena,) = open_local(1, 4096, CPU)
+    (arena,) = LocalGroup(1, CPU).open(4096)
     view = arena.tensor(0, 16, (2, 3), dtype)
     assert (view.dtype, view.shape, view.data_ptr()) == (dtype, (2, 3), arena.bases[0] + 16)
     raw = raw_view(arena.bases[0] + 16, (2, 3), dtype, CPU)
@@ -45,7 +45,7 @@ def test_every_dtype_has_views(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
-    (arena,) = open_local(1, 64, CPU)
+    (arena,) = LocalGroup(1, CPU).open(64)
     assert arena.tensor(0, 64 if 0 in shape else 60, shape, torch.int32).shape == shape
     assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
 
@@ -55,13 +55,13 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, 64, (1,)), (0, 60, (2,)), (0, 2, (1,)), (0, 0, (-1,))],
 )
 def test_views_stay_inside(rank: int, offset: int, shape: tuple[int, ...]) -> None:
-    arenas = open_local(2, 64, CPU)
+    arenas = LocalGroup(2, CPU).open(64)
     with pytest.raises(InvalidArgument):
         arenas[0].tensor(rank, offset, shape, torch.float32)
 
 
 def test_control_words_are_a_page_of_their_own() -> None:
-    arenas = open_local(2, 64, CPU)
+    arenas = LocalGroup(2, CPU).open(64)
     assert all(arena.control_address == arena.control_host_address for arena in arenas)
     assert len({arena.control_address for arena in arenas}) == 2
     for arena in arenas:
@@ -70,7 +70,7 @@ def test_control_words_are_a_page_of_their_own() -> None:
 
 
 def test_one_rank_may_close_before_the_others_are_done() -> None:
-    arenas = open_local(2, 64, CPU)
+    arenas = LocalGroup(2, CPU).open(64)
     view = arenas[1].tensor(0, 0, (16,), torch.float32)
     with arenas[0]:
         pass
@@ -86,12 +86,12 @@ def test_one_rank_may_close_before_the_others_are_done() -> None:
 @pytest.mark.parametrize("world_size, nbytes, device", [(0, 64, "cpu"), (1, 0, "cpu"), (1, -1, "cpu"), (1, 64, "meta")])
 def test_bad_arguments(world_size: int, nbytes: int, device: str) -> None:
     with pytest.raises(InvalidArgument):
-        open_local(world_size, nbytes, torch.device(device))
+        LocalGroup(world_size, torch.device(device)).open(nbytes)
 
 
 def test_memory_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ResourceError, match="smaller arena"):
-        open_local(4, 1 << 46, CPU)
+        LocalGroup(4, CPU).open(1 << 46)
 
 
 def fake_gpu() -> tuple[FakeCuda, FakeDriver]:
@@ -121,7 +121,7 @@ def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
 
 def calls_of_open() -> list[tuple[str, int]]:
     _, driver = fake_gpu()
-    open_local(2, 4096, GPU, driver)
+    LocalGroup(2, GPU, driver).open(4096)
     return [(name, nth) for name in set(driver.calls) for nth in range(1, driver.calls.count(name) + 1)]
 
 
@@ -130,13 +130,13 @@ def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
     world, driver = fake_gpu()
     driver.fail_at(name, nth)
     with pytest.raises(ResourceError, match=name):
-        open_local(2, 4096, GPU, driver)
+        LocalGroup(2, GPU, driver).open(4096)
     world.verify()
 
 
 def test_a_failing_close_frees_what_it_can() -> None:
     world, driver = fake_gpu()
-    arenas = open_local(2, 4096, GPU, driver)
+    arenas = LocalGroup(2, GPU, driver).open(4096)
     driver.fail_at("cuCtxSynchronize")
     arenas[0].close()
     with pytest.raises(ResourceError, match="cuCtxSynchronize"):
