@@ -6,7 +6,6 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from tricomm import errors
 from tricomm.store.host_words import HostWords
@@ -70,21 +69,3 @@ class FakeControl:
             if data:
                 name, _, text = data.decode(errors="replace").partition(" ")
                 raise getattr(errors, name)(f"{what}: rank {rank}: {text}")
-
-
-def run_ranks(world_size: int, body: Callable[[int], Any], seconds: float = 20) -> list[Any]:
-    """What `body(rank)` gave or raised, for each rank in a thread of its own, named "rank N"."""
-    outcomes: list[Any] = [TimeoutError(f"no outcome within {seconds} s")] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = body(rank)
-        except BaseException as error:
-            outcomes[rank] = error
-
-    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-    return outcomes

@@ -79,7 +79,7 @@ def more_than(before: dict[str, Any], sockets: bool = True) -> dict[str, list[An
 
 
 def in_threads(world_size: int, body: Callable[[int], Any], seconds: float = 30) -> list[Any]:
-    """What `body(rank)` returned, or the exception that it raised, for each rank in a thread of its own."""
+    """What `body(rank)` returned or raised, for each rank in a thread of its own, named "rank N"."""
     outcomes: list[Any] = [TimeoutError(f"no outcome within {seconds} s")] * world_size
 
     def run(rank: int) -> None:
@@ -88,7 +88,7 @@ def in_threads(world_size: int, body: Callable[[int], Any], seconds: float = 30)
         except BaseException as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(world_size)]
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(world_size)]
     end = time.monotonic() + seconds
     for thread in threads:
         thread.start()

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.store.fake_control import FakeGroup, run_ranks
+from tests.store.fake_control import FakeGroup
 from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import cuda_ipc
@@ -35,12 +36,12 @@ class Job:
         return open_cuda_ipc(self.group.controls[rank], nbytes, torch.device(device), 10.0, self.drivers[rank])
 
     def open_all(self) -> list[CudaIpcArena]:
-        arenas = run_ranks(self.size, self.open)
+        arenas = in_threads(self.size, self.open)
         assert all(isinstance(arena, CudaIpcArena) for arena in arenas), arenas
         return arenas
 
     def close_all(self, arenas: list[CudaIpcArena]) -> list[Any]:
-        return run_ranks(self.size, lambda rank: arenas[rank].close())
+        return in_threads(self.size, lambda rank: arenas[rank].close())
 
     def verify(self) -> None:
         """Nothing is left once the control pages have gone, too."""
@@ -129,7 +130,7 @@ def calls_of_open() -> list[tuple[int, str, int]]:
 def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
     job = two_gpus()
     job.drivers[rank].fail_at(name, nth)
-    outcomes = run_ranks(2, job.open)
+    outcomes = in_threads(2, job.open)
     refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
     job.verify()
 
@@ -147,19 +148,19 @@ def test_every_kind_of_call_has_been_made_to_fail() -> None:
 def test_writes_that_do_not_arrive_are_refused_by_all(rank: int) -> None:
     job = two_gpus()
     job.drivers[rank].process.loses_writes_to_peers = True
-    refused(run_ranks(2, job.open), ResourceError, f"rank {1 - rank}", f"rank(s) [{rank}]", "did not arrive")
+    refused(in_threads(2, job.open), ResourceError, f"rank {1 - rank}", f"rank(s) [{rank}]", "did not arrive")
     job.verify()
 
 
 def test_gpus_that_cannot_reach_each_other_are_refused_by_all() -> None:
     job = Job(FakeCuda(2, reachable=lambda a, b: (a, b) != (1, 0)), [[0, 1], [1, 0]])
-    refused(run_ranks(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
+    refused(in_threads(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
     job.verify()
 
 
 def test_for_an_invisible_gpu_opening_decides() -> None:
     job = Job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]])
-    refused(run_ranks(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
+    refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
     job.verify()
 
 
@@ -171,7 +172,7 @@ def test_one_rank_that_forbids_peer_access_decides_for_all(variable: str, monkey
 
     monkeypatch.setattr(env, "flag", flag)
     job = two_gpus()
-    refused(run_ranks(2, job.open), ResourceError, "rank 1", variable)
+    refused(in_threads(2, job.open), ResourceError, "rank 1", variable)
     assert job.drivers[1].calls == []
     job.verify()
 
@@ -179,26 +180,26 @@ def test_one_rank_that_forbids_peer_access_decides_for_all(variable: str, monkey
 @pytest.mark.parametrize("nbytes, device", [(15, "cuda:0"), (-1, "cuda:0"), (1 << 60, "cuda:0"), (NBYTES, "cpu")])
 def test_bad_arguments_are_refused_by_all(nbytes: int, device: str) -> None:
     job = two_gpus()
-    outcomes = run_ranks(2, lambda rank: job.open(rank, nbytes, device) if rank else job.open(rank))
+    outcomes = in_threads(2, lambda rank: job.open(rank, nbytes, device) if rank else job.open(rank))
     refused(outcomes, InvalidArgument, "rank 1")
     job.verify()
 
 
 def test_a_gpu_that_is_not_there_is_named() -> None:
     job = two_gpus()
-    refused(run_ranks(2, lambda rank: job.open(rank, NBYTES, "cuda:7")), ResourceError, "CUDA_VISIBLE_DEVICES")
+    refused(in_threads(2, lambda rank: job.open(rank, NBYTES, "cuda:7")), ResourceError, "CUDA_VISIBLE_DEVICES")
     job.verify()
 
 
 def test_a_full_gpu_is_named() -> None:
     job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
-    refused(run_ranks(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
+    refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
     job.verify()
 
 
 def test_different_sizes_are_refused_by_all() -> None:
     job = two_gpus()
-    outcomes = run_ranks(2, lambda rank: job.open(rank, NBYTES * (rank + 1)))
+    outcomes = in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1)))
     refused(outcomes, RendezvousError, "8192", "4096")
     job.verify()
 
@@ -206,7 +207,7 @@ def test_different_sizes_are_refused_by_all() -> None:
 def test_a_forged_handle_is_refused_by_all() -> None:
     job = two_gpus()
     job.group.controls[0].tamper = lambda what, data: data[:-64] + bytes(64) if "memory records" in what else data
-    refused(run_ranks(2, job.open), ResourceError, "cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_HANDLE")
+    refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_HANDLE")
     job.verify()
 
 
@@ -216,7 +217,7 @@ def test_a_block_is_sought_where_its_record_says() -> None:
 
     job = two_gpus()
     job.group.controls[0].tamper = shifted
-    refused(run_ranks(2, job.open), ResourceError, "rank 0", "rank(s) [1]", "did not arrive")
+    refused(in_threads(2, job.open), ResourceError, "rank 0", "rank(s) [1]", "did not arrive")
     job.verify()
 
 
