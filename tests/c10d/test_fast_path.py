@@ -1,5 +1,8 @@
 """The fast path of a small all_reduce: the same results, routes and refusals as any other call."""
 
+import gc
+import time
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
@@ -96,6 +99,25 @@ def test_a_destroyed_group_refuses_on_the_fast_path_too(group, comm):
     group.shutdown()
     with pytest.raises(tricomm.GroupAborted, match="destroyed"):
         group.allreduce([torch.ones(3)], options())
+
+
+def test_a_group_and_its_dispatcher_are_in_no_circle_of_references():
+    """A group that is dropped closes its connections at once, whenever the garbage collector runs."""
+    group = group_over(HashStore(), 0, 1, timedelta(seconds=60))
+    group.allreduce([torch.ones(3)], options()).wait()
+    group._fast_path.learn(Recorder(), torch.ones(3), "sum")
+    group.allreduce([torch.ones(3)], options()).wait()
+    left = weakref.ref(group), weakref.ref(group._dispatcher)
+    gc.collect()
+    gc.disable()
+    try:
+        del group
+        end = time.monotonic() + 10  # a worker thread may hold the last call for a moment
+        while any(reference() for reference in left) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_on_the_fast_path_gives_the_group_up(group, comm, monkeypatch):

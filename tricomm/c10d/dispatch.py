@@ -67,9 +67,9 @@ class _Routed:
 class Dispatcher:
     """Runs one group's calls. It makes what they need at the first call that needs it.
 
-    call -> run -> fast path (known calls over the kernels), or
-                   worker thread (CPU) -> communicator or Gloo's connections, or
-                   caller's or group's stream (CUDA) -> communicator or NCCL
+    allreduce -> fast path (a call that was made before) -> communicator
+    any call -> run -> worker thread (CPU) -> communicator, or Gloo's connections
+                       stream (CUDA)       -> communicator, or NCCL
     """
 
     def __init__(
