@@ -201,9 +201,9 @@ def coalesced(rank, world_size, tell, url, route):
         dist.barrier()
         dist.barrier(async_op=True).wait()
         world.monitored_barrier()
-        found = [None] * world_size
-        dist.all_gather_object(found, {"rank": rank})
-        wrong += [] if found == [{"rank": r} for r in range(world_size)] else ["all_gather_object"]
+        results = [None] * world_size
+        dist.all_gather_object(results, {"rank": rank})
+        wrong += [] if results == [{"rank": r} for r in range(world_size)] else ["all_gather_object"]
         box = [("from", rank)]
         dist.broadcast_object_list(box, src=1)
         wrong += [] if box == [("from", 1)] else ["broadcast_object_list"]

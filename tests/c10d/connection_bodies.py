@@ -44,10 +44,10 @@ def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=
         tell(os.getpid())
         if rank == victim:
             time.sleep(60)
-        found = attempt(calls[way])
+        outcome = attempt(calls[way])
         lost = attempt(lambda: world.allreduce([torch.ones(3)]))
         assert lost[0] == "GroupAborted" and "lost" in lost[1], lost
-    return found
+    return outcome
 
 
 def leaves(rank, world_size, tell, url, how):
@@ -99,17 +99,17 @@ def few_descriptors(rank, world_size, tell, url, checked):
         if rank == 1:
             used = len(os.listdir("/proc/self/fd"))
             resource.setrlimit(resource.RLIMIT_NOFILE, (used + 24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        found = ("nothing", "", 0.0)
+        outcome = ("nothing", "", 0.0)
         for _ in range(20):
             # torch itself waits for as long as this for ranks that do not come out of a new group
-            found = attempt(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
-            if found[0] != "nothing":
+            outcome = attempt(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
+            if outcome[0] != "nothing":
                 break
         for group in groups if checked else []:
             x = torch.ones(2)
             dist.all_reduce(x, group=group)
             assert x[0] == world_size
-        return found, len(groups)
+        return outcome, len(groups)
 
 
 def many_groups(rank, world_size, tell, url, count):

@@ -91,14 +91,14 @@ def graph(rank, world_size, tell, url):
         captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.graph(captured, stream=stream):
             dist.all_reduce(x)
-        found = []
+        results = []
         for turn in range(5):
             x.fill_(float(rank + turn))
             torch.cuda.synchronize()
             captured.replay()
             torch.cuda.synchronize()
-            found.append(x[0].item())
-        return found
+            results.append(x[0].item())
+        return results
 
 
 def stand_alone(rank, world_size, tell, url):
@@ -106,17 +106,17 @@ def stand_alone(rank, world_size, tell, url):
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     os.environ["TRICOMM_SHARE_DEVICE"] = "1"
     with tricomm.init(url, rank, world_size, "cuda:0", timeout=60.0) as comm:
-        found = []
+        results = []
         for dtype, count in ((torch.float32, LARGE), (torch.int32, 4), (torch.float32, 4)):
             x = torch.full((count,), rank + 1, dtype=dtype, device="cuda")
             comm.all_reduce(x.view(torch.uint32) if dtype == torch.int32 else x)
             comm.synchronize()
-            found.append((x[0].item(), x[-1].item()))
+            results.append((x[0].item(), x[-1].item()))
         sent = [peer + 1 for peer in range(world_size)]
         rows = torch.full((sum(sent), 3), rank, dtype=torch.int16, device="cuda").view(torch.uint16)
         out = comm.all_to_all_v(rows, sent, [rank + 1] * world_size).view(torch.int16)
         comm.synchronize()
-        return found, out[:, 0].tolist(), tricomm.stats()
+        return results, out[:, 0].tolist(), tricomm.stats()
 
 
 def another_way(rank, world_size, tell, url):

@@ -64,8 +64,8 @@ def mesh(rank, world_size, tell, url, route):
     from torch.distributed.device_mesh import init_device_mesh
 
     with default_group(rank, world_size, url, route):
-        found = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
-        return _sum(found["dp"].get_group(), rank), _sum(found["tp"].get_group(), rank)
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+        return _sum(mesh["dp"].get_group(), rank), _sum(mesh["tp"].get_group(), rank)
 
 
 def begins(rank, world_size, tell, how, where):

@@ -26,7 +26,7 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     dist.all_reduce(y, group=mine)
     inside = tricomm.stats()
     facts = dist.group.WORLD._dispatcher.site("cpu")
-    found = {
+    seen = {
         "whole": x[0].item(), "part": y[0].item(), "kernels": inside["kernels"], "gloo": between["gloo"],
         "why": facts.no_kernels, "nodes": facts.nodes,
     }  # fmt: skip
@@ -38,14 +38,14 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     began = time.monotonic()
     try:
         dist.all_reduce(x, group=last)
-        found["error"] = "none"
+        seen["error"] = "none"
     except tricomm.TricommError as error:
-        found["error"], found["text"] = type(error).__name__, str(error)
-    found["seconds"] = time.monotonic() - began
+        seen["error"], seen["text"] = type(error).__name__, str(error)
+    seen["seconds"] = time.monotonic() - began
     z = torch.ones(2)
     dist.all_reduce(z, group=mine)  # what is inside a node goes on
-    found["after"] = z[0].item()
-    (folder / f"found{rank}").write_text(json.dumps(found))
+    seen["after"] = z[0].item()
+    (folder / f"found{rank}").write_text(json.dumps(seen))
     os._exit(0)  # rank 0 hosts the store, and nobody can say goodbye through a link that is cut
 
 

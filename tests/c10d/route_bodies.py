@@ -46,14 +46,14 @@ def two_nodes(rank, world_size, tell, url):
     """Ranks 0, 1 on one node, 2, 3 on another, as far as TRICOMM_NODE_ID goes."""
     os.environ["TRICOMM_NODE_ID"] = f"node {rank // 2}"
     os.environ["TRICOMM_LOG"] = "routing"
-    found = []
+    results = []
     with default_group(rank, world_size, url, "kernels"):
         mine, _ = dist.new_subgroups(2)
         x, y = torch.ones(3), torch.ones(3)
-        lines = _printed(lambda: found.append(_moved(lambda: dist.all_reduce(x))))
-        found.append(_moved(lambda: dist.all_reduce(y, group=mine)))
+        lines = _printed(lambda: results.append(_moved(lambda: dist.all_reduce(x))))
+        results.append(_moved(lambda: dist.all_reduce(y, group=mine)))
         assert (x[0], y[0]) == (4, 2)
-    return *found, " ".join(lines)
+    return *results, " ".join(lines)
 
 
 def one_wants_kernels(rank, world_size, tell, url):

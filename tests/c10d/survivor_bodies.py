@@ -139,12 +139,12 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
     try:
         for _ in range(3):
             step()
-        found = ("nothing", "")
+        outcome = ("nothing", "")
     except Exception as error:
-        found = (type(error).__name__, str(error))
+        outcome = (type(error).__name__, str(error))
     seconds = time.monotonic() - began
     if rank == LOST:
-        return found
+        return outcome
     others = [r for r in range(world_size) if r != LOST]
     ranks.together(url, rank, others)  # or who has the error first is gone, too, before the other one looks
     del step
@@ -157,4 +157,4 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
     dist.all_reduce(x)
     assert torch.equal(x, sum(of(r, (7,)) for r in range(world_size - 1)))
     dist.destroy_process_group()
-    return (*found, seconds)
+    return (*outcome, seconds)

@@ -20,12 +20,12 @@ GAPS = ones(4, 2).t()
 
 @pytest.fixture
 def group():
-    found = group_over(HashStore(), 0, 1, timedelta(seconds=60))
-    yield found
+    made = group_over(HashStore(), 0, 1, timedelta(seconds=60))
+    yield made
     x = ones(3)
-    found.allreduce([x]).wait()  # whatever was refused, the group goes on
+    made.allreduce([x]).wait()  # whatever was refused, the group goes on
     assert x.tolist() == [1.0] * 3
-    found.shutdown()
+    made.shutdown()
 
 
 REFUSED = {

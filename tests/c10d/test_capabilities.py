@@ -76,23 +76,23 @@ def test_honest_ranks_agree_with_and_without_a_token(monkeypatch):
         monkeypatch.setenv("TRICOMM_TOKEN", secret)
         store = HashStore()
         for _ in range(2):
-            found = outcomes(store)
-            assert found[0] == found[1] == found[2] and found[0].check and found[0].nodes == 1
-            assert [member.node for member in found[0].members] == [process.node_id()] * 3
+            results = outcomes(store)
+            assert results[0] == results[1] == results[2] and results[0].check and results[0].nodes == 1
+            assert [member.node for member in results[0].members] == [process.node_id()] * 3
 
 
 def test_a_record_forged_without_the_token_is_refused(token):
-    found = outcomes(Attacked(without_checks))
+    results = outcomes(Attacked(without_checks))
     for rank in (0, 2):
-        assert isinstance(found[rank], RendezvousError) and "rank 1's record: bad MAC" in str(found[rank])
+        assert isinstance(results[rank], RendezvousError) and "rank 1's record: bad MAC" in str(results[rank])
 
 
 def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monkeypatch):
     """What it is good for: the others lose their checks. The ranks still notice that they read different records."""
     monkeypatch.setattr(records, "_check_seal", lambda *record: None)
     monkeypatch.setattr(capabilities, "_confirm", lambda *record: None)
-    found = outcomes(Attacked(without_checks))
-    assert [one.check for one in found] == [False, True, False]
+    results = outcomes(Attacked(without_checks))
+    assert [one.check for one in results] == [False, True, False]
 
 
 @pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
@@ -132,10 +132,10 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
 
     monkeypatch.setattr(capabilities, "_own_capabilities", broken)
     began = time.monotonic()
-    found = outcomes(HashStore(), timeout=60.0)
+    results = outcomes(HashStore(), timeout=60.0)
     assert time.monotonic() - began < 30
-    assert sum(isinstance(error, InvalidArgument) for error in found) == 1
-    told = [str(error) for error in found if isinstance(error, RendezvousError)]
+    assert sum(isinstance(error, InvalidArgument) for error in results) == 1
+    told = [str(error) for error in results if isinstance(error, RendezvousError)]
     assert all("making the group 1 was aborted by rank" in text for text in told)
     words = "InvalidArgument: TRICOMM_CPU='mpi'"
     assert len(told) == 2 and all(words in text for text in told)
@@ -205,8 +205,8 @@ def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monk
     transports = [SimpleNamespace(store=store, rank=rank, world_size=2, others=[1 - rank]) for rank in range(2)]
     reasons = gloo_faults._PublishedReasons(transports[0])
     gloo_faults.publish_reason(transports[1], PeerDied("rank 7 has ended"))
-    found = reasons.read()
-    assert [(rank, type(error), str(error)) for rank, error in found.items()] == [(1, PeerDied, "rank 7 has ended")]
+    results = reasons.read()
+    assert [(rank, type(error), str(error)) for rank, error in results.items()] == [(1, PeerDied, "rank 7 has ended")]
     monkeypatch.delenv("TRICOMM_TOKEN")
     gloo_faults.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
     assert gloo_faults._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed

@@ -63,8 +63,8 @@ def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
 
 @pytest.mark.parametrize("way", ["all_reduce", "async", "next", "recv", "send", "any"])
 def test_a_killed_peer_is_named_at_once(way, url):
-    pids, found = survivors(url, signal.SIGKILL, 20.0 if way != "any" else 3.0, way)
-    for kind, text, seconds in found:
+    pids, results = survivors(url, signal.SIGKILL, 20.0 if way != "any" else 3.0, way)
+    for kind, text, seconds in results:
         # Another rank might still send to any rank that asks: the dead one is named when the time is up.
         assert kind == "PeerDied" and f"[2] (pid {pids[2]}) has ended" in text, text
         assert seconds < 5.0 + 3.0 * (way == "any")
@@ -72,29 +72,29 @@ def test_a_killed_peer_is_named_at_once(way, url):
 
 
 def test_a_killed_peer_is_named_without_a_store():
-    pids, found = survivors(f"tcp://127.0.0.1:{free_port()}", signal.SIGKILL, 20.0, "all_reduce", victim=0)
-    for kind, text, seconds in found:
+    pids, results = survivors(f"tcp://127.0.0.1:{free_port()}", signal.SIGKILL, 20.0, "all_reduce", victim=0)
+    for kind, text, seconds in results:
         assert kind == "PeerDied" and f"[0] (pid {pids[0]}) has ended" in text, text
         assert seconds < 5.0
 
 
 def test_a_stopped_peer_is_called_stopped(url):
-    pids, found = survivors(url, signal.SIGSTOP, 3.0, "all_reduce")
-    for kind, text, seconds in found:
+    pids, results = survivors(url, signal.SIGSTOP, 3.0, "all_reduce")
+    for kind, text, seconds in results:
         assert kind == "PeerStalled" and f"rank 2 (pid {pids[2]}) is stopped" in text, text
         assert 2.0 < seconds < 8.0
 
 
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
-    _, found = survivors(url, None, 2.0, "barrier")
-    for kind, text, seconds in found:
+    _, results = survivors(url, None, 2.0, "barrier")
+    for kind, text, seconds in results:
         assert kind == "CollectiveTimeout" and "timed out" in text and "rank(s) [2] have not come" in text, text
         assert 1.0 < seconds < 5.5
 
 
 def test_without_the_watcher_only_gloo_ends_the_wait(url):
-    _, found = survivors(url, None, 2.0, "barrier", True)
-    assert min(seconds for _, _, seconds in found) > 6.0
+    _, results = survivors(url, None, 2.0, "barrier", True)
+    assert min(seconds for _, _, seconds in results) > 6.0
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_peer_that_went_after_its_part_is_no_fault(url):
 
 
 def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
-    found = ranks.run(3, bodies.few_descriptors, url, True)
-    assert len({count for _, count in found}) == 1, found
-    for (kind, text, seconds), _ in found:
+    results = ranks.run(3, bodies.few_descriptors, url, True)
+    assert len({count for _, count in results}) == 1, results
+    for (kind, text, seconds), _ in results:
         assert kind == "ResourceError" and seconds < 5.0, text
         for words in ("rank 1 (pid", "RLIMIT_NOFILE", "ulimit -n", "needs 2 descriptors", "destroy groups"):
             assert words in text
@@ -138,9 +138,9 @@ def test_without_the_count_a_lack_of_descriptors_ends_a_process(url):
 
 
 def test_threads_do_not_grow_with_groups(url):
-    for found in ranks.run(3, bodies.many_groups, url, 30, timeout=120):
-        assert found["descriptors"] == 60 and found["after"][1] <= 0
-        assert found["threads"] <= 3 and found["after"][0] <= 3, found
+    for results in ranks.run(3, bodies.many_groups, url, 30, timeout=120):
+        assert results["descriptors"] == 60 and results["after"][1] <= 0
+        assert results["threads"] <= 3 and results["after"][0] <= 3, results
 
 
 @pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])

@@ -31,16 +31,16 @@ def test_small_by_the_kernels_and_large_by_nccl(world_size, url):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_captured_call_replays(world_size, url):
-    for rank, found in enumerate(ranks.run(world_size, bodies.graph, url, timeout=200)):
-        assert found == [float(sum(r + turn for r in range(world_size))) for turn in range(5)], rank
+    for rank, results in enumerate(ranks.run(world_size, bodies.graph, url, timeout=200)):
+        assert results == [float(sum(r + turn for r in range(world_size))) for turn in range(5)], rank
 
 
 @NCCL4PY
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_nccl_behind_a_communicator(world_size, url):
     total = world_size * (world_size + 1) // 2
-    for rank, (found, rows, stats) in enumerate(ranks.run(world_size, bodies.stand_alone, url, timeout=200)):
-        assert found == [(total, total)] * 3
+    for rank, (results, rows, stats) in enumerate(ranks.run(world_size, bodies.stand_alone, url, timeout=200)):
+        assert results == [(total, total)] * 3
         assert rows == [r for r in range(world_size) for _ in range(rank + 1)]
         assert stats["nccl"] == {"all_reduce": 2, "all_to_all_v": 1} and stats["kernels"] == {"all_reduce": 1}
 

@@ -42,8 +42,8 @@ def test_ways_to_begin(how, tmp_path):
 
 
 def test_two_jobs_and_a_group_across_them():
-    found = ranks.run(4, bodies.crosses_jobs, [free_port() for _ in range(3)], timeout=120)
-    assert found == [(10.0, 10.0, inside, [0.0, 1.0, 2.0, 3.0]) for inside in (3.0, 3.0, 7.0, 7.0)]
+    results = ranks.run(4, bodies.crosses_jobs, [free_port() for _ in range(3)], timeout=120)
+    assert results == [(10.0, 10.0, inside, [0.0, 1.0, 2.0, 3.0]) for inside in (3.0, 3.0, 7.0, 7.0)]
 
 
 @pytest.mark.parametrize("route", ROUTES)

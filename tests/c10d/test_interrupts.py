@@ -15,8 +15,8 @@ def folder(tmp_path):
 
 
 def walk(folder, route, call, kind="KeyboardInterrupt", part=0, parts=1, first=False, without=False):
-    found = ranks.run(2, bodies.walk, folder, route, call, kind, part, parts, first, without, timeout=280)
-    return found[0][0], [wrong for _, both in found for wrong in both]
+    results = ranks.run(2, bodies.walk, folder, route, call, kind, part, parts, first, without, timeout=280)
+    return results[0][0], [wrong for _, both in results for wrong in both]
 
 
 def test_without_the_guard_the_other_rank_is_not_told(folder):

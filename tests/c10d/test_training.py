@@ -32,9 +32,9 @@ def outcomes(tmp_path_factory):
 
         def of(name):
             while name not in said:
-                (found, mine), (same, others) = (started.message(rank) for rank in range(2))
-                assert found == same
-                said[found] = [mine, others]
+                (results, mine), (same, others) = (started.message(rank) for rank in range(2))
+                assert results == same
+                said[results] = [mine, others]
             return said[name]
 
         yield of

@@ -86,11 +86,11 @@ def seen(hosts, folder: Path, node_ids: bool) -> list[dict]:
 
 @pytest.mark.parametrize("node_ids", [True, False], ids=["node ids", "shared boot id"])
 def test_two_hosts(hosts, tmp_path, node_ids):
-    for found in seen(hosts, tmp_path, node_ids):
-        assert (found["whole"], found["part"], found["after"]) == (4.0, 2.0, 2.0)
-        assert found["gloo"] == {"all_reduce": 1} and found["kernels"] == {"all_reduce": 1}
+    for rank_seen in seen(hosts, tmp_path, node_ids):
+        assert (rank_seen["whole"], rank_seen["part"], rank_seen["after"]) == (4.0, 2.0, 2.0)
+        assert rank_seen["gloo"] == {"all_reduce": 1} and rank_seen["kernels"] == {"all_reduce": 1}
         # Without ids one boot id stands for one node, and the shared-memory handshake finds that it is not.
-        assert found["nodes"] == (2 if node_ids else 1)
-        assert node_ids or "cannot share memory" in found["why"] and "PID namespace" in found["why"]
-        assert found["error"] in ("CollectiveTimeout", "GroupAborted"), found
-        assert "all_reduce" in found["text"] and found["seconds"] < LIMIT + 10
+        assert rank_seen["nodes"] == (2 if node_ids else 1)
+        assert node_ids or "cannot share memory" in rank_seen["why"] and "PID namespace" in rank_seen["why"]
+        assert rank_seen["error"] in ("CollectiveTimeout", "GroupAborted"), rank_seen
+        assert "all_reduce" in rank_seen["text"] and rank_seen["seconds"] < LIMIT + 10

@@ -19,10 +19,10 @@ def in_turn(rank, world_size, tell, url, cases):
     """One body after another, each over a group of its own; tells of each its name and what it returned or raised."""
     for number, (name, body, *args) in enumerate(cases):
         try:
-            found = body(rank, world_size, tell, f"{url}{number}", *args)
+            outcome = body(rank, world_size, tell, f"{url}{number}", *args)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        tell((name, found))
+            outcome = f"{type(error).__name__}: {error}"
+        tell((name, outcome))
 
 
 def model(seed=1):
@@ -311,6 +311,6 @@ def checkpoint(rank, world_size, tell, url, folder):
     with default_group(rank, world_size, url):
         state = {"x": of(0, (5,)), "step": 3}
         dcp.save(state, checkpoint_id=folder)
-        found = {"x": torch.zeros(5), "step": 0}
-        dcp.load(found, checkpoint_id=folder)
-        return same(found["x"], state["x"]) and found["step"] == 3
+        loaded = {"x": torch.zeros(5), "step": 0}
+        dcp.load(loaded, checkpoint_id=folder)
+        return same(loaded["x"], state["x"]) and loaded["step"] == 3

@@ -58,7 +58,7 @@ def _guarded(method: Any) -> Any:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether `error` is a call's own: what is wrong with its arguments, or what it has ended by."""
+    """Whether `error` is one that a call itself raises, for its arguments or for a fault; others are interrupts."""
     return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
 
 
@@ -70,11 +70,11 @@ def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:
 
 
 class WrapperTensor(InvalidArgument):
-    """A tensor was given that wraps other tensors."""
+    """A tensor that wraps other tensors was given."""
 
 
 def check_not_wrapper(x: torch.Tensor, what: str) -> None:
-    """Raises `WrapperTensor` if the memory of `x` is not its own but that of tensors inside of it."""
+    """Raises `WrapperTensor` if `x` has no memory of its own, but tensors inside of it."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")

@@ -1,4 +1,4 @@
-"""What the ranks of a c10d group agree on when it is made, over the group's own store.
+"""The capabilities that the ranks of a c10d group tell each other, over the group's store, when it is made.
 
 Each rank publishes a record of its process, its node and what its environment allows. All ranks read all records, so
 all come to one conclusion. Ranks are on one node if their boot ids are equal, whatever the host names are;

@@ -67,9 +67,9 @@ class _Routed:
 class Dispatcher:
     """Runs one group's calls. It makes what they need at the first call that needs it.
 
-    call -> run -> fast path (known calls over the kernels), or
-                   worker thread (CPU) -> communicator or Gloo's connections, or
-                   caller's or group's stream (CUDA) -> communicator or NCCL
+    allreduce -> fast path (a call that was made before) -> communicator
+    any call -> run -> worker thread (CPU) -> communicator, or Gloo's connections
+                       stream (CUDA)       -> communicator, or NCCL
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Dispatcher:
         return used[0] if len(used) == 1 else pick_device("cuda")
 
     def _still_connected(self) -> None:
-        """Raises if a rank has ended or left, which the store does not show."""
+        """Raises if a rank has ended or left; the store does not show that."""
         if self._backends.transport is not None:
             self._backends.transport.check_connected(lambda: f"{self._config}: setting up the kernels' memory")
 
@@ -219,7 +219,7 @@ class Dispatcher:
         return CallContext(self._backends.transport, end, lambda: f"{text}, call {number} ({call.text()})", inputs)
 
     def _connected(self) -> Transport:
-        """Connections for a wrapped group, at the first call that needs them: those of Gloo are in use by Gloo."""
+        """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""
         config = self._config
         store = PrefixStore("wrapped", config.store)
         try:
@@ -257,7 +257,7 @@ class Dispatcher:
     def _to_nccl(
         native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routed: list[_Routed]
     ) -> Any:
-        """Make the calls of NCCL, announced to the ranks that are in a kernel meanwhile."""
+        """Make the calls of NCCL, and announce them to ranks that may be in a kernel meanwhile."""
         if comm is None:
             return native()
         for call, entry in zip(batch, routed, strict=True):
@@ -272,7 +272,7 @@ class Dispatcher:
     # Life
 
     def check_usable(self, what: str) -> None:
-        """Raises `GroupAborted` after `close`, and after a failure that the group did not survive."""
+        """Raises `GroupAborted` if the group is closed or lost."""
         if self._closed:
             raise GroupAborted(f"{self._config}: {what} on a group that was destroyed; make a new one")
         if self._backends.transport is not None:
@@ -286,7 +286,7 @@ class Dispatcher:
             self._backends.transport.fail(error)
 
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up, because `error` has ended a call of this rank at some point; the other ranks are told."""
+        """Give the group up, because `error` has interrupted a call of this rank; the other ranks are told."""
         if self._closed:
             return
         if self._lost is None:
@@ -297,7 +297,7 @@ class Dispatcher:
         self._backends.abort()
 
     def close(self) -> None:
-        """End what this group runs; idempotent."""
+        """End the calls of this group and free what they use; idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -90,7 +90,7 @@ def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.d
 
 
 def _extreme(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """min or max; -0 is less than +0, which torch does not say."""
+    """min or max. -0 is less than +0; torch does not define that."""
     result = torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
     if a.dtype.is_floating_point:
         zero = result == 0

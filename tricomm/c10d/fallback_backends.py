@@ -22,7 +22,7 @@ _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.B
 
 @dataclass
 class Backends:
-    """What serves each type of device of a group beside the kernels.
+    """The backends of one group beside the kernels, by type of device.
 
     native     torch's own backend objects, by device type
     transport  connections of the group's own; a CPU that they serve has no native backend
@@ -40,7 +40,7 @@ class Backends:
         return own + list(self.native)
 
     def register(self, group: Any) -> None:
-        """Tell torch what is behind `group`, a `ProcessGroup`.
+        """Tell torch the backends of `group`, a `ProcessGroup`.
 
         The CPU's connections are no backend of C++'s: a `ProcessGroupGloo` that runs collectives needs threads of its
         own, and in one without threads they never end. A collective that C++ asks of the `_stand_in` is an error.
@@ -62,12 +62,12 @@ class Backends:
             self.native["cuda"].abort()
 
     def error(self) -> str | None:
-        """For a communicator's monitor, which aborts what has failed: torch's own watchdog asks NCCL."""
+        """A communicator's monitor asks for an error of NCCL: torch's own watchdog looks for those."""
         return None
 
 
 def make(config: GroupConfig, members: Sequence[RankProcess], options: Options | None) -> Backends:
-    """What serves every device type that this process has. All ranks of the group call it together, and connect.
+    """The backends for every device type that this process has. All ranks of the group call it together, and connect.
 
     Raises `ResourceError` on all ranks if one of them has too few descriptors; `RendezvousError` without a connection.
     """

@@ -54,7 +54,7 @@ class FastPath:
         self._calls.clear()
 
     def all_reduce(self, tensors: Any, opts: Any) -> FinishedWork | None:
-        """Repeat a known call and return its handle; None, with nothing done, if this is no such call.
+        """Repeat a known call and return its handle; None, with nothing done, if the call is not known.
 
         The caller's own stream orders what follows, and the next call raises the faults of this one. So a timeout that
         is given with the call has nothing to limit.

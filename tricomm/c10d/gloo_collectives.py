@@ -85,8 +85,8 @@ class CallRecords:
         self._inputs = [row[self._data :] for row in self._rows]
 
     def check(self, context: CallContext, batch: list[GroupCall], number: int, group: str) -> list[torch.Tensor] | None:
-        """What each rank gives to the only call of `batch`, as bytes, if it came with the records; else None. It stays
-        until the next check.
+        """The ranks' inputs of the only call of `batch`, as bytes, if they came with the records; else None. They
+        are valid until the next check.
 
         Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called.
         """
@@ -146,7 +146,7 @@ def _input_bytes(call: GroupCall) -> int | None:
 
 
 def run(context: CallContext, call: GroupCall) -> None:
-    """This rank's part of `call`; returns when it is done."""
+    """Run this rank's part of `call`, and return when it is done."""
     with torch.no_grad():
         TABLE[call.collective](context, call)
 
@@ -189,7 +189,7 @@ def _receive_and_reduce(context: CallContext, op: str, rows: list[torch.Tensor],
 
 
 def _receive_buffers(context: CallContext, mine: torch.Tensor) -> list[torch.Tensor]:
-    """By rank: `mine`, and room for what the others send."""
+    """By rank: `mine`, and buffers for the parts that the others send."""
     room = _scratch(mine.nbytes * (context.world_size - 1)).view(mine.dtype)
     rest = [room[i * len(mine) : (i + 1) * len(mine)] for i in range(context.world_size - 1)]
     return [*rest[: context.rank], mine, *rest[context.rank :]]

@@ -1,4 +1,4 @@
-"""What ends a wait on a c10d group's connections before its messages have come, and which rank is named for it.
+"""Faults of a wait for messages on a c10d group's connections: how it is ended, and which rank the error names.
 
 The watcher thread (`gloo_threads`) looks at the waits under way: whether their time is over, whether a process that
 they need has ended or is stopped, whether a connection is closed. It ends such a wait by shutting down connections; the
@@ -31,7 +31,7 @@ _LONGEST_REASON = 2000
 
 
 class Connections(Protocol):
-    """What a wait has to know of the connections that it waits on: those of a `Transport`.
+    """The part of a `Transport` that a wait uses.
 
     `visible` are the ranks whose processes this one can look at; `stall` is in seconds.
     """
@@ -104,7 +104,7 @@ class Wait:
             self.ended.set()
 
     def run_sends(self) -> None:
-        """Wait for what is sent, or until connections are closed; on a thread that can be left behind."""
+        """Wait until the messages are sent or connections are closed; on a thread that can be left behind."""
         while self.sends and not self.lost:
             self.current, handle = self.sends.pop(0)
             self._one(self.current, handle)
@@ -175,7 +175,7 @@ class Wait:
     # For the thread that waited
 
     def final_error(self) -> TricommError:
-        """What to raise. The group is lost by it, and the others are told."""
+        """The error to raise. The group is lost by it, and the others are told."""
         transport = self.transport
         if transport.error is None:
             error = self._diagnose()

@@ -47,14 +47,14 @@ class HelperTask:
         self._running.release()
 
     def wait(self, seconds: float = -1.0) -> bool:
-        """Until it has run, for `seconds` at most; whether it has."""
+        """Wait until it has run, for `seconds` at most; returns whether it has."""
         if not self._running.acquire(timeout=seconds):
             return False
         self._running.release()
         return True
 
     def result(self) -> None:
-        """Raises what the action, which has run, raised."""
+        """Raises the exception that the action has ended with, if any."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -189,7 +189,7 @@ class Transport:
 
     @property
     def error(self) -> TricommError | None:
-        """What the group was lost by."""
+        """The cause of the group's loss."""
         return self._errors[0] if self._errors else None
 
     def check_usable(self, what: str) -> None:
@@ -201,7 +201,7 @@ class Transport:
             raise self.of_loss(kind(text)) from self.error
 
     def of_loss(self, error: TricommError) -> TricommError:
-        """`error`, which says what this group was lost by."""
+        """`error`, marked as one that says the cause of this group's loss."""
         return self._loss.said_by(error)
 
     def check_connected(self, what: Callable[[], str]) -> None:

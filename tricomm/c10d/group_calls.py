@@ -1,4 +1,4 @@
-"""One collective call of a group, whatever way of calling c10d's it came in: flat tensors, an operation, a root.
+"""Calls of a group in one form, whatever form of c10d's they came in: flat tensors, an operation, a root.
 
 c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
 `GroupCall` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group
@@ -90,14 +90,14 @@ class GroupCall:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
 
     def record(self, path: str) -> PackedDescriptor:
-        """What a control page shows of it if it goes to `path`, which is not the kernels."""
+        """The record on the control page if the call goes to `path`, which is not the kernels."""
         dtype = str(self.dtype).removeprefix("torch.")
         text = (self.collective, self.op, dtype, path, path)
         return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").packed()
 
 
 def operation(op: Any) -> str:
-    """The name of a `ReduceOp`; raises `InvalidArgument` for what is none."""
+    """The name of a `ReduceOp`; raises `InvalidArgument` for anything else."""
     kind = getattr(op, "op", op)
     name = OPERATIONS.get(getattr(kind, "name", ""))
     if name is None:

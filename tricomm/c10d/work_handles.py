@@ -60,18 +60,18 @@ class Latch:
 
 @dataclass
 class Loss:
-    """Of a group that is lost: whether an error that says by what has been raised to the caller."""
+    """The loss of a group: whether an error that says its cause has been raised to the caller."""
 
     told: bool = False
 
     def said_by(self, error: TricommError) -> TricommError:
-        """`error`, which says what the group was lost by."""
+        """`error`, marked as one that says the cause of the loss."""
         setattr(error, _LOSS, self)
         return error
 
 
 def told(error: BaseException) -> None:
-    """`error` reaches the caller: it leaves a call, or is what waiting for one gives."""
+    """Note that `error` reaches the caller: it leaves a call, or a wait for one."""
     loss = getattr(error, _LOSS, None)
     if loss is not None:
         loss.told = True
@@ -123,7 +123,7 @@ class PendingWork(Work):
             self._over.open()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Block until the call has run; raises what it failed with, `CollectiveTimeout` after `timeout`."""
+        """Block until the call has run; raises the call's error, or `CollectiveTimeout` after `timeout`."""
         try:
             over = self._over.wait(limit_seconds(timeout))
         except BaseException as error:
@@ -278,7 +278,7 @@ class CombinedWork(Work):
 
 
 def raise_in_backward(work: Any) -> None:
-    """Make the running backward pass raise what `work` fails with, if the call comes from C++; else do nothing.
+    """Make the running backward pass raise the error of `work`, if the call comes from C++; else do nothing.
 
     The reducer would wait for the call at the same place. A call that Python code makes is that code's to wait for.
     """
