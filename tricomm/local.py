@@ -10,7 +10,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import env
-from tricomm.communicator import Communicator, pick_device
+from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import pick_device
 from tricomm.core.runtime import Processes
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout

@@ -162,9 +162,9 @@ def test_a_forced_kernel_is_run_or_refused():
 
 
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):
-    native, missing = bootstrap.behind(torch.device("cpu"), tricomm.Options())
+    native, missing = bootstrap.fallback(torch.device("cpu"), tricomm.Options())
     assert native is None and "Gloo" in missing
-    assert bootstrap.behind(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
+    assert bootstrap.fallback(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
     with tricomm.init(url, 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024)) as comm:
         with pytest.raises(InvalidArgument, match="band.*is not defined for float32.*Gloo"):
             comm.all_reduce(torch.ones(2), "band")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tricomm import errors
-from tricomm.core.watcher import WATCHER
+from tricomm.core.watcher import WATCHER, Watching
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -40,7 +40,7 @@ class _UserCall:
     event: Any = None
 
 
-class Native(Protocol):
+class FallbackBackend(Protocol):
     """Who moves data beside the kernels (NCCL): asked for its errors, and told to leave."""
 
     def error(self) -> str | None: ...
@@ -55,16 +55,18 @@ class Monitor:
     or it closed the group. `waited` is by peer how many seconds it was awaited by calls that it had not entered.
     """
 
-    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float) -> None:
+    def __init__(
+        self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER
+    ) -> None:  # fmt: skip
         self.fault: Fault | None = None
         self.lost: int | None = None
         self.waited = {r: 0.0 for r in range(control.world_size) if r != control.rank}
-        self._control = control
+        self._control, self._watcher = control, watcher
         self._timeout = timeout
         self._stall = stall_timeout
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
-        self._native: Native | None = None
+        self._backend: FallbackBackend | None = None
         self._lock = threading.RLock()  # a signal handler may give the group up while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
@@ -82,21 +84,21 @@ class Monitor:
         """Begin to watch. `diagnose` is called when a kernel has reported something in the status word; `describe`
         says of a message, by its number, what it waits for."""
         self._diagnose, self._describe = diagnose, describe
-        WATCHER.add(self)
+        self._watcher.add(self)
 
-    def watch(self, native: Native) -> None:
-        """From now on ask `native` for its errors too, and abort it where the group is given up."""
-        self._native = native
+    def watch(self, backend: FallbackBackend) -> None:
+        """From now on ask `backend` for its errors too, and abort it where the group is given up."""
+        self._backend = backend
 
     def stop(self) -> None:
-        """End the watch; on return nobody looks any more. Idempotent."""
-        WATCHER.discard(self)
+        """End the watch; on return nothing looks at the group any more. Idempotent."""
+        self._watcher.discard(self)
         # Views keep a mapping alive, and the group and its monitor know each other: let go of both here.
         self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self._diagnose, self._describe = lambda: None, str
 
-    def give_up(self, fault: Fault) -> Fault:
+    def abort(self, fault: Fault) -> Fault:
         """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
         with self._lock:
             if self.fault is None:
@@ -106,8 +108,8 @@ class Monitor:
                 self._control.raise_fault(self.fault)
                 self._control.set_state(State.ABORTED)
                 self._spread = True
-                if self._native is not None:  # on a thread of its own, because NCCL does not say how long it takes
-                    threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
+                if self._backend is not None:  # on a thread of its own, because NCCL does not say how long it takes
+                    threading.Thread(target=self._backend.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
     @contextmanager
@@ -190,7 +192,7 @@ class Monitor:
         except Exception as error:  # a monitor that failed silently would let the next call hang
             text = f"rank {self._control.rank}'s monitor failed: {type(error).__name__}: {error}"
             with suppress(GroupAborted):
-                self.give_up(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
+                self.abort(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
 
     def _look(self, tick: float) -> None:
         self._count(tick)
@@ -203,7 +205,7 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
-        error = self._native.error() if self._native is not None else None
+        error = self._backend.error() if self._backend is not None else None
         if error is not None:
             self._blame(errors.GroupAborted, self._control.rank, error)
             return
@@ -233,7 +235,7 @@ class Monitor:
                 mine, theirs = control.called(control.rank, sequence), control.called(rank, sequence)
                 if mine is not None and theirs is not None and mine.fingerprint != theirs.fingerprint:
                     text = different(control.rank, mine.text(), rank, theirs.text())
-                    self.give_up(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
+                    self.abort(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
                     return True
         return False
 
@@ -271,7 +273,7 @@ class Monitor:
     def _adopt(self, rank: int, fault: Fault) -> Fault:
         kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__
         text = fault.text if fault.kind in _SHARED else f"rank {rank} gave the group up: {fault.text}"
-        return self.give_up(Fault(kind, fault.culprit, fault.sequence, text))
+        return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
         """Give the group up because `rank` is gone; for the reason that it left behind where it did."""
@@ -316,7 +318,7 @@ class Monitor:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
             doing = f"rank {control.rank} made no call yet"
-        return self.give_up(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
+        return self.abort(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
 
     def _told(self, rank: int) -> str:
         theirs = self._control.last(rank)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm.core.launch_plan import Plan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
 from tricomm.gpu import Gpu
@@ -39,6 +40,9 @@ class Runtime(Protocol):
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> kernel_launch.Call:  # fmt: skip
         """As `launch.bind`."""
+
+    def planned(self, request: Request, plan: Plan) -> Plan:
+        """The plan to keep for `request`: `plan`, or one that runs it and looks at its calls."""
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         """Who will watch over a group; not started yet."""
@@ -73,6 +77,9 @@ class Processes:
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> kernel_launch.Call:  # fmt: skip
         return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+
+    def planned(self, request: Request, plan: Plan) -> Plan:
+        return plan
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         return Monitor(control, timeout, stall_timeout)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from tricomm.store import process
+from tricomm.store.control import Fault
 
 TICK = 0.02
 _LONGEST_TICK = 0.25
@@ -26,6 +27,7 @@ _STOP_SECONDS = 5.0
 class Watchable(Protocol):
     """A group's monitor. `look` and `beat` are called on the watcher's thread and raise nothing."""
 
+    fault: Fault | None
     stopped: bool
     looked: float
 
@@ -37,6 +39,16 @@ class Watchable(Protocol):
 
     def look(self, tick: float) -> None:
         """Look at the peers; `tick` seconds have passed since the last look."""
+
+
+class Watching(Protocol):
+    """Looks at monitors: the thread of this process, or the schedule explorer as its time passes."""
+
+    def add(self, monitor: Watchable) -> None:
+        """Watch over `monitor` until it is discarded."""
+
+    def discard(self, monitor: Watchable) -> None:
+        """Forget `monitor`; on return nothing looks at it any more. Idempotent."""
 
 
 class Watcher:
@@ -62,7 +74,7 @@ class Watcher:
                 self._thread.start()
 
     def discard(self, monitor: Watchable) -> None:
-        """Forget `monitor`; on return nobody looks at it any more. Idempotent. Ends the thread with the last one."""
+        """Forget `monitor`; on return nothing looks at it any more. Idempotent. Ends the thread with the last one."""
         monitor.stopped = True
         self._watched.pop(id(monitor), None)
         thread = self._thread

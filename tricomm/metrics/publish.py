@@ -20,8 +20,7 @@ from typing import Any
 
 from tricomm import env
 from tricomm.errors import InvalidArgument
-from tricomm.metrics import routes
-from tricomm.metrics.counters import Activity
+from tricomm.metrics.counters import Activity, fallback_by_size
 from tricomm.store import process
 
 SCHEMA = 1
@@ -80,7 +79,7 @@ def snapshot() -> dict[str, Any]:
         known = list(_known)
     routed = [
         {"route": path, "collective": collective, "bucket": bucket, "calls": calls, "nbytes": nbytes}
-        for (path, collective, bucket), (calls, nbytes) in routes.by_size().items()
+        for (path, collective, bucket), (calls, nbytes) in fallback_by_size().items()
     ]
     return {
         "schema": SCHEMA, "pid": os.getpid(), "started": process.start_time(os.getpid()) or 0,

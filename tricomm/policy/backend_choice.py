@@ -19,10 +19,9 @@ from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.metrics import routes
-from tricomm.metrics.routes import GLOO, KERNELS, NCCL
+from tricomm.metrics.counters import GLOO, KERNELS, NCCL
 
-__all__ = ["GLOO", "KERNELS", "NCCL", "POINT_TO_POINT", "Route", "Site", "decide", "hand_over", "print_once", "took"]
+__all__ = ["GLOO", "KERNELS", "NCCL", "POINT_TO_POINT", "Route", "Site", "decide", "hand_over", "print_once"]
 
 POINT_TO_POINT = frozenset({"send", "recv"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -121,14 +120,6 @@ def hand_over(device: str, collective: str, world_size: int) -> int | None:
 def _limits() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(files("tricomm").joinpath("tables/hand_over.json").read_text())["rows"]
     return rows
-
-
-def took(
-    route: Route, group: str, rank: int, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
-) -> None:
-    """Count a call, and `print_once`."""
-    routes.count(route.path, collective, nbytes)
-    print_once(route, group, rank, collective, dtype, op, nbytes)
 
 
 def print_once(
