@@ -25,7 +25,8 @@ from tricomm.c10d.handles import bounded
 from tricomm.c10d.normalized_call import Call
 from tricomm.c10d.streams import Streams
 from tricomm.c10d.worker_thread import CallQueue
-from tricomm.communicator import Communicator, pick_device
+from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import pick_device
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -34,6 +35,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
+from tricomm.metrics.counters import count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import Route, Site
@@ -42,6 +44,7 @@ from tricomm.store.deadline import first_line
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
+_DECIDED = Route(backend_choice.KERNELS, "the c10d group has decided it")
 # Every collective over a communicator. All uneven exchanges and all even ones are one row: no rank knows alone which.
 _KERNELS: dict[str, Callable[[Any, Call], Any]] = {
     "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
@@ -129,7 +132,9 @@ class Engine:
             return torch.cuda.is_current_stream_capturing()
 
     def took(self, call: Call, route: Route) -> None:
-        backend_choice.took(
+        if route.path != backend_choice.KERNELS:  # the communicator counts its own calls
+            count_fallback(route.path, call.collective, call.nbytes)
+        backend_choice.print_once(
             route, self._place.name, self._place.rank, call.collective, call.dtype, call.op, call.nbytes
         )  # fmt: skip
 
@@ -146,8 +151,8 @@ class Engine:
             comm = Communicator(
                 store, place.rank, place.world_size, device, place.timeout,
                 options_for(self._options, place.timeout, device.type), look=self._still_connected,
+                decided=_DECIDED,
             )  # fmt: skip
-            comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return

@@ -17,7 +17,6 @@ from tricomm.c10d.conventions import operation
 from tricomm.c10d.handles import FinishedWork
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
-from tricomm.metrics import routes
 from tricomm.policy import backend_choice
 
 _MOST = 1024
@@ -39,7 +38,6 @@ class Quick:
         self._comm: Any = None
         self._site: backend_choice.Site | None = None
         self._known: dict[tuple[Any, ...], Any] = {}
-        self._count = routes.counter(routes.KERNELS, "all_reduce")
 
     def use(self, comm: Any, site: backend_choice.Site) -> None:
         """From now on, tensors of `comm`'s device go this way."""
@@ -77,7 +75,6 @@ class Quick:
             return self._long(tensors, opts, timeout)
         if known is None or not self._comm.repeat(known, x):  # sparse, requires grad, another device: the long way
             return self._long(tensors, opts, timeout)
-        self._count[0] += 1
         return _FINISHED
 
     def _long(self, tensors: Any, opts: Any, timeout: timedelta | None) -> Any:
@@ -98,7 +95,6 @@ class Quick:
         known = self._comm.known(name, x.dtype, x.numel())
         if known is not None:
             self._known[key] = known
-        self._count[0] += 1
         return _FINISHED
 
     def _decide(self, x: torch.Tensor, op: Any, key: tuple[Any, ...]) -> str | None:
