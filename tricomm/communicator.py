@@ -382,17 +382,17 @@ def init(
     Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
-    where = pick_device(device)  # a mistake here is told before anybody is met
+    chosen = pick_device(device)  # a mistake here is told before the rendezvous
     began = time.monotonic()
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
-    return Communicator(store, rank, world_size, where, timeout, options, meeting_timeout=left)
+    return Communicator(store, rank, world_size, chosen, timeout, options, meeting_timeout=left)
 
 
 def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
     """The ranks of a split, and what is wrong with them, if anything."""
-    found = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
-    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in found)
-    if not found or not whole or len(set(found)) < len(found):
+    members = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in members)
+    if not members or not whole or len(set(members)) < len(members):
         return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
-    return found, None
+    return members, None

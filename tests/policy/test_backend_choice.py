@@ -102,7 +102,7 @@ def test_nccl_that_one_rank_lacks_is_lacking_on_all(url):
 def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
     for rank, (kind, text, seconds, ended) in enumerate(ranks.run(2, bodies.fails_on_its_own, url)):
         assert kind == "GroupAborted" and "NCCL reports error 6 (a link went down)" in text
-        assert ("rank 0 gave the group up" in text) == (rank == 1)
+        assert ("rank 0 aborted the group" in text) == (rank == 1)
         assert ended == "aborted" and seconds < 1.0 + ranks.BUSY
 
 

@@ -151,7 +151,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     limit = terms.rendezvous_timeout
     why: str | None = None
     nodes = 1
-    # What is opened is on the stack before the next line, where an interrupt may come.
+    # What is opened is on the stack before the next line, because an interrupt may come there.
     try:
         undo.push(partial(_leave, control := meet(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:

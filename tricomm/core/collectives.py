@@ -93,7 +93,7 @@ class Collectives:
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). In place where `x` is this rank's row of `out`.
+        size (a scalar counts as one element). In place if `x` is this rank's row of `out`.
         """
         return self._call(Request("all_gather", "none", algorithm, protocol), x, out, async_op)
 
@@ -104,7 +104,7 @@ class Collectives:
         """Reduce `x` over all ranks as `all_reduce` does, and give rank r row r of the result.
 
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
-        place where `out` is this rank's row of `x`.
+        place if `out` is this rank's row of `x`.
         """
         request = Request("reduce_scatter", arguments.operation(op), algorithm, protocol)
         return self._call(request, x, out, async_op)
@@ -127,10 +127,10 @@ class Collectives:
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
         Rows have the same shape and dtype on all ranks, and `in_splits[r]` here is `out_splits` of this rank at rank
-        r: where it is not, all ranks get `CollectiveMismatch`, those that have what they expect with their next call at
-        the latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of
-        its capture. No rank knows how much the others have, so size takes no part in the choice of a kernel: force
-        protocol `ll` for small rows.
+        r. If it is not, all ranks get `CollectiveMismatch`, those whose own rows are right with their next call at the
+        latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of its
+        capture. No rank knows the others' splits, so size takes no part in the choice of a kernel: force protocol `ll`
+        for small rows.
         """
         what = "all_to_all_v"
         source = self._input(x, what)

@@ -18,6 +18,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from tricomm.errors import TricommError
+from tricomm.gpu import Gpu
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,21 +34,11 @@ def {name}({parameters}):
 """
 
 
-class Device(Protocol):
-    """The GPU of an object with guarded methods."""
-
-    def elsewhere(self) -> bool:
-        """Whether another device is this thread's current one."""
-
-    def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, with this device the current one while it runs."""
-
-
 class Guarded(Protocol):
     """A class with guarded methods. `_guard` is told of every exception that leaves one; `_gpu`, if there is one, is
     the current device inside."""
 
-    _gpu: Device | None
+    _gpu: Gpu | None
     _guard: Guard
 
 

@@ -24,7 +24,7 @@ Describer = Callable[[int, int], Fault]
 
 class Faults:
     """One group's. `describers` has, by the code of a kernel's report, the fault that it means, of the peer and the
-    number in the report; whoever has kernels that report something adds to it before the monitor starts."""
+    number in the report; a part with kernels that report something else adds to it before the monitor starts."""
 
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group

@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """One kernel, bound to a shape: launch it with addresses and a call number, and uneven rows with their numbers.
     Nothing else is left to decide.
 
@@ -86,10 +86,10 @@ class PlansOfShape:
 
     def __init__(self, itemsize: int, count: int) -> None:
         self.itemsize, self.nbytes = itemsize, itemsize * count
-        self.plans: list[Plan | None] = [None, None]
+        self.plans: list[LaunchPlan | None] = [None, None]
 
 
-def make(site: Site, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> Plan:
+def make(site: Site, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
@@ -113,7 +113,7 @@ def make(site: Site, choice: Choice, request: Request, aligned: bool, mode: str,
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
     numel = request.elements * (dtype.lanes if dtype is not None else 1)
-    return Plan(choice, fingerprint, numel, record, run, mode)
+    return LaunchPlan(choice, fingerprint, numel, record, run, mode)
 
 
 def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) -> tuple[int, Record]:

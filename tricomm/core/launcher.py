@@ -12,7 +12,7 @@ import torch
 from tricomm.core.entry_guard import CallLock, Guard
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import Plan
+from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.monitor import Monitor
 from tricomm.core.work import Work
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
@@ -44,7 +44,7 @@ class Launcher:
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
 
-    def launch(self, plan: Plan, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
+    def launch(self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
         """Tell the peers what comes, then run it. Threads that share a group take turns.
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.

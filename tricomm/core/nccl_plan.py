@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tricomm.core.launch_plan import Plan, Request, announced
+from tricomm.core.launch_plan import LaunchPlan, Request, announced
 from tricomm.core.monitor import Monitor
 from tricomm.core.nccl import Nccl, check
 from tricomm.gpu import Gpu
@@ -31,7 +31,7 @@ TABLE: dict[str, Run] = {
 }
 
 
-def make(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> Plan:
+def make(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:
     """Bind NCCL to what was asked. Raises `InvalidArgument` for a reduction that it has not.
 
     While a call runs, `monitor` counts its time and looks for peers that are gone, as for a user's own kernel.
@@ -50,4 +50,4 @@ def make(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Re
         with monitor.user_call(gpu):
             act(nccl, request, x, y, rows)
 
-    return Plan(choice, fingerprint, request.elements, record, run, mode)
+    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)

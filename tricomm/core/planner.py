@@ -14,7 +14,7 @@ from tricomm import arguments
 from tricomm.core import launch_plan, nccl, nccl_plan
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import Plan, PlansOfShape, Request
+from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
@@ -52,14 +52,14 @@ class Planner:
             tuned_name=tuned.name if tuned is not None else "",
         )  # fmt: skip
         self.routes = group.routes
-        self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], Plan] = {}
+        self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.repeated: dict[tuple[Any, ...], PlansOfShape] = {}
         self.nccl: nccl.Nccl | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
         self._bind = partial(group.runtime.bind, group=group.table, timeout=group.timeout)
 
-    def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> Plan:
+    def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
 
         `request` is without these two: only the first call of its kind has to make another value. `aligned` is a fact
@@ -74,7 +74,7 @@ class Planner:
         self._launcher.captured |= capturing
         return plan
 
-    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool, plan: Plan) -> None:
+    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool, plan: LaunchPlan) -> None:
         """Keep the plan of an all_reduce in place for `repeated`."""
         if len(self.repeated) >= _MOST_PLANS:
             self.repeated.clear()
@@ -87,7 +87,7 @@ class Planner:
         self.plans.clear()
         self.repeated.clear()
 
-    def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> Plan:
+    def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
         collective, group = request.collective, self._group
         if not isinstance(request.algorithm, str | None) or not isinstance(request.protocol, str | None):
             raise InvalidArgument(
@@ -112,7 +112,7 @@ class Planner:
             backend_choice.print_once(route, group.name, group.rank, collective, dtype, request.op or "none", nbytes)
         return self.plans[asked, dtype, request.elements, aligned, False]
 
-    def _bound(self, request: Request, route: Route, nbytes: int | None, aligned: bool, mode: str) -> Plan:
+    def _bound(self, request: Request, route: Route, nbytes: int | None, aligned: bool, mode: str) -> LaunchPlan:
         if route.path == NCCL and self.nccl is not None:
             return nccl_plan.make(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
         bits = _bits(request.dtype)
@@ -122,7 +122,7 @@ class Planner:
         )
         return launch_plan.make(self.site, choice, request, aligned, mode, self._bind)
 
-    def _counted(self, plan: Plan, nbytes: int | None) -> Plan:
+    def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
         activity, run, choice = self._activity, plan.run, plan.choice
         kernel = (choice.collective, choice.algorithm, choice.protocol)

@@ -67,7 +67,7 @@ class PointToPoint:
         self._halves: dict[tuple[Any, ...], Half] = {}
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
-        self._unread: dict[int, FromAny] = {}  # by the word of the control page that will say whose a message was
+        self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
         faults.describers[layout.PENDING] = lambda peer, got: self._unmet(peer, "has another tag, and no room")
         faults.describers[layout.UNLIKE] = lambda peer, got: self._unmet(
             peer, "has this tag and is not what is asked for"

@@ -1,7 +1,7 @@
 """One thread of a process that watches over all of its communicators.
 
 A group in which a call runs is looked at every tick. The others are looked at in rotation, a few a tick, so that
-hundreds of idle groups cost little; a process that ends brings all groups' turn forward. An error in the look at one
+hundreds of idle groups cost little. When a process ends, all groups are looked at at once. An error in the look at one
 group is that group's own.
 """
 
@@ -124,7 +124,7 @@ class Watcher:
         return tick
 
     def _at(self, monitor: Watchable, action: Callable[[Watchable], None]) -> None:
-        self._current = monitor  # before the question: whoever stops it waits until it is another one's turn
+        self._current = monitor  # before `stopped` is read: a thread that stops it waits until another one is current
         try:
             if not monitor.stopped:
                 action(monitor)

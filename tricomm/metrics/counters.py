@@ -61,7 +61,7 @@ class Calls:
     """Calls of one kernel with at most `bucket` bytes of input per rank, and more than half of that.
 
     `calls` and `nbytes` are of all, `timed` and `seconds` of those that were timed; `p50_us` and `p99_us` are of the
-    latest of these, None where there are none. Captured calls count once; their replays are the graph's.
+    latest of these, None if there are none. Captured calls count once; their replays are not counted.
     """
 
     collective: str
@@ -91,7 +91,7 @@ class Statistics:
     spans: tuple[Span, ...] = ()
 
 
-class _Process:
+class _ProcessTallies:
     """The tallies of all communicators of this process, and of the calls that backends behind a c10d group took.
 
     A communicator's tallies are added to `past` when it is gone: a process that makes and closes many must not grow.
@@ -134,7 +134,7 @@ def _add(calls: Counter[tuple[str, str]], tallies: dict[Key, Tally]) -> None:
         calls[NCCL if algorithm == NCCL else KERNELS, collective] += tally.total // _CALL
 
 
-_process = _Process()
+_process = _ProcessTallies()
 
 
 def _after_fork() -> None:
@@ -151,11 +151,11 @@ def stats() -> dict[str, dict[str, int]]:
     Of communicators and of c10d groups alike; a c10d call that runs over the kernels counts once. A call that launches
     nothing, because it has zero elements or is refused, is not counted.
     """
-    found: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
+    calls: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
     for (route, collective), count in _process.calls().items():
         if count:
-            found[route][collective] = count
-    return found
+            calls[route][collective] = count
+    return calls
 
 
 def count_fallback(route: str, collective: str, nbytes: int | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tricomm.communicator import Communicator
-from tricomm.core.launch_plan import Plan, Request
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -145,7 +145,7 @@ class Ranks:
         if self._detector is not None:
             self._detector.met(rank, step, after)
 
-    def _planned(self, rank: int, request: Request, plan: Plan) -> Plan:
+    def _planned(self, rank: int, request: Request, plan: LaunchPlan) -> LaunchPlan:
         if self._oracle is None:
             return plan
         topology = self._subject.options.topology

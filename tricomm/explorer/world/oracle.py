@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tricomm.core import topology_agreement
-from tricomm.core.launch_plan import Plan, Request
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.explorer.report.findings import Finding
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
@@ -20,7 +20,7 @@ _FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 
 @dataclass
-class Call:
+class ObservedCall:
     """One collective: what each rank brought, and what each rank has."""
 
     collective: str
@@ -36,11 +36,11 @@ class Oracle:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ObservedCall] = {}
 
     def watched(
-        self, request: Request, plan: Plan, rank: int, topology: Topology | None, aborted: Callable[[], bool]
-    ) -> Plan:  # fmt: skip
+        self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool]
+    ) -> LaunchPlan:  # fmt: skip
         """`plan`, which shows this oracle every call that `rank` makes by it; `aborted` says, after one, whether its
         output is undefined."""
         if request.collective in _NOT_SHOWN:
@@ -50,7 +50,7 @@ class Oracle:
         by_quads = quads(topology, self._world_size) if cube else ()
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
-            made = Call(request.collective, request.op or "none", request.root, by_quads)
+            made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
             shown = self._calls.setdefault(call >> 32, made)
             shown.inputs[rank] = x.detach().reshape(-1).clone()
             plan.run(x, y, count, call, rows)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.core.launch_plan import Plan, Request
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.watcher import Watchable
@@ -53,7 +53,7 @@ class World:
         turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
-        planned: Callable[[int, Request, Plan], Plan] = lambda rank, request, plan: plan,
+        planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
     ) -> None:
         self.world_size, self.options, self.memory = world_size, options, memory
         self.turns, self.run, self.met, self.planned = turns, run, met, planned
@@ -232,7 +232,7 @@ class RankRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: Plan) -> Plan:
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return self._world.planned(self._rank, request, plan)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
