@@ -69,8 +69,8 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
 
 
 def _counting(comm: Communicator, calls: int) -> float:
-    """Microseconds that the statistics add to a call, at most: the line of `Group._launch` and a loop around it."""
-    chosen = next(iter(comm._plans.values()))
+    """Microseconds that the statistics add to a call, at most: the line of `Launcher.launch` and a loop around it."""
+    chosen = next(iter(comm._planner.plans.values()))
     began = time.perf_counter()
     for _ in range(calls):
         chosen.tally.total += chosen.weight

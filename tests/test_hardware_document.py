@@ -21,7 +21,7 @@ METHODS = {"item", "cpu", "cuda", "copy_", "synchronize", "empty_cache"}
 MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torch.ones", "torch.full"}
 ELSEWHERE = {
     # between two tensors of one device: enqueued, or a copy on the CPU
-    "copy_ in tricomm.core.tensor_lists.unpack", "copy_ in tricomm.core.point_to_point.Messages.recv",
+    "copy_ in tricomm.core.rows.unpack", "copy_ in tricomm.core.point_to_point.PointToPoint.recv",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
     "synchronize in tricomm.core.group.Group._write_table",
     "synchronize in store.cuda_ipc.CudaIpcArena._allocate", "synchronize in store.cuda_ipc.CudaIpcArena._write_probe",

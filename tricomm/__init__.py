@@ -23,8 +23,7 @@ from tricomm.errors import (
     TricommError,
 )
 from tricomm.local import local
-from tricomm.metrics.counters import Statistics
-from tricomm.metrics.routes import stats
+from tricomm.metrics.counters import Statistics, stats
 from tricomm.options import Options
 from tricomm.policy.selection import Choice
 

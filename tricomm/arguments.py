@@ -61,9 +61,9 @@ def is_plain(x: torch.Tensor, device: torch.device, itemsize: int, nbytes: int) 
 
 
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
-    """Refuse a tensor that nobody can take, before anything is sent; raises `InvalidArgument`.
+    """Refuse a tensor that no backend can take, before anything is sent; raises `InvalidArgument`.
 
-    Who takes its dtype, and whether anybody does, is decided by `routing`.
+    Which backend takes its dtype, if any, is decided by `policy.backend_choice`.
     """
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
@@ -123,8 +123,8 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
 
 
 def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | None) -> None:
-    """Refuse an output that overlaps the input, except in place: where `part`, the one with fewer rows, is row number
-    `row` of `whole`. None: never."""
+    """Refuse an output that overlaps the input, except in place: `part`, the one with fewer rows, may be row number
+    `row` of `whole`; None: it may not."""
     first, last = part.data_ptr(), part.data_ptr() + part.nbytes
     start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     contiguous = part.is_contiguous() and whole.is_contiguous()
@@ -135,5 +135,5 @@ def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | N
 
 
 def fingerprint(*facts: Any) -> int:
-    """32 bits that differ where two ranks make different calls: collective, op, dtype, count, kernel, grid, mode."""
+    """32 bits that differ if two ranks make different calls: collective, op, dtype, count, kernel, grid, mode."""
     return zlib.crc32(repr(facts).encode())

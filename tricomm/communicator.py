@@ -1,52 +1,71 @@
-"""A communicator: how ranks meet, and what a user can do over the memory that they share."""
+"""A communicator: what a user can do with a group of ranks. A facade; `tricomm.core` has the parts that do it."""
 
 from __future__ import annotations
 
-import hashlib
+import atexit
+import logging
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import arguments, env
-from tricomm.core import bootstrap, nccl, topology_agreement
-from tricomm.core.entry_guard import guarded, set_up
-from tricomm.core.point_to_point import Messages
-from tricomm.core.runtime import Runtime
-from tricomm.core.symmetric import Symmetric, check_shape
+from tricomm.core import bootstrap, nccl
+from tricomm.core.bootstrap import pick_device
+from tricomm.core.collectives import Collectives
+from tricomm.core.entry_guard import by_hand, entry, guarded, set_up
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launch_plan import PlansOfShape
+from tricomm.core.launcher import LEAVE_SECONDS, Launcher
+from tricomm.core.monitor import FallbackBackend
+from tricomm.core.planner import Planner
+from tricomm.core.point_to_point import PointToPoint
+from tricomm.core.runtime import PROCESSES, Runtime
+from tricomm.core.user_kernels import UserKernels
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs, layout
-from tricomm.kernels.launch import compiler, interpreter, triton_adapter
-from tricomm.metrics.counters import Statistics
+from tricomm.gpu import Gpu
+from tricomm.kernels import layout
+from tricomm.metrics import publish
+from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds
-from tricomm.policy import backend_choice, selection, user_tables
+from tricomm.policy import user_tables
+from tricomm.policy.backend_choice import BackendChoice
 from tricomm.policy.selection import Choice
-from tricomm.policy.tuning_tables import Fingerprint, TableRow
+from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
-from tricomm.store.control import ControlPage
+from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import open_store
+from tricomm.topology.model import Topology
+
+log = logging.getLogger("tricomm")
+_live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_kept: list[Communicator] = []  # closed, but a kernel may still use their memory
 
 
-class Communicator(Messages):
+class Communicator:
     """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
 
-    `store` is any `torch.distributed` Store, used to meet and never again; `rank` and `world_size` name this process
-    in the group; `device` defaults to the current GPU, or to the CPU where there is none, where the kernels run under
-    Triton's interpreter. `timeout` (seconds or timedelta; default: `options.timeout`) bounds the meeting and each call.
+    `store` is any `torch.distributed` Store, used for the rendezvous and never again; `rank` and `world_size` name this
+    process in the group; `device` defaults to the current GPU, or to the CPU if there is none, where the kernels run
+    under Triton's interpreter. `timeout` (seconds or timedelta; default: `options.timeout`) bounds the rendezvous and
+    each call.
 
-    `look` is called now and then while this rank waits for the others to meet; what it raises ends the meeting on all
-    ranks.
+    `look` is called now and then while this rank waits for the others at the rendezvous; what it raises ends the
+    rendezvous on all ranks. `decided` is the route of every call if the owner decides it by itself, as the backend of
+    `torch.distributed` does.
 
     What the kernels do not take goes to NCCL on GPUs: types, sizes, groups that span nodes or cannot share memory.
 
-    Raises `RendezvousError` where the ranks do not meet or disagree, `ResourceError` where memory or peer access is
-    refused and NCCL cannot be used (on every rank, or on none), `InvalidArgument` for bad arguments.
+    Raises `RendezvousError` if the ranks do not meet or disagree, `ResourceError` if memory or peer access is refused
+    and NCCL cannot be used (on every rank, or on none), `InvalidArgument` for bad arguments.
     """
 
     def __init__(
@@ -60,68 +79,92 @@ class Communicator(Messages):
         *,
         meeting_timeout: float | None = None,
         look: Callable[[], None] = lambda: None,
-    ) -> None:
-        arguments = (store, rank, world_size, device, timeout, options, meeting_timeout, look)
-        set_up(lambda undo: self._set_up(undo, *arguments))
-
-    def _set_up(
-        self,
-        undo: ExitStack,
-        store: Store,
-        rank: int,
-        world_size: int,
-        device: torch.device | str | int | None,
-        timeout: float | timedelta | None,
-        options: Options | None,
-        meeting_timeout: float | None,
-        look: Callable[[], None],
+        decided: BackendChoice | None = None,
     ) -> None:
         options = options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
-        where = pick_device(device)
-        reason = interpreter.supported()
-        if reason is not None and where.type == "cpu":
-            raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
-        reason = compiler.refused()
-        if reason is not None and where.type == "cuda":
-            raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
-        if world_size > layout.MAX_WORLD_SIZE and bootstrap.behind(where, options)[0] is None:
-            raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
-        topology_agreement.check(options, world_size)
-        plan_of_memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
-        selection.check_device(where.type, plan_of_memory, options.tile)
-        found = bootstrap.join(
-            undo, store, rank, world_size, where, limit, meeting_timeout or limit, options, plan_of_memory, look
-        )
-        super().__init__(
-            undo, found.control, found.arena, plan_of_memory, where, limit, options, topology=found.topology,
-            routes=found.routes,
-        )  # fmt: skip
-        self._store: Store | None = store  # one that this rank hosts lives as long as somebody may be meeting there
-        self._splits = self._handles = 0
+        device = pick_device(device)
+        memory = bootstrap.layout_of(world_size, device, options)
+        terms = bootstrap.Terms(rank, world_size, device, limit, meeting_timeout or limit, options, memory, look)
+
+        def make(undo: ExitStack) -> None:
+            shared = bootstrap.join(undo, store, terms)
+            self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
+
+        set_up(make)
 
     @classmethod
     def over(
-        cls,
-        control: ControlPage,
-        arena: Arena,
-        arena_layout: layout.Layout,
-        device: torch.device,
-        timeout: float,
-        options: Options,
-        runtime: Runtime,
-    ) -> Self:
+        cls, control: ControlPage, arena: Arena, arena_layout: layout.Layout, device: torch.device, timeout: float,
+        options: Options, runtime: Runtime,
+    ) -> Self:  # fmt: skip
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm = cls.__new__(cls)
-        make = partial(Messages.__init__, comm)
-        set_up(lambda undo: make(undo, control, arena, arena_layout, device, timeout, options, runtime))
-        comm._store, comm._splits, comm._handles = None, 0, 0
+        shared = bootstrap.without_fallback(control, arena, arena_layout, device)
+        set_up(lambda undo: comm._assemble(undo, Group(shared, device, timeout, options, runtime)))
         return comm
 
-    def __enter__(self) -> Communicator:
-        return self
+    def _assemble(
+        self, undo: ExitStack, group: Group, store: Store | None = None, decided: BackendChoice | None = None
+    ) -> None:  # fmt: skip
+        """Make what a communicator consists of, each part over those before it; the monitor starts last."""
+        self._group, self._gpu, self._splits = group, group.gpu, 0
+        self._store = store  # one that this rank hosts lives as long as another rank may be at the rendezvous
+        self.stream: Any = None  # a rank's own, if all ranks are in one process
+        tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
+        monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
+        undo.callback(monitor.stop)
+        undo.callback(_live.discard, self)
+        activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
+        publish.add(activity)
+        faults = Faults(group, monitor)
+        launcher = Launcher(group, faults, monitor)
+        planner = Planner(group, faults, launcher, monitor, activity, tuned, decided)
+        self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
+        self._guard, self._planner = launcher.guard, planner
+        self._collectives = Collectives(group, faults, planner, launcher)
+        self._messages = PointToPoint(group, faults, planner, launcher, activity)
+        self._user_kernels = UserKernels(group, faults, launcher, monitor)
+        monitor.start(faults.diagnose, self._messages.describe)
+        _live.add(self)
+
+    # Collectives, messages, a user's own kernels
+
+    all_reduce = entry(Collectives.all_reduce, "_collectives")
+    all_gather = entry(Collectives.all_gather, "_collectives")
+    reduce_scatter = entry(Collectives.reduce_scatter, "_collectives")
+    broadcast = entry(Collectives.broadcast, "_collectives")
+    reduce = entry(Collectives.reduce, "_collectives")
+    gather = entry(Collectives.gather, "_collectives")
+    scatter = entry(Collectives.scatter, "_collectives")
+    all_to_all = entry(Collectives.all_to_all, "_collectives")
+    all_to_all_v = entry(Collectives.all_to_all_v, "_collectives")
+    barrier = entry(Collectives.barrier, "_collectives")
+    repeat = entry(Collectives.repeat, "_collectives")
+    send = entry(PointToPoint.send, "_messages")
+    recv = entry(PointToPoint.recv, "_messages")
+    symmetric = entry(UserKernels.symmetric, "_user_kernels")
+    launch = entry(UserKernels.launch, "_user_kernels")
+    synchronize = entry(Launcher.synchronize, "_launcher")
+    announce = entry(Launcher.announce, "_launcher")
+    withdraw = entry(Launcher.withdraw, "_launcher")
+    use_table = entry(Planner.use_table, "_planner")
+    time_calls = entry(Planner.time_calls, "_planner")
+
+    def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
+        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
+        return self._collectives.known(op, dtype, count)
+
+    def explain(
+        self, collective: str, nbytes: int, dtype: torch.dtype | None = None, op: Any = "sum", *,
+        algorithm: str | None = None, protocol: str | None = None, mode: str = "eager",
+    ) -> Choice:  # fmt: skip
+        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
+
+        The input is a rank's, of a root's if there is one; `dtype` is float32 if none is given; `mode` is eager, or
+        graph for a captured call. Whether NCCL can be used at all shows when a call first goes there.
+        """
+        return self._planner.explain(collective, nbytes, dtype, op, algorithm=algorithm, protocol=protocol, mode=mode)
 
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -131,102 +174,41 @@ class Communicator(Messages):
         ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all ranks for a
         list that cannot be or that differs between ranks (the group stays usable), else as `Communicator`.
         """
-        self._usable()
+        group = self._group
+        self._faults.check_usable()
         if self._store is None:
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
-        members, error = _members(ranks, self.world_size)
-        with self._my_turn(), self._or_give_up("split"):
-            self._control.agree(error, "split", self._timeout, abort_on_fault=True)
-            self._control.require_equal(repr(members), "split", self._timeout, abort_on_fault=True)
+        members, error = _members(ranks, group.world_size)
+        with self._launcher.held(), self._faults.abort_on_error("split"):
+            group.control.agree(error, "split", group.timeout, abort_on_fault=True)
+            group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True)
             self._splits += 1
-        if self.rank not in members:
+        if group.rank not in members:
             return None
-        topology = self.options.topology.of(members) if self.options.topology is not None else None
-        store = PrefixStore(f"tricomm-split-{self.group}-{self._splits}", self._store)
-        options = replace(self.options, topology=topology)
-        return Communicator(store, members.index(self.rank), len(members), self.device, self._timeout, options)
+        options = group.options
+        topology = options.topology.of(members) if options.topology is not None else None
+        store = PrefixStore(f"tricomm-split-{group.name}-{self._splits}", self._store)
+        options = replace(options, topology=topology)
+        return Communicator(store, members.index(group.rank), len(members), group.device, group.timeout, options)
 
-    # A user's own kernels
+    # Faults
 
-    @guarded
-    def symmetric(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
-        """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
+    def check(self) -> None:
+        """Raise the group's fault if there is one; costs two memory reads if there is none."""
+        self._faults.check()
 
-        Raises `InvalidArgument` on all ranks where one asks for what cannot be or where they ask for different things
-        (the group stays usable), `ResourceError` where memory is refused anywhere.
-        """
-        self._usable()
-        if self._runtime.no_symmetric is not None:
-            raise InvalidArgument(f"symmetric: {self._runtime.no_symmetric}")
-        if not self._site.reachable:
-            raise InvalidArgument("symmetric: not every rank reaches every other one's memory on these GPUs' links")
-        sizes, error = check_shape(shape, dtype)
-        with self._my_turn(), self._or_give_up("symmetric"):
-            self._control.agree(error, "symmetric", self._timeout, abort_on_fault=True)
-            self._control.require_equal(repr((sizes, dtype)), "symmetric", self._timeout, abort_on_fault=True)
-            arena = self._runtime.symmetric(self._control, sizes, dtype, self.device, self._timeout)
-            self._owned.append(arena)
-            self._handles += 1
-            return Symmetric(arena, self.rank, sizes, dtype, self.device, self.group, self._handles)
+    def interrupted(self, error: BaseException) -> None:
+        """Abort the group because `error` has stopped this rank, and tell the others; does nothing if it is closed."""
+        self._faults.interrupted(error)
 
-    @guarded
-    def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
-        """Run a user's `@triton.jit` kernel where this communicator's tensors live.
+    def watch(self, backend: FallbackBackend) -> None:
+        """Ask `backend`, which makes calls beside the kernels, for its errors too, and abort it with the group."""
+        self._monitor.watch(backend)
 
-        Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
-        options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
-        interpreted and has run on return. Waits that use `primitives` end when a peer is gone or the time is up; this
-        call then raises what happened (on a GPU the next one, `synchronize()` or `close()` does).
-
-        Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
-        """
-        self._usable()
-        if not triton_adapter.is_kernel(kernel):
-            raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
-        run = self._runtime.prepare(kernel, grid, args, constexprs, self.device, self._timeout)
-        self._captured |= self._gpu is not None and self._gpu.capturing()
-        with self._my_turn(), self._monitor.user_call(self._gpu):
-            self._guarded(run)
-
-    def explain(
-        self,
-        collective: str,
-        nbytes: int,
-        dtype: torch.dtype | None = None,
-        op: Any = "sum",
-        algorithm: str | None = None,
-        protocol: str | None = None,
-        mode: str = "eager",
-    ) -> Choice:
-        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
-
-        The input is a rank's, of a root's where there is one; `dtype` is float32 where none is given; `mode` is eager,
-        or graph for a captured call. Whether NCCL can be used at all shows when a call first goes there.
-        """
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
-        if mode not in ("eager", "graph"):
-            raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
-        if not isinstance(dtype, torch.dtype | None):
-            raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
-        name = arguments.operation(op)
-        bits = arguments.DTYPES[dtype].bits if dtype in arguments.DTYPES else 32
-        kind = collective_specs.find(collective)
-        if (
-            collective in backend_choice.POINT_TO_POINT
-        ):  # kernels alone: NCCL's communicator is made by all ranks together
-            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
-        forced = algorithm is not None or protocol is not None
-        size = None if kind.uneven else nbytes
-        route = backend_choice.decide(self._routes, collective, dtype, name if kind.reduces else "none", size, forced)
-        if route.backend != backend_choice.NCCL:
-            return selection.choose(self._site, collective, nbytes, algorithm, protocol, mode, bits=bits)
-        if kind.reduces and dtype is not None:
-            nccl.check(collective, name, dtype)
-        return selection.nccl(collective, route.reason)
+    # What it is, and what it has done
 
     def stats(self) -> Statistics:
-        """Calls, bytes and times by kernel and size, and how long this rank waited for whom. Asks no other rank.
+        """Calls, bytes and times by kernel and size, and how long this rank waited for each peer. Asks no other rank.
 
         Times are those of the calls that `time_calls` has chosen.
         """
@@ -234,37 +216,150 @@ class Communicator(Messages):
             self._activity.clock.collect()
         return self._activity.statistics()
 
-    @guarded
-    def time_calls(self, every: int) -> None:
-        """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self._group.rank
 
-        On a GPU a call is timed by events on its stream, at the cost of recording them. Calls in a CUDA graph are not
-        timed; call this before calls are warmed up for a capture, for it forgets what they have prepared. Raises
-        `InvalidArgument` for a negative number.
-        """
-        self._usable()
-        self._activity.time_calls(every)
-        self._forget()
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._group.world_size
 
-    @guarded
-    def use_table(self, rows: Sequence[TableRow], name: str) -> None:
-        """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
+    @property
+    def group(self) -> str:
+        """The group's name, the same on all ranks."""
+        return self._group.name
 
-        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks where their rows differ;
-        then nothing has changed.
-        """
-        self._usable()
-        given = tuple(rows)
-        with self._my_turn(), self._or_give_up("use_table"):
-            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
-            self._control.require_equal(f"table {digest[:32]}", "use_table", self._timeout, abort_on_fault=True)
-            self._site = replace(self._site, tuned=given, tuned_name=name)
-            self._forget()
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return self._group.device
+
+    @property
+    def options(self) -> Options:
+        """What was given."""
+        return self._group.options
+
+    @property
+    def topology(self) -> Topology | None:
+        """How the ranks' devices are linked; None if that is not known."""
+        return self._group.topology
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the kernels are interpreted on a CPU: no time measured there says anything about a GPU."""
+        return self._group.simulated
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on whose streams the kernels run; None if they are interpreted."""
+        return self._group.gpu
+
+    @property
+    def kind(self) -> str:
+        """How memory is shared: posix_shm, cuda_ipc or local; none if NCCL serves every call."""
+        return self._group.arena.kind
+
+    @property
+    def arena_layout(self) -> layout.Layout:
+        """Where headers and mailboxes are in an arena."""
+        return self._group.layout
+
+    @property
+    def most_blocks(self) -> int:
+        """The largest grid whose blocks are surely resident together on every rank's device."""
+        return self._group.max_blocks
+
+    @property
+    def peer_ranges(self) -> list[tuple[int, int]]:
+        """(first address, bytes) of every rank's arena as mapped in this process."""
+        arena = self._group.arena
+        return [(base, arena.nbytes) for base in arena.bases]
+
+    @property
+    def group_table(self) -> torch.Tensor:
+        """int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory."""
+        return self._group.table
+
+    @property
+    def reachable(self) -> bool:
+        """Whether every rank's memory is mapped on every other."""
+        return self._group.reachable
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """What kind of box this group runs on: what tuning tables are keyed by."""
-        return user_tables.fingerprint(self._site.device, self.device, self.world_size, self.topology)
+        """The kind of box that this group runs on: tuning tables are keyed by it."""
+        group = self._group
+        return user_tables.fingerprint(group.device_class, group.device, group.world_size, group.topology)
+
+    def __repr__(self) -> str:
+        return str(self._group)
+
+    # The end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):  # between two calls: tell its cause before the group is closed
+            self.interrupted(error)
+        self.close()
+
+    @by_hand
+    def close(self) -> None:
+        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets.
+
+        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is harmless
+        then, and its output undefined.
+        """
+        try: self._close(again=False)  # noqa: E701  # fmt: skip
+        except BaseException as error:
+            self._guard.unwound(error)
+            self._close(again=True)
+            raise
+
+    def _close(self, again: bool) -> None:
+        """Every step may be repeated: the one before may have been interrupted."""
+        group, monitor = self._group, self._monitor
+        if group.closed and not again:
+            return
+        group.closed = True
+        _live.discard(self)
+        if os.getpid() != group.pid:
+            return
+        if not self._launcher.drained():
+            log.error("%s: a kernel has not left within %g s; its memory is kept", self, LEAVE_SECONDS)
+            if not group.simulated:  # interpreted, its own thread holds on to the group
+                _kept.append(self)
+            if monitor.fault is None:  # else the peers have been told already
+                group.control.set_state(RankState.CLOSED)
+            monitor.stop()
+            return
+        with ExitStack() as undo:
+            if self._launcher.captured:
+                _kept.append(self)  # with the plans, because these hold what kernels read
+                group.leave_to_graphs(undo)
+                undo.callback(monitor.stop)
+                return
+            acknowledged = self._messages.acknowledged(LEAVE_SECONDS)
+            if not acknowledged:
+                log.error("%s: a peer has not taken a message yet, and will say so here; its memory is kept", self)
+            group.release(undo, acknowledged)
+            undo.callback(lambda: nccl.end(self._planner.nccl, monitor.fault is not None, LEAVE_SECONDS))
+            undo.callback(monitor.stop)
+            self._planner.forget()
+            group.forget_views()
+
+
+@atexit.register
+def _close_all() -> None:
+    for comm in list(_live):
+        if comm._group.pid == os.getpid():
+            log.warning("%s was not closed; closing it at exit", comm)
+            comm.close()
 
 
 def init(
@@ -282,48 +377,17 @@ def init(
     Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
-    where = pick_device(device)  # a mistake here is told before anybody is met
+    chosen = pick_device(device)  # a mistake here is told before the rendezvous
     began = time.monotonic()
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
-    return Communicator(store, rank, world_size, where, timeout, options, meeting_timeout=left)
+    return Communicator(store, rank, world_size, chosen, timeout, options, meeting_timeout=left)
 
 
 def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
     """The ranks of a split, and what is wrong with them, if anything."""
-    found = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
-    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in found)
-    if not found or not whole or len(set(found)) < len(found):
+    members = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in members)
+    if not members or not whole or len(set(members)) < len(members):
         return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
-    return found, None
-
-
-def pick_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that a user means; None: the current GPU, else the CPU. Raises `InvalidArgument`."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device={device!r}: {error}") from None
-    if found.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f"device={device!r}: a CPU or a CUDA device is needed")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InvalidArgument(f"device={device!r}: this process sees no CUDA device")
-        if found.index is None:
-            found = torch.device("cuda", _index())
-        count = torch.cuda.device_count()
-        if not 0 <= found.index < count:
-            names = ", ".join(f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(count))
-            raise InvalidArgument(
-                f"device={device!r}: there is no such GPU in this process, which sees {names}; look at "
-                "CUDA_VISIBLE_DEVICES"
-            )
-    return torch.device("cpu") if found.type == "cpu" else found
-
-
-def _index() -> int:
-    """The current device; LOCAL_RANK, which torchrun sets, chooses one if nobody has."""
-    index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
-    return local % torch.cuda.device_count() if index == 0 and local is not None else index
+    return members, None

@@ -10,7 +10,8 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import env
-from tricomm.communicator import Communicator, pick_device
+from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import pick_device
 from tricomm.core.runtime import Processes
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
@@ -43,7 +44,7 @@ def local(
     Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run
     beside each other and wait for each other. The driver has to give each stream a hardware queue of its own, and to
     load no kernel while others run: CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are set here if
-    nobody has set them and torch has not started CUDA yet.
+    they are not set and torch has not started CUDA yet.
 
     Raises `InvalidArgument` on a CPU, where a call returns only when all ranks have made it, and if CUDA has started
     with too few connections; `ResourceError` if memory is refused, and then nothing is left.
@@ -51,22 +52,22 @@ def local(
     options = options or Options()
     limit = options.timeout if timeout is None else seconds(timeout, "timeout")
     _check_queues(world_size)
-    where = pick_device(device)
-    if where.type != "cuda":
+    gpu = pick_device(device)
+    if gpu.type != "cuda":
         raise InvalidArgument(
             "local: on a CPU a call returns only when all ranks have made it, so ranks of one process take turns: use "
             "tricomm.simulate(fn, world_size)"
         )
     plan = layout.plan(world_size, options.arena_bytes)
-    selection.check_device(where.type, plan, options.tile)
-    agreed = options.agreed(plan, where.type)
+    selection.check_device(gpu.type, plan, options.tile)
+    agreed = options.agreed(plan, gpu.type)
     store = HashStore()
 
     def meeting(rank: int) -> ControlPage:
         return handshake(store, rank, world_size, limit, agreed)
 
     def joining(rank: int) -> Communicator:
-        comm = Communicator.over(controls[rank], arenas[rank], plan, where, limit, options, _ONE_PROCESS)
+        comm = Communicator.over(controls[rank], arenas[rank], plan, gpu, limit, options, _ONE_PROCESS)
         undo.callback(comm.close)
         return comm
 
@@ -75,7 +76,7 @@ def local(
         for control in controls:
             undo.callback(control.close)
         pages = [control.host_words for control in controls]
-        arenas: list[LocalArena] = LocalGroup(world_size, where, pages=pages).open(plan.nbytes)
+        arenas: list[LocalArena] = LocalGroup(world_size, gpu, pages=pages).open(plan.nbytes)
         for arena in arenas:
             undo.callback(arena.close)
         comms = list(ranks.map(joining, range(world_size)))

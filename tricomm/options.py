@@ -1,4 +1,5 @@
-"""What a user may set on a communicator. All but the timeouts must be the same on all ranks; the meeting compares."""
+"""What a user may set on a communicator. All but the timeouts must be the same on all ranks; the rendezvous compares
+them."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ _YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
 class Options:
     """Settings of one communicator.
 
-    timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the meeting
+    timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
     stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
     arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
     max_blocks     upper limit of a kernel's grid; None: what is surely resident at once
     blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests)
     first_epoch    epoch of the first call (tests start near the limits)
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
-    share_device   whether ranks may be on one GPU, where they take turns (tests, looking at kernels; not for speed)
+    share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
 
     Raises `InvalidArgument` for a value out of range.
@@ -62,7 +63,7 @@ class Options:
             raise InvalidArgument(f"Options.tile={self.tile!r}: a power of two is needed")
 
     def agreed(self, arena: layout.Layout, device: str) -> int:
-        """A number that differs where two ranks' memory or settings do not fit together."""
+        """A number that differs if two ranks' memory or settings do not fit together."""
         return zlib.crc32(repr((arena.digest, device, replace(self, timeout=1.0, stall_timeout=1.0))).encode())
 
     def _whole(self, name: str, least: int, most: int) -> None:

@@ -19,7 +19,6 @@ from tricomm import Options
 from tricomm.core import launch_plan
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.launch.compiler import compile_kernel
 from tricomm.perf.bench import check_data
 from tricomm.perf.evidence import checks, machine
@@ -84,16 +83,17 @@ def jobs(
         found.setdefault(repr((constexprs, bits, aligned)), (kernel.name, constexprs, bits, aligned, capability))
 
     for name, calls in wanted.items():
-        dtype = DTYPES[name] if kernel.collective != "barrier" else None
-        itemsize = getattr(torch, name).itemsize
+        dtype: torch.dtype = getattr(torch, name)
+        itemsize = dtype.itemsize
         for call in calls:
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
             fitting = kernel.algorithm if kernel.zero_copy else None
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
             more = check_data.options(kernel.collective, call.op, world_size, 0, call.count)
             root = more.get(kernel.kind.root, -1)
-            asked = launch_plan.Asked(kernel.collective, call.op, dtype, call.count, root)
-            launch_plan.make(site, choice, asked, call.aligned(kernel, itemsize), "eager", bind)
+            given = dtype if kernel.collective != "barrier" else None
+            request = launch_plan.Request(kernel.collective, call.op, root=root, dtype=given, elements=call.count)
+            launch_plan.make(site, choice, request, call.aligned(kernel, itemsize), "eager", bind)
     return list(found.values())
 
 

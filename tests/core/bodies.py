@@ -127,10 +127,10 @@ def bad_then_good(rank, world_size, tell, url):
             comm.all_reduce(x)
             if not torch.equal(x, torch.full((5,), float(sum(r + seed for r in range(world_size))))):
                 return f"wrong after refusal {seed}"
-        before = comm._sequence
+        before = comm._launcher.sequence
         comm.all_reduce(torch.empty(0))
         assert comm.all_gather(torch.empty(0, 3)).shape == (0, 3)
-        if comm._sequence != before:
+        if comm._launcher.sequence != before:
             return "a call of zero elements consumed a sequence number"
         comm.barrier()
     return len(refused)
@@ -210,7 +210,7 @@ def three_threads(rank, world_size, tell, url):
             thread.start()
         for thread in threads:
             thread.join()
-        return len(wrong), comm._sequence
+        return len(wrong), comm._launcher.sequence
 
 
 def ends_without_close(rank, world_size, tell, url):

@@ -17,7 +17,7 @@ from torch.distributed import FileStore, HashStore
 import tricomm
 from tests.core import user_kernel
 from tests.core.bodies import SMALL, leftovers
-from tricomm.core.faults import Faults
+from tricomm.core.entry_guard import Guard
 from tricomm.errors import TricommError
 from tricomm.store.control import Descriptor
 
@@ -135,8 +135,8 @@ def lock_is_free(comm):
     found = []
 
     def look():
-        found.append(comm._turn.acquire(False))
-        comm._turn.let_go()
+        found.append(comm._launcher.lock.acquire(False))
+        comm._launcher.lock.release_all()
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -154,7 +154,7 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
     """Interrupt rank 0 at every `every`th line of a call; what each rank got at each of them."""
     call, folder, got = CALLS[name], Path(folder), []
     if unguarded:
-        Faults._unwound = lambda comm, error: None
+        Guard.unwound = lambda guard, error: None
     with communicator(rank, folder, "first") as comm:
         close(call(comm))
         with Walk() as seen:
@@ -243,7 +243,7 @@ def closing(rank, world_size, tell, every):
                 caught = type(error).__name__
         comm.close()
         if walk.raised is not None:
-            got.append((f"{os.path.relpath(line[0], HOME)}:{line[1]}", caught, comm._closed))
+            got.append((f"{os.path.relpath(line[0], HOME)}:{line[1]}", caught, comm._group.closed))
         del comm, walk
     gc.collect()  # an exception and its frames may hold each other
     left = leftovers()

@@ -30,7 +30,7 @@ def joined(rank, world_size, url, there=True, memory=True, **options):
     package.core = fake_nccl
     sys.modules["nccl"], sys.modules["nccl.core"] = package, fake_nccl if there else None
     fake_nccl.STORE, *_ = open_store(url + "fake", rank, world_size, 30.0)
-    bootstrap.behind = lambda device, options: ("nccl", "") if options.nccl else (None, "Options(nccl=False)")
+    bootstrap.fallback = lambda device, options: ("nccl", "") if options.nccl else (None, "Options(nccl=False)")
     backend_choice.nccl_threshold = lambda device, collective, world_size: LIMIT
     if not memory:
 
@@ -105,7 +105,7 @@ def by_route(rank, world_size, tell, url):
     wrong, out = [], io.StringIO()
     with joined(rank, world_size, url) as comm, contextlib.redirect_stdout(out):
         every_collective(comm, 2, torch.float32, wrong)
-        assert comm._nccl is None and not tricomm.stats()["nccl"]
+        assert comm._planner.nccl is None and not tricomm.stats()["nccl"]
         small = dict(tricomm.stats()["kernels"])
         every_collective(comm, 2000, torch.float32, wrong)
         large = dict(tricomm.stats()["nccl"])
@@ -132,7 +132,7 @@ def by_route(rank, world_size, tell, url):
                 refused.append(str(error))
         y = torch.ones(2)
         comm.all_reduce(y)
-        inner = comm._nccl._comm
+        inner = comm._planner.nccl._comm
     lines = [line for line in out.getvalue().splitlines() if "tricomm routing" in line]
     return wrong, small, large, routes, choices[1].reason, refused, y[0].item(), inner.ended, lines
 
@@ -215,7 +215,7 @@ def fails_on_its_own(rank, world_size, tell, url):
     """NCCL reports an error on rank 0 while nobody calls anything."""
     with joined(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(LIMIT))
-        inner = comm._nccl._comm
+        inner = comm._planner.nccl._comm
         if rank == 0:
             inner.error = 6
         time.sleep(1.0)
@@ -227,7 +227,7 @@ def dies(rank, world_size, tell, url):
     """A rank is killed while the others are in NCCL, which would wait for it for ever."""
     with joined(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(LIMIT))
-        inner = comm._nccl._comm
+        inner = comm._planner.nccl._comm
         tell(os.getpid())
         if rank == 1:
             time.sleep(60)
@@ -259,7 +259,7 @@ def absent_on_another_node(rank, world_size, tell, url):
     os.environ["TRICOMM_NODE_ID"] = f"host {rank}"
     with joined(rank, world_size, url, timeout=3.0) as comm:
         comm.all_reduce(torch.ones(2))
-        inner = comm._nccl._comm
+        inner = comm._planner.nccl._comm
         if rank == 1:
             time.sleep(6.0)
             return "slept", "", 0.0, inner.ended

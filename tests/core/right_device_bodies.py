@@ -55,7 +55,7 @@ def replays_after_close(rank, world_size, tell, url, how):
             comm.all_reduce(handle, out=torch.zeros(8))
         comm.barrier()
         if how == "unprotected":
-            comm._captured = False
+            comm._launcher.captured = False
         comm.close()
         comm.close()
         began = time.monotonic()

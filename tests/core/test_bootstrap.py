@@ -38,20 +38,16 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 
     monkeypatch.setattr(bootstrap, "open_arena", open_arena)
     monkeypatch.setattr(
-        bootstrap, "behind", lambda device, options: (backend_choice.NCCL, "") if nccl else (None, "no NCCL")
+        bootstrap, "fallback", lambda device, options: (backend_choice.NCCL, "") if nccl else (None, "no NCCL")
     )
     store, options = HashStore(), tricomm.Options(arena_bytes=NBYTES)
     plan = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), NBYTES)
 
-    def look():
-        pass
-
     def run(rank):
         try:
             with ExitStack() as undo:
-                found = bootstrap.join(
-                    undo, store, rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan, look
-                )
+                terms = bootstrap.Terms(rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan)
+                found = bootstrap.join(undo, store, terms)
                 undo.pop_all()
         except errors.TricommError as error:
             return error

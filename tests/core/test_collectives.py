@@ -117,7 +117,7 @@ def test_all_algorithms_give_the_same_bits():
 def test_a_list_shares_one_launch():
     def body(comm):
         me, n = comm.rank, comm.world_size
-        before = comm._sequence
+        before = comm._launcher.sequence
         a, b = torch.full((3,), 1.0 + me), torch.arange(8.0).view(4, 2).t() * (me + 1)
         out = comm.all_reduce([a, b])
         assert (
@@ -142,7 +142,7 @@ def test_a_list_shares_one_launch():
         reduced = comm.reduce([torch.tensor([me]), torch.tensor([me, 1])], 1, "max")
         assert (reduced is None) == (me != 1)
         assert me != 1 or [t.tolist() for t in reduced] == [[2], [2, 1]]
-        return comm._sequence - before
+        return comm._launcher.sequence - before
 
     assert tricomm.simulate(body, 3) == [8] * 3
 
@@ -166,7 +166,7 @@ def test_zero_elements_launch_nothing():
         comm.all_to_all(none)
         comm.reduce_scatter(torch.empty(0, 4))
         assert comm.gather(none, 0) is None or comm.rank == 0
-        return comm._sequence
+        return comm._launcher.sequence
 
     assert tricomm.simulate(body, 2) == [0, 0]
 
@@ -204,7 +204,7 @@ def test_bad_input_is_refused_and_the_group_goes_on(name):
     def body(comm):
         with pytest.raises(InvalidArgument, match=words):
             call(comm)
-        return comm._sequence, comm.all_reduce(torch.ones(2)).tolist()
+        return comm._launcher.sequence, comm.all_reduce(torch.ones(2)).tolist()
 
     assert tricomm.simulate(body, 3) == [(0, [3.0, 3.0])] * 3
 

@@ -15,8 +15,8 @@ import tricomm
 from tests.store.fake_driver import FakeCuda
 from tests.topology.fake_nvml import uuid_of
 from tricomm import env
-from tricomm.communicator import pick_device
 from tricomm.core import bootstrap, topology_agreement
+from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options
@@ -71,7 +71,7 @@ class Job:
         monkeypatch.setattr(discovery.TorchCuda, "device_uuid", lambda self, ordinal: uuid_of(ordinal))
         monkeypatch.setattr(topology_agreement, "_found", lambda uuids: discovery.Discovery(None, "not asked"))
         monkeypatch.setattr(topology_agreement.agree, "__defaults__", (topology_agreement._found, None))
-        monkeypatch.setattr(bootstrap, "behind", lambda device, options: (backend_choice.NCCL, ""))
+        monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (backend_choice.NCCL, ""))
 
         def arena(control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None) -> Any:
             return open_cuda_ipc(control, nbytes, device, timeout, self.drivers[control.rank], reach)
@@ -86,10 +86,8 @@ class Job:
             where = torch.device("cuda", self.devices[rank])
             try:
                 with ExitStack() as undo:
-                    found = bootstrap.join(
-                        undo, store, rank, size, where, 20.0, 20.0, options(rank), self.plan, lambda: None
-                    )
-                    return found.arena.kind
+                    terms = Terms(rank, size, where, 20.0, 20.0, options(rank), self.plan)
+                    return bootstrap.join(undo, store, terms).arena.kind
             except InvalidArgument as error:
                 return str(error)
 

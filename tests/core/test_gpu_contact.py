@@ -233,7 +233,7 @@ def idle_words(rank, world_size, tell, url):
         for _ in range(100):
             comm.all_reduce(of(rank))
         comm.synchronize()
-        return int(comm._words[layout.STARTED]) + 1 == int(comm._words[layout.ENDED])
+        return int(comm._group.words[layout.STARTED]) + 1 == int(comm._group.words[layout.ENDED])
 
 
 def test_host_writes_have_arrived_when_a_call_has_run(url):

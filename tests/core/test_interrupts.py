@@ -60,13 +60,13 @@ def alone():
 
 def in_the_middle(comm, action):
     """Have `action` run in the middle of each call, as a signal handler might."""
-    announce = comm._announce
+    announce = comm._launcher._announce
 
     def announced(sequence, record):
         action()
         announce(sequence, record)
 
-    comm._announce = announced
+    comm._launcher._announce = announced
 
 
 def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on(alone):
@@ -94,7 +94,7 @@ def test_an_interrupt_inside_a_call_inside_a_call_leaves_the_lock_to_the_outer_o
             alone.barrier()
         with bodies.Walk(KeyboardInterrupt, seen.lines[3]), pytest.raises(KeyboardInterrupt):
             alone.barrier()
-        held.append(alone._turn.mine())
+        held.append(alone._launcher.lock.mine())
 
     in_the_middle(alone, handler)
     with pytest.raises(GroupAborted, match="stopped by KeyboardInterrupt"):

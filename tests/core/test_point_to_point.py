@@ -248,7 +248,7 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
 
     def body(comm):
         slots = comm.arena_layout
-        words = comm._arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
+        words = comm._group.arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
         words[:] = (first + 8) << 32 | 0xBAD
         comm.barrier()
         for turn in range(8):  # numbers of which the last four clear
@@ -305,11 +305,11 @@ def test_what_has_not_been_taken_is_known(first):
 
 def test_a_message_is_not_captured():
     def body(comm):
-        comm._gpu = SimpleNamespace(elsewhere=lambda: False, capturing=lambda: True)
+        comm._messages._gpu = SimpleNamespace(capturing=lambda: True)
         for call in (lambda: comm.send(torch.ones(3), 1 - comm.rank), lambda: comm.recv(torch.ones(3))):
             with pytest.raises(InvalidArgument, match="a message cannot be captured"):
                 call()
-        comm._gpu = None
+        comm._messages._gpu = None
 
     tricomm.simulate(body, 2, options=SMALL)
 

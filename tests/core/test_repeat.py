@@ -72,11 +72,11 @@ def test_every_way_to_lie_in_memory(comm):
 
 
 def test_repeats_are_counted_and_announced(comm):
-    before, sequence = tricomm.stats()["kernels"]["all_reduce"], comm._sequence
+    before, sequence = tricomm.stats()["kernels"]["all_reduce"], comm._launcher.sequence
     x = torch.ones(SHAPE)
     for _ in range(3):
         comm.all_reduce(x)
-    assert tricomm.stats()["kernels"]["all_reduce"] == before + 3 and comm._sequence == sequence + 3
+    assert tricomm.stats()["kernels"]["all_reduce"] == before + 3 and comm._launcher.sequence == sequence + 3
     assert comm.known("sum", x.dtype, 24) is not None and comm.known("max", x.dtype, 24) is None
 
 
@@ -88,10 +88,10 @@ def test_after_close(comm):
 
 def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, monkeypatch):
     """On a GPU; here the communicator only says that it has one."""
-    monkeypatch.setattr(comm, "_gpu", SimpleNamespace(elsewhere=lambda: False, capturing=lambda: True))
+    monkeypatch.setattr(comm._planner, "_gpu", SimpleNamespace(capturing=lambda: True))
     for call in (lambda: comm.all_reduce(torch.ones(7)), lambda: comm.all_gather(torch.ones(7)), comm.barrier):
         with pytest.raises(InvalidArgument, match="run this call once before capture"):
             call()
     monkeypatch.undo()
-    assert not comm._captured, "a call that was refused is in no graph"
+    assert not comm._launcher.captured, "a call that was refused is in no graph"
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))

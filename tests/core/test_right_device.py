@@ -15,7 +15,7 @@ from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, communicator, errors
 from tricomm.c10d import streams
-from tricomm.core import group
+from tricomm.core import bootstrap, launcher
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.arena import open_arena
@@ -48,14 +48,14 @@ def comm(world):
         made.all_reduce(torch.ones(8))  # compiled and loaded
         made.all_reduce(torch.ones(8), async_op=True)
         yield made
-    for kept in group._kept:  # of captured calls: no graph will run them again
-        kept._control.close()
-        kept._arena.close()
-    group._kept.clear()
+    for kept in communicator._kept:  # of captured calls: no graph will run them again
+        kept._group.control.close()
+        kept._group.arena.close()
+    communicator._kept.clear()
 
 
 def device_of(comm) -> FakeDevice:
-    return comm._runtime.fake
+    return comm._group.runtime.fake
 
 
 # What may be current in the thread that calls
@@ -290,10 +290,10 @@ def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
 def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the_end(comm, world, monkeypatch):
     monkeypatch.setattr(fake_cuda.FakeStream, "query", lambda stream: False)
     monkeypatch.setattr(fake_cuda.FakeEvent, "query", lambda event: False)
-    monkeypatch.setattr(group, "_LEAVE_SECONDS", 0.2)
-    monkeypatch.setattr(comm, "_timeout", 0.2)
+    monkeypatch.setattr(launcher, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(comm._group, "timeout", 0.2)
     comm.close()
-    assert comm._control.state(0) == RankState.CLOSED and comm in group._kept
+    assert comm._group.control.state(0) == RankState.CLOSED and comm in communicator._kept
     comm.group_table.add_(0)  # still mapped
 
 
@@ -302,7 +302,7 @@ def test_the_device_of_a_rank_that_names_none(world, monkeypatch, current, local
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
     with world.device(current):
-        assert communicator.pick_device(None) == torch.device("cuda", chosen)
+        assert bootstrap.pick_device(None) == torch.device("cuda", chosen)
         assert world.get_device() == current
 
 

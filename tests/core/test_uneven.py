@@ -50,7 +50,7 @@ def test_lengths_that_change_with_every_call_are_right_and_share_one_plan(world_
             want = torch.cat([sent(r, comm.rank, number, n, width, dtype) for r, n in enumerate(takes)])
             comm.all_to_all_v(x, into, takes, y, protocol=protocol)
             wrong += [] if torch.equal(y, want) else [(number, rows)]
-        return wrong, len(comm._plans), {s.collective for s in comm.stats().calls}
+        return wrong, len(comm._planner.plans), {s.collective for s in comm.stats().calls}
 
     for wrong, plans, called in tricomm.simulate(body, world_size, options=SMALL):
         # One for each type and protocol, and two where an address is no multiple of 16: tensors may begin anywhere.
@@ -123,7 +123,7 @@ def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm,
             comm.all_to_all_v(x, [own, goes], [own, comes], y)
         want.append((X.data_ptr(), Y.data_ptr(), 4, (own, goes), (own, comes)))
     assert [words(launch) for launch in device.launches] == want
-    assert len(made) == 1 and len(comm._plans) == 1 and operations.seen == []
+    assert len(made) == 1 and len(comm._planner.plans) == 1 and operations.seen == []
     with operations:  # it sees one that has to be copied
         comm.all_to_all_v(torch.zeros(4, 6).t(), [3, 3], [3, 1])
     assert operations.seen != []
@@ -132,10 +132,10 @@ def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm,
 def test_lengths_take_no_place_among_the_plans_that_are_kept(comm, monkeypatch):
     monkeypatch.setattr(planner, "_MOST_PLANS", 3)
     comm.all_reduce(X[0])
-    (kept,) = comm._plans.values()
+    (kept,) = comm._planner.plans.values()
     for number in range(9):
         comm.all_to_all_v(X[:number], [0, number], [0, 9 - number], Y[: 9 - number])
-    assert kept in comm._plans.values() and len(comm._plans) == 2
+    assert kept in comm._planner.plans.values() and len(comm._planner.plans) == 2
 
 
 def test_bytes_and_times_are_those_of_each_call(comm):
@@ -152,10 +152,10 @@ def test_bytes_and_times_are_those_of_each_call(comm):
 def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, device, monkeypatch):
     """A graph keeps the parameters of its capture: they are values, and nothing that a later call changes."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    comm.simulated = False
-    comm._plan("all_to_all_v", None, torch.float32, 4, True, None, None)
-    comm.simulated = True
-    modes = {made.mode: made for made in comm._plans.values()}
+    comm._group.simulated = False
+    comm._planner.plan(launch_plan.Request("all_to_all_v"), torch.float32, 4, True)
+    comm._group.simulated = True
+    modes = {made.mode: made for made in comm._planner.plans.values()}
     assert set(modes) == {"eager", "graph"} and modes["eager"].fingerprint != modes["graph"].fingerprint
     want = []
     for raw, mode, rows in ((7, "graph", 5), (7, "graph", 6), (9, "eager", 1), (11, "eager", 2), (7, "graph", 0)):
@@ -183,7 +183,7 @@ def test_two_threads_do_not_mix_their_lengths(comm, device, monkeypatch):
 
     monkeypatch.setattr(device, "stream", between)  # asked after the words are packed
     call(first)  # makes the plan
-    (chosen,) = comm._plans.values()
+    (chosen,) = comm._planner.plans.values()
     for want in ([first, second], [second, second]):
         device.launches.clear()
         others[:] = [None]

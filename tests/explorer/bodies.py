@@ -60,7 +60,7 @@ def differing(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) 
 def prefilled(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
     """The LL mailboxes hold what a counter of 32 bits leaves when it comes round: words of the next epochs but one."""
     nbytes = 2 * comm.world_size * comm.arena_layout.ll_room
-    words = comm._arena.tensor(comm.rank, comm.arena_layout.ll, (2, nbytes // 16), torch.int64)
+    words = comm._group.arena.tensor(comm.rank, comm.arena_layout.ll, (2, nbytes // 16), torch.int64)
     for ahead in (3, 4):
         epoch = mutant.first_epoch + ahead
         words[epoch & 1].fill_(epoch << 32 | 77)
@@ -105,7 +105,7 @@ def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tenso
     how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
     how |= {kernel.kind.root: root} if kernel.kind.root else {}
     how |= {"op": op} if kernel.reduces else {}
-    quads = oracle.quads(comm) if kernel.needs_cube else ()
+    quads = oracle.quads(comm.topology, comm.world_size) if kernel.needs_cube else ()
     want = reference.expected(kernel.collective, op, parts, comm.rank, root, quads)
     gets = kernel.kind.root != "dst" or root == comm.rank
     if gets and kernel.collective not in ("broadcast", "reduce"):  # those are in place

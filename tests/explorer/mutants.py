@@ -40,8 +40,8 @@ _GRID_WAIT = """\
 """
 _MEETING = "        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)"
 _ZEROED = """
-        words = self._layout.nbytes // 8 - layout.HEADERS // 8
-        self._arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
+        words = self.layout.nbytes // 8 - layout.HEADERS // 8
+        self.arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
 
 RACE, SCOPE, DEADLOCK = frozenset({"race"}), frozenset({"scope"}), frozenset({"deadlock"})
 WRONG = frozenset({"wrong_result"})

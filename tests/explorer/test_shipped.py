@@ -112,7 +112,7 @@ def test_messages_of_several_chunks(kernel):
 
     def fn(comm: tricomm.Communicator) -> list[torch.Tensor]:
         results = calls(comm)
-        assert comm._words[layout.ENDED] == comm.options.first_epoch + 3, "three chunks are three epochs"
+        assert comm._group.words[layout.ENDED] == comm.options.first_epoch + 3, "three chunks are three epochs"
         return results
 
     passed(fn, world_size, schedules=1, options=options)

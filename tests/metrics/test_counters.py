@@ -22,8 +22,7 @@ from tests.core.bodies import communicator
 from tricomm.core import monitor
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
-from tricomm.metrics import routes
-from tricomm.metrics.counters import Activity, Tally, bucket, weight
+from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
 from tricomm.metrics.timer import Clock
 from tricomm.perf.null_launch import communicator as null_communicator
 
@@ -59,7 +58,7 @@ def test_a_failed_call_is_not_counted_and_evicted_plans_are() -> None:
     with comm:
         x = torch.ones(8)
         comm.all_reduce(x)
-        comm._plans.clear()  # as a new table does, or the 1025th shape
+        comm._planner.forget()  # as a new table does, or the 1025th shape
         comm.all_reduce(x)
         with pytest.raises(InvalidArgument):
             comm.all_reduce(x, op="mean")
@@ -125,10 +124,10 @@ def _late(rank: int, world_size: int, tell: object, url: str) -> float:
 
 
 def test_what_goes_to_others_is_counted_by_size() -> None:
-    before = routes.by_size().get(("gloo", "all_reduce", 4096), (0, 0))
+    before = fallback_by_size().get(("gloo", "all_reduce", 4096), (0, 0))
     for _ in range(2):
-        routes.count("gloo", "all_reduce", 4000)
-    after = routes.by_size()["gloo", "all_reduce", 4096]
+        count_fallback("gloo", "all_reduce", 4000)
+    after = fallback_by_size()["gloo", "all_reduce", 4096]
     assert (after[0] - before[0], after[1] - before[1]) == (2, 8000)
 
 

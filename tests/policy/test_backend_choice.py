@@ -102,7 +102,7 @@ def test_nccl_that_one_rank_lacks_is_lacking_on_all(url):
 def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
     for rank, (kind, text, seconds, ended) in enumerate(ranks.run(2, bodies.fails_on_its_own, url)):
         assert kind == "GroupAborted" and "NCCL reports error 6 (a link went down)" in text
-        assert ("rank 0 gave the group up" in text) == (rank == 1)
+        assert ("rank 0 aborted the group" in text) == (rank == 1)
         assert ended == "aborted" and seconds < 1.0 + ranks.BUSY
 
 
@@ -163,9 +163,9 @@ def test_a_forced_kernel_is_run_or_refused():
 
 
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):
-    native, missing = bootstrap.behind(torch.device("cpu"), tricomm.Options())
+    native, missing = bootstrap.fallback(torch.device("cpu"), tricomm.Options())
     assert native is None and "Gloo" in missing
-    assert bootstrap.behind(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
+    assert bootstrap.fallback(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
     with tricomm.init(url, 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024)) as comm:
         with pytest.raises(InvalidArgument, match="band.*is not defined for float32.*Gloo"):
             comm.all_reduce(torch.ones(2), "band")

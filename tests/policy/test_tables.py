@@ -234,7 +234,7 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
 
     def body(comm: tricomm.Communicator) -> None:
         row = TableRow("all_reduce", 2, None, "two_shot" if comm.rank else "one_shot", "ll")
-        comm._site = replace(comm._site, tuned=(row,), tuned_name="mine")
+        comm._planner.site = replace(comm._planner.site, tuned=(row,), tuned_name="mine")
         comm.all_reduce(torch.arange(64.0))
 
     with pytest.raises(CollectiveMismatch):

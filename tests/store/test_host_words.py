@@ -15,8 +15,12 @@ from torch.distributed import HashStore
 import tricomm
 from tests.store.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_host import identity
+from tricomm import communicator
 from tricomm.communicator import Communicator
-from tricomm.core import bootstrap, group
+from tricomm.core import bootstrap
+from tricomm.core.group import Group
+from tricomm.core.launcher import Launcher
+from tricomm.core.point_to_point import PointToPoint
 from tricomm.core.runtime import PROCESSES
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
@@ -39,7 +43,7 @@ def world() -> Iterator[FakeCuda]:
     """Whatever a test kept on purpose does not reach the next one."""
     yield FakeCuda(2)
     host_words._registered.clear()
-    group._kept.clear()
+    communicator._kept.clear()
 
 
 def ready(world: FakeCuda) -> FakeDriver:
@@ -159,7 +163,7 @@ class Job:
             return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)
-        monkeypatch.setattr(group.Group, "_write_table", lambda self: torch.empty(0))
+        monkeypatch.setattr(Group, "_write_table", lambda self: torch.empty(0))
 
     def together(self, body: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
@@ -181,8 +185,8 @@ class Job:
 
     def works(self, comm: Communicator, value: int) -> None:
         """What the device writes to the page is what the rank sees."""
-        touch(self.drivers[comm.rank], comm._arena.control_address + 8 * layout.ENDED, value)  # type: ignore[attr-defined]
-        assert comm._words[layout.ENDED] == value
+        touch(self.drivers[comm.rank], comm._group.arena.control_address + 8 * layout.ENDED, value)  # type: ignore[attr-defined]
+        assert comm._group.words[layout.ENDED] == value
 
 
 @pytest.fixture
@@ -204,13 +208,13 @@ def a_group(job: Job, value: int) -> int:
     for comm in comms:
         job.works(comm, value)
     job.together(lambda rank: comms[rank].close())
-    return comms[0]._control.device_words
+    return comms[0]._group.control.device_words
 
 
 def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Groups one after another whose arenas stay, until a page has the address of an earlier one."""
-    monkeypatch.setattr(Communicator, "_settled", lambda self, seconds: False)  # a peer has not taken a message
-    monkeypatch.setattr(group.log, "disabled", True)  # or pytest holds on to the groups that the records name
+    monkeypatch.setattr(PointToPoint, "acknowledged", lambda self, seconds: False)  # a peer has not taken a message
+    monkeypatch.setattr(communicator.log, "disabled", True)  # or pytest holds on to the groups that the records name
     seen: set[int] = set()
     for value in range(1, 10):
         address = a_group(job, value)
@@ -247,7 +251,7 @@ def test_ranks_of_one_process_give_their_pages_back_one_by_one(job: Job) -> None
         job.works(one, value)
         one.close()
         pinned = job.drivers[0].process.pinned.all
-        assert [page.address for page in pinned] == [two._control.device_words]
+        assert [page.address for page in pinned] == [two._group.control.device_words]
         job.works(two, value)
         three, four = job.local()  # while one rank of the last group lives
         job.works(three, value)
@@ -264,13 +268,13 @@ def test_what_a_kernel_that_does_not_leave_works_on_stays(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     comms = job.processes()
-    monkeypatch.setattr(Communicator, "_quiet", lambda self: False)
+    monkeypatch.setattr(Launcher, "drained", lambda self: False)
     for driver in job.drivers:
         driver.process.kernel_running = True
     for comm in comms:
-        comm.simulated = False
+        comm._group.simulated = False
         comm.close()
-    address = comms[0]._arena.control_address  # type: ignore[attr-defined]
+    address = comms[0]._group.arena.control_address  # type: ignore[attr-defined]
     assert caplog.text.count("a kernel has not left") == 2
     del comm, comms
     gc.collect()

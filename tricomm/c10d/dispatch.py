@@ -23,7 +23,8 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
 from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
-from tricomm.communicator import Communicator, pick_device
+from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import pick_device
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -32,6 +33,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
+from tricomm.metrics.counters import count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
@@ -42,6 +44,7 @@ from tricomm.store.control import PackedDescriptor
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
+_DECIDED = BackendChoice(backend_choice.KERNELS, "the c10d group has decided it")
 # Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
 _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
     "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
@@ -143,7 +146,9 @@ class Dispatcher:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
     def count_call(self, call: GroupCall, route: BackendChoice) -> None:
-        backend_choice.count_and_log(
+        if route.backend != backend_choice.KERNELS:  # the communicator counts its own calls
+            count_fallback(route.backend, call.collective, call.nbytes)
+        backend_choice.log_once(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
         )
 
@@ -165,8 +170,8 @@ class Dispatcher:
                 config.timeout,
                 options_for(self._options, config.timeout, device.type),
                 look=self._still_connected,
+                decided=_DECIDED,
             )
-            comm.counted = False
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return

@@ -14,7 +14,6 @@ from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
 from tricomm.communicator import Communicator
-from tricomm.metrics import routes
 
 _MOST_CALLS = 1024
 # One handle for all: the result of a call that is finished is in the caller's hands already.
@@ -34,7 +33,6 @@ class FastPath:
     def __init__(self) -> None:
         self._comm: Communicator | None = None
         self._calls: dict[tuple[torch.dtype, int, int], Any] = {}
-        self._count = routes.counter(routes.KERNELS, "all_reduce")
 
     def learn(self, comm: Communicator, x: torch.Tensor, op: str) -> None:
         """Repeat from now on all_reduces of tensors like `x`, as `comm` has just made one.
@@ -68,5 +66,4 @@ class FastPath:
             return None
         if not self._comm.repeat(known, x):  # type: ignore[union-attr]  # sparse, requires grad, another device
             return None
-        self._count[0] += 1
         return _FINISHED

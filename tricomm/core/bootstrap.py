@@ -1,8 +1,8 @@
 """How the ranks of a communicator come together, and what they have in common then: memory, or only NCCL.
 
 On a CPU the ranks share memory, or there is no group. On GPUs NCCL (`Options.nccl`) takes the groups whose ranks do
-not: those that span nodes, boxes without peer access. That is found by all ranks together, for the meeting and the
-opening of an arena end alike on all of them.
+not: those that span nodes, and boxes without peer access. All ranks come to the same result, because the rendezvous
+and the opening of an arena end alike on all of them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from types import TracebackType
 import torch
 from torch.distributed.distributed_c10d import Store
 
+from tricomm import env
 from tricomm.core import nccl, topology_agreement
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
+from tricomm.kernels.launch import compiler, interpreter
 from tricomm.options import Options
-from tricomm.policy import backend_choice
+from tricomm.policy import backend_choice, selection
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake
@@ -29,15 +31,32 @@ from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
+_ALONE = "there is no other backend behind the kernels here"
 _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 
 
-@dataclass(frozen=True)
-class Joined:
-    """What a communicator takes over."""
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """On what a rank joins a group. `timeout` is of each step, `rendezvous_timeout` of the rendezvous, in seconds;
+    `on_wait` is called now and then while this rank waits for the others, and what it raises ends the rendezvous."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout: float
+    rendezvous_timeout: float
+    options: Options
+    layout: layout.Layout
+    on_wait: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the ranks of a group have in common; the group takes over the control page and the arena."""
 
     control: ControlPage
     arena: Arena
+    layout: layout.Layout
     topology: Topology | None
     routes: backend_choice.GroupFacts
 
@@ -61,56 +80,110 @@ class NoArena:
         pass
 
 
-def behind(device: torch.device, options: Options) -> tuple[str | None, str]:
-    """Who serves what the kernels do not, and why there is nobody, if there is nobody."""
+def fallback(device: torch.device, options: Options) -> tuple[str | None, str]:
+    """Which backend takes the calls that the kernels do not, or None and why there is none."""
     if device.type == "cpu":
         return None, f"there is no NCCL for CPU tensors; {_GLOO}"
     return (backend_choice.NCCL, "") if options.nccl else (None, "Options(nccl=False)")
 
 
-def join(
-    undo: ExitStack, store: Store, rank: int, world_size: int, device: torch.device, timeout: float,
-    meeting_timeout: float, options: Options, arena_layout: layout.Layout, look: Callable[[], None],
-) -> Joined:  # fmt: skip
+def pick_device(device: torch.device | str | int | None) -> torch.device:
+    """The device of that name; None: the current GPU, or the CPU if there is none. Raises `InvalidArgument`."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgument(f"device={device!r}: {error}") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidArgument(f"device={device!r}: a CPU or a CUDA device is needed")
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidArgument(f"device={device!r}: this process sees no CUDA device")
+        if chosen.index is None:
+            chosen = torch.device("cuda", _index())
+        count = torch.cuda.device_count()
+        if not 0 <= chosen.index < count:
+            names = ", ".join(f"cuda:{n} ({torch.cuda.get_device_name(n)})" for n in range(count))
+            raise InvalidArgument(
+                f"device={device!r}: there is no such GPU in this process, which sees {names}; look at "
+                "CUDA_VISIBLE_DEVICES"
+            )
+    return torch.device("cpu") if chosen.type == "cpu" else chosen
+
+
+def _index() -> int:
+    """The current device; if that is the first one, the device that LOCAL_RANK names, which torchrun sets."""
+    index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
+    return local % torch.cuda.device_count() if index == 0 and local is not None else index
+
+
+def layout_of(world_size: int, device: torch.device, options: Options) -> layout.Layout:
+    """The layout of a group's memory; raises `InvalidArgument` for a group that cannot be."""
+    reason = interpreter.supported()
+    if reason is not None and device.type == "cpu":
+        raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
+    reason = compiler.refused()
+    if reason is not None and device.type == "cuda":
+        raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
+    if world_size > layout.MAX_WORLD_SIZE and fallback(device, options)[0] is None:
+        raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
+    topology_agreement.check(options, world_size)
+    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
+    selection.check_device(device.type, memory, options.tile)
+    return memory
+
+
+def without_fallback(control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device) -> Shared:
+    """Memory that is shared already, by ranks that have no backend behind the kernels."""
+    routes = backend_choice.GroupFacts(device.type, control.world_size, 1, None, None, _ALONE)
+    return Shared(control, arena, memory, None, routes)
+
+
+def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` gives it all back."""
-    native, missing = behind(device, options)
-    agreed = options.agreed(arena_layout, device.type)
+    device, options, rank, world_size = terms.device, terms.options, terms.rank, terms.world_size
+    native, missing = fallback(device, options)
+    agreed = options.agreed(terms.layout, device.type)
+    limit = terms.rendezvous_timeout
     why: str | None = None
     nodes = 1
-    # What is opened is on the stack before the next line, where an interrupt may come.
+    # What is opened is on the stack before the next line, because an interrupt may come there.
     try:
-        undo.push(partial(_leave, control := handshake(store, rank, world_size, meeting_timeout, agreed, look)))
+        undo.push(partial(_leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:
         if native is None and isinstance(error, SpansNodes):
             raise RendezvousError(f"{error}. {missing}") from error
         if native is None:
             raise
         why = str(error)
-        control, nodes = open_store_control(store, rank, world_size, meeting_timeout, agreed)
+        control, nodes = open_store_control(store, rank, world_size, limit, agreed)
         undo.push(partial(_leave, control))
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
     if why is None and world_size > layout.MAX_WORLD_SIZE:
         why = f"the kernels take up to {layout.MAX_WORLD_SIZE} ranks, here are {world_size}"
     if why is None:
-        topology = topology_agreement.agree(control, options, device, timeout)
+        topology = topology_agreement.agree(control, options, device, terms.timeout)
         reach = topology_agreement.reach(topology, rank)
         try:
-            undo.callback((arena := open_arena(control, arena_layout.nbytes, device, timeout, reach)).close)
+            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise
             why = f"the ranks cannot share memory: {error}"
     if why is not None:
-        _only_nccl(control, why, timeout)
-    routes = backend_choice.GroupFacts(device.type, world_size, nodes, why, native, missing)
-    return Joined(control, arena, topology, routes)
+        _only_nccl(control, why, terms.timeout)
+    routes = backend_choice.GroupFacts(device.type, world_size, nodes, why, native, missing, reachable=all(arena.bases))
+    return Shared(control, arena, terms.layout, topology, routes)
 
 
 def _leave(
     control: ControlPage, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Close the page of a set-up that has failed; the others hear what has stopped this rank."""
+    """Close the page of a set-up that has failed; the other ranks are told what has stopped this one."""
     if error is not None and not isinstance(error, TricommError):
         text = f"rank {control.rank} was stopped by {type(error).__name__}: {error}"
         control.raise_fault(Fault(GroupAborted.__name__, control.rank, 0, text))
@@ -118,7 +191,7 @@ def _leave(
 
 
 def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:
-    """No call can be made without it, so that it is missing is said here, on all ranks."""
+    """Raise on all ranks if NCCL is missing: no call could be made without it."""
     try:
         nccl.load(control, timeout)
     except ResourceError as error:

@@ -15,26 +15,37 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.core import row_splits, tensor_lists
-from tricomm.core.entry_guard import guarded
-from tricomm.core.planner import Planning
+from tricomm.core import rows
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launch_plan import PlansOfShape, Request
+from tricomm.core.launcher import Launcher
+from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
-from tricomm.core.work import Work
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs
+from tricomm.kernels import collective_specs, layout
+from tricomm.store.process import forks
 
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
+_STATUS, _ABORT = layout.STATUS, layout.ABORT
+_BARRIER = Request("barrier")
+_IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
 
 
-class Collectives(Planning):
-    """`async_op=True` gives a `Work` in place of the output; `algorithm` and `protocol` force a kernel.
+class Collectives:
+    """Those of one group. `async_op=True` gives a `Work` in place of the output; `algorithm` and `protocol` force a
+    kernel.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
     """
 
-    @guarded
+    def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
+        self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
+        self._rank, self._world_size, self._device, self._gpu = group.rank, group.world_size, group.device, group.gpu
+        self._repeated, self._launch = planner.repeated, launcher.launch
+
     def all_reduce(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -46,15 +57,35 @@ class Collectives(Planning):
         """
         if out is None:
             try:
-                known = self._known[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
+                known = self._repeated[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
             except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
                 known = None
-            if known is not None and self._repeat(known, x):  # type: ignore[arg-type]
-                return self._finish(x, True) if async_op else x
-        name = arguments.operation(op)
-        return self._place("all_reduce", x, out, name, -1, algorithm, protocol, async_op, in_place=True)
+            if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
+                return self._launcher.finish(x, True) if async_op else x
+        request = Request("all_reduce", arguments.operation(op), algorithm, protocol)
+        return self._call(request, x, out, async_op)
 
-    @guarded
+    def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
+        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
+        return self._repeated.get((op, dtype, count, None, None))
+
+    def repeat(self, known: PlansOfShape, x: torch.Tensor) -> bool:
+        """Make an all_reduce in place again; False, with nothing done, if `x` needs a closer look than this.
+
+        Made for speed: what a call's shape decides is decided, and only what this tensor alone shows is looked at.
+        """
+        if not arguments.is_plain(x, self._device, known.itemsize, known.nbytes):
+            return False
+        plan = known.plans[x.data_ptr() % 16 == 0]
+        if plan is None or (gpu := self._gpu) is not None and gpu.capturing():
+            return False
+        group = self._group
+        flags = group.flags  # what `check_usable` looks at first, without another call
+        if flags[_STATUS] or flags[_ABORT] or group.closed or forks() != group.forks:
+            self._faults.check_usable()
+        self._launch(plan, x, x)
+        return True
+
     def all_gather(
         self, x: Tensors, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -62,11 +93,10 @@ class Collectives(Planning):
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). In place where `x` is this rank's row of `out`.
+        size (a scalar counts as one element). In place if `x` is this rank's row of `out`.
         """
-        return self._place("all_gather", x, out, "none", -1, algorithm, protocol, async_op)
+        return self._call(Request("all_gather", "none", algorithm, protocol), x, out, async_op)
 
-    @guarded
     def reduce_scatter(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -74,12 +104,11 @@ class Collectives(Planning):
         """Reduce `x` over all ranks as `all_reduce` does, and give rank r row r of the result.
 
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
-        place where `out` is this rank's row of `x`.
+        place if `out` is this rank's row of `x`.
         """
-        name = arguments.operation(op)
-        return self._place("reduce_scatter", x, out, name, -1, algorithm, protocol, async_op)
+        request = Request("reduce_scatter", arguments.operation(op), algorithm, protocol)
+        return self._call(request, x, out, async_op)
 
-    @guarded
     def all_to_all(
         self, x: Tensors, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -88,9 +117,8 @@ class Collectives(Planning):
 
         Dimension 0 of `x` is a multiple of the world size. `out` does not overlap `x`.
         """
-        return self._place("all_to_all", x, out, "none", -1, algorithm, protocol, async_op)
+        return self._call(Request("all_to_all", "none", algorithm, protocol), x, out, async_op)
 
-    @guarded
     def all_to_all_v(
         self, x: Tensor, in_splits: Sequence[int], out_splits: Sequence[int], out: torch.Tensor | None = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -99,64 +127,60 @@ class Collectives(Planning):
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
         Rows have the same shape and dtype on all ranks, and `in_splits[r]` here is `out_splits` of this rank at rank
-        r: where it is not, all ranks get `CollectiveMismatch`, those that have what they expect with their next call at
-        the latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of
-        its capture. No rank knows how much the others have, so size takes no part in the choice of a kernel: force
-        protocol `ll` for small rows.
+        r. If it is not, all ranks get `CollectiveMismatch`, those whose own rows are right with their next call at the
+        latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of its
+        capture. No rank knows the others' splits, so size takes no part in the choice of a kernel: force protocol `ll`
+        for small rows.
         """
         what = "all_to_all_v"
         source = self._input(x, what)
         splits = (
-            row_splits.check(in_splits, self.world_size, f"{what} in_splits"),
-            row_splits.check(out_splits, self.world_size, f"{what} out_splits"),
+            rows.check_splits(in_splits, self._world_size, f"{what} in_splits"),
+            rows.check_splits(out_splits, self._world_size, f"{what} out_splits"),
         )
-        row_splits.check_input(source, splits, self.rank)
+        rows.check_uneven(source, *splits, self._rank)
         shape = (sum(splits[1]), *source.shape[1:])
         if out is None:
             out = torch.empty(shape, dtype=source.dtype, device=source.device)
         else:
-            self._check_input(out, f"{what} out")
+            self._input(out, f"{what} out")
             arguments.check_output(out, shape, source, what)
             arguments.check_apart(source, out, what, None)
         source = source.contiguous()
         count = math.prod(source.shape[1:])
         aligned = (source.data_ptr() | out.data_ptr()) % 16 == 0
-        chosen = self._plan(what, None, source.dtype, count, aligned, algorithm, protocol)
+        plan = self._planner.plan(Request(what, None, algorithm, protocol), source.dtype, count, aligned)
         if count:
-            self._launch(chosen, source, out, splits)
-        return self._finish(out, async_op)
+            self._launch(plan, source, out, splits)
+        return self._launcher.finish(out, async_op)
 
-    @guarded
     def broadcast(
         self, x: Tensors, src: int, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Give every rank the `x` of rank `src`, in place."""
-        self._check_root(src, "broadcast src")
-        return self._place("broadcast", x, None, "none", src, algorithm, protocol, async_op, in_place=True)
+        check_root(src, self._world_size, "broadcast src")
+        return self._call(Request("broadcast", "none", algorithm, protocol, src), x, None, async_op)
 
-    @guarded
     def reduce(
         self, x: Tensors, dst: int, op: Any = "sum", *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
-        self._check_root(dst, "reduce dst")
-        name = arguments.operation(op)
-        return self._place("reduce", x, None, name, dst, algorithm, protocol, async_op, in_place=True)
+        check_root(dst, self._world_size, "reduce dst")
+        request = Request("reduce", arguments.operation(op), algorithm, protocol, dst)
+        return self._call(request, x, None, async_op)
 
-    @guarded
     def gather(
         self, x: Tensors, dst: int, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Concatenate every rank's `x` along dimension 0 on rank `dst`, into `out` or a new tensor; others get None."""
-        self._check_root(dst, "gather dst")
-        if out is not None and self.rank != dst:
-            raise InvalidArgument(f"gather: out is for rank {dst}, this is rank {self.rank}; pass None")
-        return self._place("gather", x, out, "none", dst, algorithm, protocol, async_op)
+        check_root(dst, self._world_size, "gather dst")
+        if out is not None and self._rank != dst:
+            raise InvalidArgument(f"gather: out is for rank {dst}, this is rank {self._rank}; pass None")
+        return self._call(Request("gather", "none", algorithm, protocol, dst), x, out, async_op)
 
-    @guarded
     def scatter(
         self, x: Tensors | None, src: int, out: Outputs = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
@@ -166,138 +190,137 @@ class Collectives(Planning):
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
         only says shape and dtype; its numbers are not looked at.
         """
-        self._check_root(src, "scatter src")
+        check_root(src, self._world_size, "scatter src")
         if x is None:
-            if self.rank == src:
+            if self._rank == src:
                 raise InvalidArgument(f"scatter: rank {src} is the source and gave no x")
             if out is None:
-                raise InvalidArgument(f"scatter: rank {self.rank} gave neither out nor x, so no shape is known")
+                raise InvalidArgument(f"scatter: rank {self._rank} gave neither out nor x, so no shape is known")
             many = isinstance(out, list | tuple)
-            x = [_rows_of(y, self.world_size) for y in out] if many else _rows_of(out, self.world_size)
-        return self._place("scatter", x, out, "none", src, algorithm, protocol, async_op)
+            x = [_rows_of(y, self._world_size) for y in out] if many else _rows_of(out, self._world_size)
+        return self._call(Request("scatter", "none", algorithm, protocol, src), x, out, async_op)
 
-    @guarded
     def barrier(self, *, async_op: bool = False) -> Any:
         """Return when every rank has entered its barrier; with `async_op=True` a `Work`. Returns None."""
-        self._usable()
-        self._launch(self._plan("barrier", None, None, 0, True, None, None), self._group, self._group)
+        group = self._group
+        self._faults.check_usable()
+        self._launch(self._planner.plan(_BARRIER, None, 0, True), group.table, group.table)
         if not async_op:
-            self._wait(self._timeout)
-        return self._finish(None, async_op)
+            self._launcher.wait(group.timeout)
+        return self._launcher.finish(None, async_op)
 
     # The common way
 
-    def _place(
-        self, collective: str, x: Any, out: Any, op: str, root: int, algorithm: str | None, protocol: str | None,
-        async_op: bool, in_place: bool = False,
-    ) -> Any:  # fmt: skip
+    def _call(self, request: Request, x: Any, out: Any, async_op: bool) -> Any:
         """Check tensors, make what is missing, run, and put the result where the caller expects it."""
-        kind = collective_specs.COLLECTIVES[collective]
-        given = list(x) if isinstance(x, list | tuple) else [x]
+        collective, root = request.collective, request.root
+        form = collective_specs.COLLECTIVES[collective]
+        in_place = out is None and collective in _IN_PLACE
         many = isinstance(x, list | tuple)
+        given = list(x) if many else [x]
         sources = [self._input(t, collective) for t in given]
         if many:
-            tensor_lists.check(sources, collective)
-        gets = kind.root != "dst" or root == self.rank
-        if in_place and out is None:
-            targets = sources if gets and not (collective == "broadcast" and root == self.rank) else []
+            rows.check_list(sources, collective)
+        gets = form.root != "dst" or root == self._rank
+        if in_place:
+            targets = sources if gets and not (collective == "broadcast" and root == self._rank) else []
             for target in targets:
                 arguments.check_writable(target, collective)
         else:
-            targets = self._outputs(kind, collective, sources, out, many) if gets else []
-        result: Any = (given if in_place and out is None else targets) if many else None
+            targets = self._outputs(form, sources, out, many) if gets else []
+        result: Any = (given if in_place else targets) if many else None
         if not many and gets:
-            result = x if in_place and out is None else targets[0]
+            result = x if in_place else targets[0]
         if isinstance(x, Symmetric) and collective in ("all_reduce", "all_gather"):
-            self._zero_copy(collective, op, x, targets[0], algorithm, protocol)
+            self._zero_copy(request, x, targets[0])
         else:
-            self._through(kind, sources, targets, op, root, algorithm, protocol)
-        return self._finish(result if gets else None, async_op)
+            self._through(request, form, sources, targets)
+        return self._launcher.finish(result if gets else None, async_op)
 
-    def _zero_copy(
-        self, collective: str, op: str, x: Symmetric, y: torch.Tensor, algorithm: str | None, protocol: str | None
-    ) -> None:
-        """Over a symmetric handle: the peers read it where it lies."""
-        if x.group != self.group:
+    def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor) -> None:
+        """Over a symmetric handle: the peers read it from where it is."""
+        if x.group != self._group.name:
             raise InvalidArgument(
-                f"{collective}: this handle is of communicator {x.group}, here is {self.group} with ranks of its own; "
-                "make one with this communicator's symmetric(), or pass handle.local"
+                f"{request.collective}: this handle is of communicator {x.group}, here is {self._group.name} with "
+                "ranks of its own; make one with this communicator's symmetric(), or pass handle.local"
             )
-        fitting = "two_shot" if y.data_ptr() == x.local.data_ptr() else "one_shot"
-        handle = (fitting, x.table, x.number)
-        self._run(collective, op, x.local, y, x.local.numel(), algorithm, protocol, -1, handle)
+        local = x.local
+        fitting = "two_shot" if y.data_ptr() == local.data_ptr() else "one_shot"
+        self._run(request.over(x, fitting), local, y, local.numel())
 
     def _through(
-        self, kind: collective_specs.Collective, sources: list[torch.Tensor], targets: list[torch.Tensor], op: str,
-        root: int, algorithm: str | None, protocol: str | None,
+        self, request: Request, form: collective_specs.Collective, sources: list[torch.Tensor],
+        targets: list[torch.Tensor],
     ) -> None:  # fmt: skip
-        """Run over contiguous memory: the tensors' own, or where they are several, or have gaps, a copy's."""
-        rows_in, rows_out = kind.rows_in(self.world_size), kind.rows_out(self.world_size)
+        """Run over contiguous memory: the tensors' own, or a copy's if they are several or have gaps."""
+        rows_in, rows_out = form.rows_in(self._world_size), form.rows_out(self._world_size)
         if len(sources) == 1:
             source = sources[0].contiguous()
             into = targets[0] if targets and targets[0].is_contiguous() else None
         else:
-            source, into = tensor_lists.pack(sources, rows_in), None
+            source, into = rows.pack(sources, rows_in), None
         count = source.numel() // rows_in
         if into is None:
             into = source
-            if targets and (rows_in != rows_out or kind.name == "all_to_all"):
+            if targets and (rows_in != rows_out or form.name == "all_to_all"):
                 into = torch.empty(count * rows_out, dtype=source.dtype, device=source.device)
-        self._run(kind.name, op, source, into, count, algorithm, protocol, root)
+        self._run(request, source, into, count)
         if targets and into is not targets[0]:
-            tensor_lists.unpack(into, targets, rows_out)
+            rows.unpack(into, targets, rows_out)
+
+    def _run(self, request: Request, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+        """Plan and launch a call of contiguous tensors, with `count` elements a row."""
+        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
+        in_rows = request.collective != "all_reduce"
+        if in_rows:  # which may begin anywhere
+            aligned = aligned and count * x.itemsize % 16 == 0
+        plan = self._planner.plan(request, x.dtype, count, aligned)
+        if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
+            return
+        if not in_rows and x is y and request.handle is None and not x.is_complex():
+            self._planner.repeatable(request, x.dtype, count, aligned, plan)
+        self._launch(plan, x, y)
 
     def _outputs(
-        self, kind: collective_specs.Collective, what: str, sources: list[torch.Tensor], out: Any, many: bool
+        self, form: collective_specs.Collective, sources: list[torch.Tensor], out: Any, many: bool
     ) -> list[torch.Tensor]:
         """`out`, checked against the inputs, or new tensors."""
-        shapes = [self._shape_out(kind, t) for t in sources]
+        what = form.name
+        shapes = [self._shape_out(form, t) for t in sources]
         if out is None:
             return [torch.empty(s, dtype=t.dtype, device=t.device) for s, t in zip(shapes, sources, strict=True)]
         outs = list(out) if many and isinstance(out, list | tuple) else [out]
         if len(outs) != len(sources):
             raise InvalidArgument(f"{what}: {len(sources)} tensors were given and {len(outs)} outputs")
         for source, target, shape in zip(sources, outs, shapes, strict=True):
-            self._check_input(target, f"{what} out")
+            self._input(target, f"{what} out")
             arguments.check_output(target, shape, source, what)
-            if kind.name == "all_to_all":
+            if what == "all_to_all":
                 arguments.check_apart(source, target, what, None)
-            elif kind.takes == "all":
-                arguments.check_apart(target, source, what, self.rank)
+            elif form.takes == "all":
+                arguments.check_apart(target, source, what, self._rank)
             else:
-                arguments.check_apart(source, target, what, self.rank if kind.gives == "all" else 0)
+                arguments.check_apart(source, target, what, self._rank if form.gives == "all" else 0)
         return outs
 
-    def _shape_out(self, kind: collective_specs.Collective, x: torch.Tensor) -> tuple[int, ...]:
+    def _shape_out(self, form: collective_specs.Collective, x: torch.Tensor) -> tuple[int, ...]:
         length, rest = (x.shape[0], x.shape[1:]) if x.dim() else (1, x.shape)
-        if kind.takes == "all":
-            if not x.dim() or length % self.world_size:
+        if form.takes == "all":
+            if not x.dim() or length % self._world_size:
                 raise InvalidArgument(
-                    f"{kind.name}: dimension 0 of the input, of shape {tuple(x.shape)}, is not a multiple of the world "
-                    f"size {self.world_size}"
+                    f"{form.name}: dimension 0 of the input, of shape {tuple(x.shape)}, is not a multiple of the world "
+                    f"size {self._world_size}"
                 )
-            length //= self.world_size
-        elif kind.gives == "one":
+            length //= self._world_size
+        elif form.gives == "one":
             return tuple(x.shape)
-        return (length * kind.rows_out(self.world_size), *rest)
+        return (length * form.rows_out(self._world_size), *rest)
 
     def _input(self, x: Any, what: str) -> torch.Tensor:
+        self._faults.check_usable()
         tensor = x.local if isinstance(x, Symmetric) else x
-        self._check_input(tensor, what)
+        arguments.check_tensor(tensor, self._device, what)
         return tensor
-
-    def _check_input(self, x: Any, what: str) -> None:
-        self._usable()
-        arguments.check_tensor(x, self.device, what)
-
-    def _check_root(self, root: Any, what: str) -> None:
-        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < self.world_size:
-            raise InvalidArgument(f"{what}={root!r}: a rank from 0 to {self.world_size - 1} is needed")
-
-    def _finish(self, result: Any, async_op: bool) -> Any:
-        if not async_op:
-            return result
-        return Work(self, result, self._gpu.recorded() if self._gpu is not None else None)
 
 
 def _rows_of(out: Any, world_size: int) -> Any:
@@ -305,3 +328,9 @@ def _rows_of(out: Any, world_size: int) -> Any:
     if not isinstance(out, torch.Tensor):
         return out
     return out.new_empty((world_size * out.shape[0] if out.dim() else world_size, *out.shape[1:]))
+
+
+def check_root(root: Any, world_size: int, what: str) -> None:
+    """Raises `InvalidArgument` unless `root` is the number of a rank."""
+    if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < world_size:
+        raise InvalidArgument(f"{what}={root!r}: a rank from 0 to {world_size - 1} is needed")

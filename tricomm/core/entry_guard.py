@@ -1,9 +1,9 @@
 """What surrounds every public call of a communicator: a guard for interrupts, and its device as the current one.
 
 Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler
-raises, may come between a lock's being taken and the `try` that gives it back. So no call relies on its own `finally`
-alone. Whatever leaves a public call other than by one of tricomm's own errors gives the group up, and tells the other
-ranks; and whatever leaves it gives the lock back.
+raises, may come after a lock is taken and before the `try` that gives it back. So no call relies on its own `finally`
+alone. If anything but one of tricomm's own errors leaves a public call, the group is aborted and the other ranks are
+told; and whatever leaves it gives the lock back.
 """
 
 from __future__ import annotations
@@ -15,61 +15,99 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
+from tricomm.errors import TricommError
+from tricomm.gpu import Gpu
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _codes: set[CodeType] = set()
-# On one line, because then even an exception at the first instruction is inside the `try`.
+# The call is on the line of the `try`: then even an exception at the first instruction is inside of it.
 _SOURCE = """
 def {name}({parameters}):
     try: return (_method if (gpu := self._gpu) is None or not gpu.elsewhere() else gpu.under(_method))({arguments})
     except BaseException as error:
-        self._unwound(error)
+        self._guard.unwound(error)
         raise
 """
 
 
-class Device(Protocol):
-    """The GPU of an object with guarded methods."""
-
-    def elsewhere(self) -> bool:
-        """Whether another device is this thread's current one."""
-
-    def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """`method`, with this device the current one while it runs."""
-
-
 class Guarded(Protocol):
-    """A class with guarded methods. `_unwound` is called with every exception that leaves one; `_gpu`, if there is
-    one, is the current device inside."""
+    """A class with guarded methods. `_guard` is told of every exception that leaves one; `_gpu`, if there is one, is
+    the current device inside."""
 
-    _gpu: Device | None
+    _gpu: Gpu | None
+    _guard: Guard
 
-    def _unwound(self, error: BaseException) -> None: ...
 
-
-class Turn:
+class CallLock:
     """The lock of a communicator's calls, which knows whether this thread holds it, even from an interrupted call."""
+
+    __slots__ = ("acquire", "mine", "release")
 
     def __init__(self) -> None:
         lock = threading.RLock()
         self.acquire, self.release = lock.acquire, lock.release
         self.mine: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
 
-    def let_go(self) -> None:
-        """Give the lock back if this thread holds it."""
+    def release_all(self) -> None:
+        """Give the lock back if this thread holds it, however often it has taken it."""
         while self.mine():
             self.release()
 
 
-def guarded(method: _Method) -> _Method:
-    """Hand every exception that leaves `method` to the object's `_unwound`, then raise it.
+class Guard:
+    """What a communicator does with an exception that leaves one of its calls.
 
-    The wrapper is made from the method's signature: one that takes any arguments would cost a small call 6 % more.
-    A call whose arguments do not fit the signature is refused outside of the guard.
+    An exception that is not tricomm's own came from outside, at any instruction: it is not known what this rank has
+    told the others by then, so `interrupted` is called with it, which aborts the group.
     """
+
+    def __init__(self, lock: CallLock, interrupted: Callable[[BaseException], None]) -> None:
+        self._lock, self._interrupted = lock, interrupted
+
+    def unwound(self, error: BaseException) -> None:
+        """`error` leaves a guarded call."""
+        try:
+            if not isinstance(error, TricommError):
+                self._interrupted(error)
+        finally:
+            if not self._nested():
+                self._lock.release_all()
+
+    def _nested(self) -> bool:
+        """True if the guarded call that is being left was made inside another one of the same communicator, by this
+        thread: by a signal handler or a destructor."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code not in _codes:
+            frame = frame.f_back
+        # Not that frame's variables: they hold the exception, which holds the frame.
+        while frame is not None and (frame := frame.f_back) is not None:
+            if frame.f_code in _codes and frame.f_locals["self"]._guard is self:
+                return True
+        return False
+
+
+def guarded(method: _Method) -> _Method:
+    """`method` of a `Guarded` class, with the guard around it."""
+    return cast(_Method, _surrounded(method, "self"))
+
+
+def entry(method: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Concatenate[Any, _P], _R]:
+    """A guarded method of a facade: `method` of the collaborator that the facade has as its attribute `owner`.
+
+    It calls the collaborator's method without another frame, and has its signature and docstring.
+    """
+    return cast(Callable[Concatenate[Any, _P], _R], _surrounded(method, f"self.{owner}"))
+
+
+def _surrounded(method: Any, owner: str) -> Callable[..., Any]:
+    """The wrapper is made from the method's signature: one that takes any arguments would cost a small call 6 % more.
+    A call whose arguments do not fit the signature is refused outside of the guard."""
     parameters, arguments, star = [], [], False
-    several = bool(cast(Any, method).__code__.co_flags & inspect.CO_VARARGS)
+    several = bool(method.__code__.co_flags & inspect.CO_VARARGS)
     for parameter in inspect.signature(method).parameters.values():
         name = parameter.name
         by_keyword = parameter.kind is parameter.KEYWORD_ONLY
@@ -80,6 +118,7 @@ def guarded(method: _Method) -> _Method:
         star = star or by_keyword or prefix == "*"
         parameters.append(prefix + name + ("" if parameter.default is parameter.empty else "=None"))
         arguments.append(f"{name}={name}" if by_keyword and several else prefix + name)
+    arguments[0] = owner
     source = _SOURCE.format(name=method.__name__, parameters=", ".join(parameters), arguments=", ".join(arguments))
     names: dict[str, Any] = {"_method": method if several else _positional(method)}
     exec(compile(source, f"<guarded {method.__qualname__}>", "exec"), names)
@@ -88,7 +127,7 @@ def guarded(method: _Method) -> _Method:
     made.__defaults__ = method.__defaults__
     made.__kwdefaults__ = method.__kwdefaults__
     _codes.add(made.__code__)
-    return cast(_Method, made)
+    return cast(Callable[..., Any], made)
 
 
 def _positional(method: Any) -> Callable[..., Any]:
@@ -105,24 +144,9 @@ def by_hand(method: _Method) -> _Method:
 
 
 def set_up(make: Callable[[ExitStack], None]) -> None:
-    """Run `make`; whatever leaves it undoes what it has put on the stack, and is raised."""
+    """Run `make`; if it raises, undo what it has put on the stack."""
     undo = ExitStack()
     try: make(undo)  # noqa: E701  # fmt: skip
     except BaseException as error:
         undo.__exit__(type(error), error, error.__traceback__)
         raise
-
-
-def inside(comm: object) -> bool:
-    """True if the guarded call that is being left was made inside another one of `comm`, by this thread: by a signal
-    handler or a destructor."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code not in _codes:
-        frame = frame.f_back
-    # Not that frame's variables: they hold the exception, which holds the frame.
-    while frame is not None and (frame := frame.f_back) is not None:
-        if frame.f_code in _codes:
-            owner = frame.f_locals["self"]
-            if getattr(owner, "_comm", owner) is comm:
-                return True
-    return False

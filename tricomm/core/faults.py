@@ -1,127 +1,148 @@
-"""The faults of a group: what a kernel reported, put into words; what a call raises; what the others are told."""
+"""The faults of a group: a kernel's report in words, what a call raises, what the other ranks are told.
+
+The monitor finds a fault; a fault costs the group and nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NoReturn
 
 from tricomm import errors
-from tricomm.core.entry_guard import Turn, inside
+from tricomm.core.group import Group
 from tricomm.core.monitor import Monitor, different
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
-from tricomm.gpu import Gpu
+from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
-from tricomm.store.control import ControlPage, Fault
+from tricomm.store.control import Fault
+from tricomm.store.process import forks
 
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
+Describer = Callable[[int, int], Fault]
 
 
 class Faults:
-    """The part of a group that speaks of its faults; the monitor finds them."""
+    """One group's. `describers` has, by the code of a kernel's report, the fault that it means, of the peer and the
+    number in the report; a part with kernels that report something else adds to it before the monitor starts."""
 
-    rank: int
-    _gpu: Gpu | None
-    _sequence: int
-    _turn: Turn
-    _control: ControlPage
-    _monitor: Monitor
-    _words: NDArray[np.int64]
-    _flags: memoryview
+    def __init__(self, group: Group, monitor: Monitor) -> None:
+        self.group = group
+        self._monitor = monitor
+        self.describers: dict[int, Describer] = {
+            layout.OVERLAP: self._overlap, layout.SPLITS: self._splits, layout.MISMATCH: self._mismatch,
+        }  # fmt: skip
+
+    def check_usable(self) -> None:
+        """Raise unless calls may be made: the group's fault, or `GroupAborted` after `close`, or `InvalidArgument` in
+        a forked child."""
+        group = self.group
+        flags = group.flags
+        if not (flags[_STATUS] or flags[_ABORT] or self._monitor.fault or group.closed or forks() != group.forks):
+            return
+        if forks() != group.forks:
+            raise InvalidArgument(
+                f"{group}: made in process {group.pid}, forked into {os.getpid()}; make a new one here"
+            )
+        if group.closed:
+            self.raise_closed()
+        self.check()
+
+    def raise_closed(self) -> NoReturn:
+        """Raise what a call on a closed group gets."""
+        raise GroupAborted(f"{self.group}: closed; make a new communicator")
 
     def check(self) -> None:
-        """Raise the group's fault where there is one; costs two memory reads where there is none."""
-        if self._flags[_STATUS] or self._flags[_ABORT] or self._monitor.fault is not None:
-            self._diagnose()
-            self._raise()
+        """Raise the group's fault if there is one; costs two memory reads if there is none."""
+        flags = self.group.flags
+        if flags[_STATUS] or flags[_ABORT] or self._monitor.fault is not None:
+            self.diagnose()
+            self.raise_fault()
 
-    def _unwound(self, error: BaseException) -> None:
-        """By the guard of every public call: `error` leaves it.
+    def raise_fault(self) -> NoReturn:
+        """Raise the group's fault, which is known or being recorded this very moment."""
+        fault = self._monitor.fault
+        if fault is None:
+            fault = self._monitor.abort(self.of(GroupAborted, "the group was aborted"))
+        kind = getattr(errors, fault.kind, GroupAborted)
+        raise kind(
+            f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator."
+        )
 
-        Where it is not tricomm's own, it came from outside, at any instruction: what this rank has told the others by
-        then, nobody knows, so the group is given up.
-        """
-        try:
-            if not isinstance(error, TricommError):
-                self.interrupted(error)
-        finally:
-            if not inside(self):
-                self._turn.let_go()
+    def raise_lost(self, rank: int) -> NoReturn:
+        """Abort the group because `rank` is gone, and raise that."""
+        self._monitor.died(rank)
+        self.raise_fault()
 
     @contextmanager
-    def _or_give_up(self, what: str) -> Iterator[None]:
-        """A step of all ranks together: where it fails otherwise than jointly, the group has come apart."""
+    def abort_on_error(self, what: str) -> Iterator[None]:
+        """Around a step of all ranks together: if it fails, and not jointly, the group has come apart."""
         try:
             yield
         except (InvalidArgument, ResourceError):
             raise
         except BaseException as error:
             kind = type(error) if isinstance(error, TricommError) else GroupAborted
-            self._monitor.give_up(self._fault(kind, f"{what} failed on rank {self.rank}: {_name(error)}"))
+            self.abort(kind, f"{what} failed on rank {self.group.rank}: {_name(error)}")
             raise
 
+    def abort(self, kind: type[TricommError], text: str) -> None:
+        """Abort the group, and tell the others; the first fault stays."""
+        self._monitor.abort(self.of(kind, text))
+
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up because `error` has stopped this rank, and tell the others; nothing if it is closed."""
+        """Abort the group because `error` has stopped this rank; does nothing if it is closed."""
         with suppress(GroupAborted):
-            self._monitor.give_up(self._fault(GroupAborted, f"rank {self.rank} was stopped by {_name(error)}"))
+            self.abort(GroupAborted, f"rank {self.group.rank} was stopped by {_name(error)}")
 
-    def _not_launched(self, error: BaseException) -> None:
-        """`error` has ended a call whose kernel the peers may be waiting for: give the group up, and tell them.
+    def not_launched(self, error: BaseException) -> None:
+        """`error` has ended a call whose kernel the peers may be waiting for: abort the group.
 
-        Raises `ResourceError` that says so for one that the driver has refused.
+        Raises a `ResourceError` that says so for one that the driver has refused.
         """
         self.interrupted(error)
         if isinstance(error, ResourceError):
             raise ResourceError(
-                f"{error}. Nothing was launched on rank {self.rank}, so the group is lost: the other ranks get "
+                f"{error}. Nothing was launched on rank {self.group.rank}, so the group is lost: the other ranks get "
                 "GroupAborted; make a new communicator"
             ) from error
 
-    def _diagnose(self) -> None:
-        """Put what a kernel reported in the status word into words."""
-        status = int(self._words[layout.STATUS])
-        if status & 0xFF == layout.OVERLAP:
-            self._monitor.give_up(
-                self._fault(
-                    GroupAborted,
-                    "two launches of this communicator overlapped: a graph replay ran beside another call; order them "
-                    "on one stream or with an event",
-                )
-            )
-        elif status & 0xFF == layout.SPLITS:
-            peer, got = (status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF
-            text = (
-                f"rank {peer} sends rank {self.rank} {got} elements, and out_splits[{peer}] of the latter is not that; "
-                f"it must be in_splits[{self.rank}] of the former"
-            )
-            self._monitor.give_up(Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text))
-        elif status & 0xFF == layout.MISMATCH:
-            self._monitor.give_up(self._mismatch((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
+    def diagnose(self) -> None:
+        """Abort the group for what a kernel has reported in the status word, if it has."""
+        status = int(self.group.words[_STATUS])
+        describe = self.describers.get(status & 0xFF)
+        if describe is not None:
+            self._monitor.abort(describe((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
 
-    def _describe(self, message: int) -> str:
-        """What a message of that number waits for; groups that have messages know more."""
-        return f"message {message}"
+    def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
+        """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""
+        rank = self.group.rank
+        sequence = self.group.control.sequence(rank)
+        return Fault(kind.__name__, rank if culprit is None else culprit, sequence, text)
+
+    def _overlap(self, peer: int, got: int) -> Fault:
+        return self.of(
+            GroupAborted,
+            "two launches of this communicator overlapped: a graph replay ran beside another call; order them on one "
+            "stream or with an event",
+        )
+
+    def _splits(self, peer: int, got: int) -> Fault:
+        rank = self.group.rank
+        text = (
+            f"rank {peer} sends rank {rank} {got} elements, and out_splits[{peer}] of the latter is not that; it must "
+            f"be in_splits[{rank}] of the former"
+        )
+        return self.of(CollectiveMismatch, text, peer)
 
     def _mismatch(self, peer: int, fingerprint: int) -> Fault:
-        mine = self._control.last(self.rank)
-        theirs = self._control.called(peer, mine.sequence) if mine is not None else None
+        control, rank = self.group.control, self.group.rank
+        mine = control.last(rank)
+        theirs = control.called(peer, mine.sequence) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
-            theirs = self._control.last(peer)
+            theirs = control.last(peer)
         said = theirs.text() if theirs else f"a call with fingerprint {fingerprint:08x}"
-        text = different(self.rank, mine.text() if mine else "none", peer, said)
-        return Fault(errors.CollectiveMismatch.__name__, peer, self._sequence, text)
-
-    def _fault(self, kind: type[TricommError], text: str) -> Fault:
-        return Fault(kind.__name__, self.rank, self._sequence, text)
-
-    def _raise(self) -> None:
-        fault = self._monitor.fault
-        if fault is None:  # abort without a fault can only be a fault that is being recorded this very moment
-            fault = self._monitor.give_up(self._fault(GroupAborted, "the group was given up"))
-        kind = getattr(errors, fault.kind, GroupAborted)
-        raise kind(f"{self}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator.")
+        return self.of(CollectiveMismatch, different(rank, mine.text() if mine else "none", peer, said), peer)
 
 
 def _name(error: BaseException) -> str:

@@ -1,17 +1,18 @@
-"""A launch plan: everything about a call that its shape decides, worked out once."""
+"""What a call is, and its launch plan: everything that its shape decides, worked out once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tricomm import arguments
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.dtypes import Dtype, reduction
+from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
 from tricomm.kernels.launch.kernel_launch import Call
 from tricomm.kernels.layout import MAX_WORLD_SIZE
@@ -24,28 +25,48 @@ from tricomm.store.control import Descriptor, PackedDescriptor
 Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], Call]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a call is, on every rank alike: `count` elements a row; op and dtype are None where there are none.
+class Request(NamedTuple):
+    """What a call is; the same on every rank. A tuple, because its hash is then quick to have.
 
-    How many rows go where is no part of it, if they are uneven: each rank has its own numbers, in every call others.
+    collective, op        their names; `op` is None if there is none
+    algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
+    root                  the rank that sends or receives all rows; -1 if there is none
+    handle, fitting       of symmetric memory that peers read in place, and the algorithm that fits such a call
+    dtype, elements       of the tensors: type, and elements a row; None and 0 until the tensors have been looked at
+
+    If rows are uneven, their numbers are no part of it: each rank has its own, others in every call.
     """
 
     collective: str
-    op: str | None
-    dtype: Dtype | None
-    count: int
+    op: str | None = None
+    algorithm: str | None = None
+    protocol: str | None = None
     root: int = -1
-    table: torch.Tensor | None = None  # of a symmetric handle
-    handle: int = 0  # its number, the same on all ranks
+    handle: Symmetric | None = None
+    fitting: str | None = None
+    dtype: torch.dtype | None = None
+    elements: int = 0
+
+    def sized(self, dtype: torch.dtype | None, elements: int) -> Request:
+        """The same of tensors of `dtype` with `elements` a row."""
+        return tuple.__new__(Request, (*self[:7], dtype, elements))
+
+    def over(self, handle: Symmetric, fitting: str) -> Request:
+        """The same over the memory of `handle`."""
+        return tuple.__new__(Request, (*self[:5], handle, fitting, None, 0))
+
+    @property
+    def forced(self) -> bool:
+        """Whether the caller leaves no choice: only the kernels can take the call then."""
+        return self.algorithm is not None or self.protocol is not None or self.handle is not None
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """One kernel, bound to a shape: launch it with addresses and a call number, and uneven rows with their numbers.
     Nothing else is left to decide.
 
-    `numel` is the kernel's count, of raw elements; `count[0]` is how often calls of its kind were made.
+    `numel` is the kernel's count, of raw elements; each call adds `weight` to the total of `tally`.
     """
 
     choice: Choice
@@ -53,27 +74,22 @@ class Plan:
     numel: int
     record: PackedDescriptor  # what the peers read of each of its calls
     run: Call
-    count: list[int] = field(default_factory=lambda: [0])
     mode: str = "eager"
     tally: Tally = field(default_factory=Tally)
-    weight: int = 0  # what a call adds to the tally
+    weight: int = 0
 
 
-class Known:
-    """An all_reduce in place that has been planned: bytes of an element and of all, and the plans of tensors not
-    aligned and aligned."""
+class PlansOfShape:
+    """The plans of an all_reduce in place: `plans[aligned]`, and how many bytes an element and all of them have."""
 
     __slots__ = ("itemsize", "nbytes", "plans")
 
     def __init__(self, itemsize: int, count: int) -> None:
         self.itemsize, self.nbytes = itemsize, itemsize * count
-        self.plans: list[Plan | None] = [None, None]
+        self.plans: list[LaunchPlan | None] = [None, None]
 
 
-def make(
-    site: SelectionFacts, choice: Choice, asked: Asked, aligned: bool, mode: str, bind: Bind,
-    counter: list[int] | None = None,
-) -> Plan:  # fmt: skip
+def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
     """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
@@ -81,34 +97,35 @@ def make(
     """
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy)
     values = constexprs(site, choice, kernel)
-    dtype = asked.dtype
+    dtype = arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if kernel.reduces and dtype is not None:
         try:
-            values["ELEMENT"], values["OP"] = reduction(dtype, asked.op or "")
+            values["ELEMENT"], values["OP"] = reduction(dtype, request.op or "")
         except InvalidArgument as error:
-            raise InvalidArgument(f"{asked.collective}: {error}") from None
+            raise InvalidArgument(f"{request.collective}: {error}") from None
     if dtype is not None:
         values["ALIGNED"] = aligned
-    op = asked.op if kernel.reduces and asked.op is not None else "none"
-    fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", asked, mode)
-    further: dict[str, Any] = {"root": asked.root, "table": asked.table}
+    op = request.op if kernel.reduces and request.op is not None else "none"
+    fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", request, mode)
+    handle = request.handle
+    further: dict[str, Any] = {"root": request.root, "table": handle.table if handle is not None else None}
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
-    numel = asked.count * (dtype.lanes if dtype is not None else 1)
-    return Plan(choice, fingerprint, numel, record, run, [0] if counter is None else counter, mode)
+    numel = request.elements * (dtype.lanes if dtype is not None else 1)
+    return LaunchPlan(choice, fingerprint, numel, record, run, mode)
 
 
-def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> tuple[int, PackedDescriptor]:
+def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) -> tuple[int, PackedDescriptor]:
     """The fingerprint of a call, and what the peers read of it."""
     fingerprint = arguments.fingerprint(
-        choice.collective, op, dtype, asked.count, asked.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, asked.handle,
+        choice.collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
+        choice.block, mode, request.handle.number if request.handle is not None else 0,
     )  # fmt: skip
     descriptor = Descriptor(
         sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=dtype,
-        algorithm=choice.algorithm, protocol=choice.protocol, count=asked.count, root=asked.root, grid=choice.blocks,
-        mode=mode,
+        algorithm=choice.algorithm, protocol=choice.protocol, count=request.elements, root=request.root,
+        grid=choice.blocks, mode=mode,
     )  # fmt: skip
     return fingerprint, descriptor.packed()
 
@@ -116,7 +133,7 @@ def announced(choice: Choice, op: str, dtype: str, asked: Asked, mode: str) -> t
 def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
     """What `kernel` is compiled for, whatever tensors it is given."""
     gpu = site.device != "cpu"
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "WORLD_SIZE": site.world_size,
         "BLOCK": choice.block,
         "LANES": 32 * choice.warps if gpu else MAX_WORLD_SIZE,
@@ -124,4 +141,4 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
         **kernel.fixed,
     }
     # LANES is the number of threads: the two go together.
-    return found | COMPILE_OPTIONS | {"num_warps": choice.warps} if gpu else found
+    return values | COMPILE_OPTIONS | {"num_warps": choice.warps} if gpu else values

@@ -1,8 +1,8 @@
-"""Watches over one communicator: beats its own heart, looks at the peers', and ends a call that cannot end by itself.
+"""Watches over one communicator: sends heartbeats, reads the peers' and ends a call that cannot end by itself.
 
-A kernel says in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
+A kernel notes in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
 monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
-has moved past that epoch; then its death is no concern of this call.
+has moved past that epoch; its death does not matter to this call then.
 
 Time is counted from look to look, and a look counts for a quarter of a second at most: a process that was itself
 stopped, or starved, does not blame the others for it. All groups' monitors share one thread (`watcher`).
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tricomm import errors
-from tricomm.core.watcher import WATCHER
+from tricomm.core.watcher import WATCHER, Watching
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -35,13 +35,13 @@ _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
 class _UserCall:
-    """A kernel that says nothing of itself: in flight until `event`, where it has one, has passed."""
+    """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed."""
 
     event: Any = None
 
 
-class Native(Protocol):
-    """Who moves data beside the kernels (NCCL): asked for its errors, and told to leave."""
+class FallbackBackend(Protocol):
+    """A backend that moves data beside the kernels (NCCL): asked for its errors, and aborted with the group."""
 
     def error(self) -> str | None: ...
     def abort(self) -> None: ...
@@ -51,21 +51,23 @@ class Monitor:
     """Turns a dead, stopped, late or diverging peer into a named fault.
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
-    group is given up; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended,
-    or it closed the group. `waited` is by peer how many seconds it was awaited by calls that it had not entered.
+    group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
+    it closed the group. `waited` has, by peer, for how many seconds calls that it had not entered waited for it.
     """
 
-    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float) -> None:
+    def __init__(
+        self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER
+    ) -> None:  # fmt: skip
         self.fault: Fault | None = None
         self.lost: int | None = None
         self.waited = {r: 0.0 for r in range(control.world_size) if r != control.rank}
-        self._control = control
+        self._control, self._watcher = control, watcher
         self._timeout = timeout
         self._stall = stall_timeout
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
-        self._native: Native | None = None
-        self._lock = threading.RLock()  # a signal handler may give the group up while this thread does
+        self._backend: FallbackBackend | None = None
+        self._lock = threading.RLock()  # a signal handler may abort the group while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
         self._running: object = None
@@ -82,21 +84,21 @@ class Monitor:
         """Begin to watch. `diagnose` is called when a kernel has reported something in the status word; `describe`
         says of a message, by its number, what it waits for."""
         self._diagnose, self._describe = diagnose, describe
-        WATCHER.add(self)
+        self._watcher.add(self)
 
-    def watch(self, native: Native) -> None:
-        """From now on ask `native` for its errors too, and abort it where the group is given up."""
-        self._native = native
+    def watch(self, backend: FallbackBackend) -> None:
+        """From now on ask `backend` for its errors too, and abort it with the group."""
+        self._backend = backend
 
     def stop(self) -> None:
-        """End the watch; on return nobody looks any more. Idempotent."""
-        WATCHER.discard(self)
-        # Views keep a mapping alive, and the group and its monitor know each other: let go of both here.
+        """End the watch; on return nothing looks at the group any more. Idempotent."""
+        self._watcher.discard(self)
+        # Views keep a mapping alive, and the group and its monitor refer to each other: both end here.
         self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self._diagnose, self._describe = lambda: None, str
 
-    def give_up(self, fault: Fault) -> Fault:
+    def abort(self, fault: Fault) -> Fault:
         """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
         with self._lock:
             if self.fault is None:
@@ -106,8 +108,8 @@ class Monitor:
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
-                if self._native is not None:  # on a thread of its own, because NCCL does not say how long it takes
-                    threading.Thread(target=self._native.abort, name="tricomm-abort", daemon=True).start()
+                if self._backend is not None:  # on a thread of its own, because NCCL does not say how long it takes
+                    threading.Thread(target=self._backend.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
     @contextmanager
@@ -124,9 +126,9 @@ class Monitor:
                 self._user_calls.remove(token)
 
     def running(self) -> object:
-        """What of this rank is under way: the epoch of a kernel, a message, a user's call, or None.
+        """What this rank runs: the epoch of a kernel, a message, a user's call, or None.
 
-        What is queued behind a kernel has no say while that runs.
+        Nothing that is queued behind a kernel counts while that runs.
         """
         for past in list(self._user_calls):
             if past.event is not None and self._passed(past.event):
@@ -166,7 +168,7 @@ class Monitor:
         return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
 
     def busy(self) -> bool:
-        """Whether a call of this rank runs, or a kernel has reported something: a look that costs nearly nothing."""
+        """Whether a call of this rank runs, or a kernel has reported something. Costs nearly nothing."""
         flags = self._flags
         return bool(
             flags[_STARTED] == flags[_ENDED]
@@ -177,12 +179,12 @@ class Monitor:
         )
 
     def beat(self) -> None:
-        """Tell the peers that this process runs; nothing where the group is being closed."""
+        """Tell the peers that this process runs; does nothing if the group is being closed."""
         with suppress(GroupAborted):
             self._control.beat()
 
     def look(self, tick: float) -> None:
-        """Look at the peers, `tick` seconds after the last look. Whatever goes wrong there costs this group only."""
+        """Look at the peers, `tick` seconds after the last look. An error in it costs this group only."""
         if self.fault is not None:
             return
         try:
@@ -190,7 +192,7 @@ class Monitor:
         except Exception as error:  # a monitor that failed silently would let the next call hang
             text = f"rank {self._control.rank}'s monitor failed: {type(error).__name__}: {error}"
             with suppress(GroupAborted):
-                self.give_up(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
+                self.abort(Fault(errors.GroupAborted.__name__, self._control.rank, 0, text))
 
     def _look(self, tick: float) -> None:
         self._count(tick)
@@ -203,7 +205,7 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
-        error = self._native.error() if self._native is not None else None
+        error = self._backend.error() if self._backend is not None else None
         if error is not None:
             self._blame(errors.GroupAborted, self._control.rank, error)
             return
@@ -233,12 +235,12 @@ class Monitor:
                 mine, theirs = control.called(control.rank, sequence), control.called(rank, sequence)
                 if mine is not None and theirs is not None and mine.fingerprint != theirs.fingerprint:
                     text = different(control.rank, mine.text(), rank, theirs.text())
-                    self.give_up(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
+                    self.abort(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
                     return True
         return False
 
     def _wait_for(self, tick: float) -> None:
-        """Put the tick down to those that have not entered the call that this rank is in."""
+        """Add the tick to the peers that have not entered the call that this rank is in."""
         if self._elapsed and self._in_epoch():
             started = int(self._words[layout.STARTED])
             for rank, words in self._peers.items():
@@ -246,10 +248,9 @@ class Monitor:
                     self.waited[rank] += tick
 
     def _needs(self, rank: int) -> bool:
-        """True where the running call waits for a gone rank. Looked at after its going: it may have ended its part
-        in between. A message may have been sent before, and a user's kernel may not need it at all, so those get a
-        second to end by themselves, from when the rank went; a message from any rank does without those who have
-        left, while others stay."""
+        """True if the running call waits for a rank that is gone. Asked after it has gone, because it may have done its
+        part just before. A message may have been sent before, and a user's kernel may not need that rank at all, so
+        they get a second to end by themselves; a message from any rank can end as long as one peer stays."""
         if self._in_epoch():
             return rank in self.unfinished()
         from_any = self.message() is not None and int(self._words[layout.MESSAGE_PEER]) < 0
@@ -258,7 +259,7 @@ class Monitor:
         return min(self._elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
     def _count(self, tick: float) -> None:
-        """Add a tick to everything that has not changed since the last one."""
+        """Add a tick to the age of all that has not changed since the last one."""
         running = self.running()
         self._elapsed = self._elapsed + tick if running is not None and running == self._running else 0.0
         self._running = running
@@ -270,41 +271,41 @@ class Monitor:
 
     def _adopt(self, rank: int, fault: Fault) -> Fault:
         kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__
-        text = fault.text if fault.kind in _SHARED else f"rank {rank} gave the group up: {fault.text}"
-        return self.give_up(Fault(kind, fault.culprit, fault.sequence, text))
+        text = fault.text if fault.kind in _SHARED else f"rank {rank} aborted the group: {fault.text}"
+        return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Give the group up because `rank` is gone; for the reason that it left behind where it did."""
-        left = self._control.fault(rank)  # looked at after its state: a rank says why before it closes
+        """Abort the group because `rank` is gone; for the reason that it has left, if it has."""
+        left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
         closed = self._control.state(rank) == RankState.CLOSED
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
-        return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._told(rank)}")
+        return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._last_call(rank)}")
 
     def _stalled(self, rank: int) -> Fault:
         return self._blame(
             errors.PeerStalled,
             rank,
             f"rank {rank} (pid {self._control.pid(rank)}) shows no sign of life for {self._beats[rank][1]:.1f} s "
-            f"(limit {self._stall:g} s): stopped or starved; {self._told(rank)}",
+            f"(limit {self._stall:g} s): stopped or starved; {self._last_call(rank)}",
         )
 
     def _late(self, late: list[int]) -> Fault:
         control = self._control
-        for rank in late:  # who is stopped is named as such, even if the stall limit is the longer one
+        for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
             pid = control.pid(rank)
             if process.state(pid, control.start_time(rank)) == process.STOPPED:
-                text = f"rank {rank} (pid {pid}) is stopped; timeout after {self._timeout:g} s; {self._told(rank)}"
+                text = f"rank {rank} (pid {pid}) is stopped; timeout after {self._timeout:g} s; {self._last_call(rank)}"
                 return self._blame(errors.PeerStalled, rank, text)
-        who = "; ".join(f"rank {r} (alive) {self._told(r)}" for r in late)
-        if not who:
+        text = "; ".join(f"rank {r} (alive) {self._last_call(r)}" for r in late)
+        if not text:
             unseen = len(self._peers) + 1 < self._control.world_size
-            who = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
+            text = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
         return self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
-            f"timeout after {self._timeout:g} s: {who}",
+            f"timeout after {self._timeout:g} s: {text}",
         )
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
@@ -316,9 +317,9 @@ class Monitor:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
             doing = f"rank {control.rank} made no call yet"
-        return self.give_up(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
+        return self.abort(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
 
-    def _told(self, rank: int) -> str:
+    def _last_call(self, rank: int) -> str:
         theirs = self._control.last(rank)
         mine = self._control.sequence(self._control.rank)
         if theirs is None:
@@ -337,7 +338,7 @@ def different(rank: int, mine: str, other: int, theirs: str) -> str:
 
 
 def _past(ended: int, started: int) -> bool:
-    """True where a rank whose last call ended before epoch `ended` has left epoch `started` behind.
+    """True if a rank whose last call ended before epoch `ended` has left epoch `started` behind.
 
     Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
     wrap at 2^32, and ranks are never far apart.
@@ -346,5 +347,5 @@ def _past(ended: int, started: int) -> bool:
 
 
 def _entered(theirs: int, started: int) -> bool:
-    """True where a rank whose latest call is of epoch `theirs` (0: it made none) has come to epoch `started`."""
+    """True if a rank whose latest call is of epoch `theirs` (0: it made none) has reached epoch `started`."""
     return theirs != 0 and (theirs - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2

@@ -1,9 +1,9 @@
 """NCCL behind a stand-alone communicator, through nccl4py (`nccl.core`): what the kernels do not cover.
 
-An extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it, and found missing jointly: where one
-rank lacks it, all say which. Every call is enqueued on the caller's current stream. Tensors are contiguous, on the
-communicator's device, and checked by whoever calls. What only moves goes as bytes, so every dtype can be moved;
-gather, scatter and uneven exchanges are grouped sends and receives, as in ProcessGroupNCCL.
+An extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it. If one rank lacks it, all ranks raise
+the same error, which names that rank. Every call is enqueued on the caller's current stream. Tensors are contiguous, on
+the communicator's device, and checked by the caller. Collectives that only move data move bytes, so every dtype can be
+moved; gather, scatter and uneven exchanges are grouped sends and receives, as in ProcessGroupNCCL.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool go
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
-class Meeting(Protocol):
-    """What is needed of the group's control page."""
+class Exchanging(Protocol):
+    """The part of a group's control page that opening NCCL needs."""
 
     @property
     def rank(self) -> int: ...
@@ -42,34 +42,34 @@ class Meeting(Protocol):
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None: ...
 
 
-def load(control: Meeting, timeout: float) -> Any:
-    """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all where one has none, naming it."""
+def load(control: Exchanging, timeout: float) -> Any:
+    """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all if one has none, naming it."""
     core, error = None, None
     try:
         core = _load()
-    except ResourceError as found:
-        error = found
+    except ResourceError as missing:
+        error = missing
     control.agree(error, "NCCL (pip install 'tricomm[nccl]' on every rank)", timeout, abort_on_fault=True)
     return core
 
 
-def open_nccl(control: Meeting, device: torch.device, timeout: float) -> Nccl:
+def open_nccl(control: Exchanging, device: torch.device, timeout: float) -> Nccl:
     """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order.
 
-    Raises the same error on all ranks: `ResourceError` where nccl4py, libnccl or the communicator is missing or
-    broken on one, naming it; and as `control.exchange` where a rank does not come within `timeout` seconds.
+    Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
+    broken on one, naming it; and as `control.exchange` if a rank does not come within `timeout` seconds.
     """
     core = load(control, timeout)
     unique_id, error = b"", None
     if control.rank == 0:
         try:
             unique_id = bytes(core.get_unique_id())
-        except Exception as found:
-            error = ResourceError(f"libnccl gives no unique id: {first_line(found)}")
+        except Exception as refusal:
+            error = ResourceError(f"libnccl gives no unique id: {first_line(refusal)}")
     control.agree(error, "NCCL", timeout, abort_on_fault=True)
     unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, abort_on_fault=True)[0]
     comm, error = _init(core, control.rank, control.world_size, unique_id, device, timeout)
-    try:  # who fails at once waits for those that NCCL keeps until their time is up
+    try:  # a rank that fails at once waits for those that NCCL keeps until their time is up
         control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, abort_on_fault=True)
     except BaseException:
         if comm is not None:
@@ -184,7 +184,7 @@ class Nccl:
     # Life
 
     def error(self) -> str | None:
-        """What NCCL reports of its own accord, in words; None where all is well. Any thread may ask."""
+        """What NCCL reports of its own accord, in words; None if all is well. Any thread may ask."""
         comm = self._comm
         if comm is None:
             return None
@@ -192,7 +192,7 @@ class Nccl:
         return None if code in (0, _IN_PROGRESS) else f"NCCL reports error {code} ({comm.get_last_error()})"
 
     def check(self) -> None:
-        """Raises `GroupAborted` where NCCL reports an error; then the communicator is gone."""
+        """Raises `GroupAborted` if NCCL reports an error; the communicator is gone then."""
         if self._comm is None:
             raise GroupAborted(f"rank {self.rank}: NCCL's communicator is closed; make a new group")
         text = self.error()
@@ -235,16 +235,16 @@ class Nccl:
         return getattr(self._core, (_BOOL_OPS if dtype == torch.bool else _OPS)[op])
 
 
-def end(there: Nccl | None, lost: bool, seconds: float) -> None:
-    """Close a communicator, or abort that of a group that is `lost`; within `seconds`, for NCCL waits for the others.
+def end(communicator: Nccl | None, lost: bool, seconds: float) -> None:
+    """Close a communicator, or abort it if its group is `lost`; within `seconds`, because NCCL waits for its peers.
 
-    Never raises: what cannot end is left behind.
+    Never raises: a communicator that cannot end is left behind.
     """
-    if there is None:
+    if communicator is None:
         return
     worker = BoundedThread("tricomm-nccl-end")
     try:
-        worker.run(there.abort if lost else there.close, "NCCL's end", seconds)
+        worker.run(communicator.abort if lost else communicator.close, "NCCL's end", seconds)
     except Exception as error:
         log.error("NCCL's communicator is left behind: %s", first_line(error))
     finally:

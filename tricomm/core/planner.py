@@ -1,7 +1,9 @@
-"""The plan of a call: who runs it, by which kernel, bound to its shape; made once, and found again."""
+"""The plan of a call: who runs it, by which kernel, bound to its shape; made once, and kept."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,154 +12,209 @@ import torch
 
 from tricomm import arguments
 from tricomm.core import launch_plan, nccl, nccl_plan
-from tricomm.core.entry_guard import guarded
+from tricomm.core.faults import Faults
 from tricomm.core.group import Group
+from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
+from tricomm.core.launcher import Launcher
+from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.kernels import collective_specs, layout
-from tricomm.metrics import routes
-from tricomm.metrics.counters import weight
+from tricomm.kernels import collective_specs
+from tricomm.metrics.counters import Activity, weight
 from tricomm.policy import backend_choice, selection
-from tricomm.store.process import forks
+from tricomm.policy.backend_choice import NCCL, POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.selection import Choice
+from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
-_STATUS, _ABORT = layout.STATUS, layout.ABORT
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
-class Planning(Group):
-    """A group that knows the plan of every call that it has made."""
+class Planner:
+    """Knows the plan of every call that one group has made.
 
-    def known(self, op: str, dtype: torch.dtype, count: int) -> launch_plan.Known | None:
-        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
-        return self._known.get((op, dtype, count, None, None))
+    site      the facts that selection needs
+    routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
+    plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
+    repeated  of an all_reduce in place, by op, dtype, count, algorithm and protocol
+    nccl      NCCL's communicator, made by the first call that goes there
 
-    @guarded
-    def repeat(self, known: launch_plan.Known, x: torch.Tensor) -> bool:
-        """Make an all_reduce in place again; False, with nothing done, where `x` needs a closer look than this."""
-        return self._repeat(known, x)
+    `decided` is the route of every call if the caller has decided it, and printed it, before.
+    """
 
-    def _repeat(self, known: launch_plan.Known, x: torch.Tensor) -> bool:
-        """Made for speed: what a call's shape decides is decided, and what only this tensor shows is looked at."""
-        if not arguments.is_plain(x, self.device, known.itemsize, known.nbytes):
-            return False
-        chosen = known.plans[x.data_ptr() % 16 == 0]
-        if chosen is None or (gpu := self._gpu) is not None and gpu.capturing():
-            return False
-        flags = self._flags  # a look at what `_usable` looks at first, without another call
-        if flags[_STATUS] or flags[_ABORT] or self._closed or forks() != self._forks:
-            self._usable()
-        self._launch(chosen, x, x)
-        return True
-
-    def _run(
-        self, collective: str, op: str, x: torch.Tensor, y: torch.Tensor, count: int, algorithm: str | None,
-        protocol: str | None, root: int = -1, symmetric: tuple[str, torch.Tensor, int] | None = None,
+    def __init__(
+        self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor, activity: Activity,
+        tuned: TunedTable | None, decided: BackendChoice | None = None,
     ) -> None:  # fmt: skip
-        """`count` elements a row, of input or output; `symmetric` is of a handle: algorithm, table, number."""
-        aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        if collective != "all_reduce":  # rows may begin anywhere
-            aligned = aligned and count * x.itemsize % 16 == 0
-        chosen = self._plan(collective, op, x.dtype, count, aligned, algorithm, protocol, root, symmetric)
-        if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
-            return
-        if collective == "all_reduce" and x is y and symmetric is None and not x.is_complex():
-            if len(self._known) >= _MOST_PLANS:
-                self._known.clear()
-            key = (op, x.dtype, count, algorithm, protocol)
-            known = self._known.setdefault(key, launch_plan.Known(x.itemsize, count))
-            if chosen.mode == "eager":
-                known.plans[aligned] = chosen
-        self._launch(chosen, x, y)
+        self.site = selection.SelectionFacts(
+            group.device_class, group.world_size, group.layout, group.max_blocks, group.options.blocks,
+            group.options.tile, topology=group.topology.kind if group.topology is not None else "",
+            reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
+            tuned_name=tuned.name if tuned is not None else "",
+        )  # fmt: skip
+        self.routes = group.routes
+        self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
+        self.repeated: dict[tuple[Any, ...], PlansOfShape] = {}
+        self.nccl: nccl.Nccl | None = None
+        self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
+        self._gpu, self._activity, self._decided = group.gpu, activity, decided
+        self._bind = partial(group.runtime.bind, group=group.table, timeout=group.timeout)
 
-    def _plan(
-        self, collective: str, op: str | None, dtype: torch.dtype | None, count: int, aligned: bool,
-        algorithm: str | None, protocol: str | None, root: int = -1,
-        symmetric: tuple[str, torch.Tensor, int] | None = None,
-    ) -> launch_plan.Plan:  # fmt: skip
+    def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
+        """The plan of a call of tensors of `dtype` with `elements` a row.
+
+        `request` is without these two: only the first call of its kind has to make another value. `aligned` is a fact
+        of this rank's tensors, and no part of what the ranks agree on. Raises `InvalidArgument` if no kernel and no
+        backend can take the call, or if it is captured and new.
+        """
         capturing = self._gpu is not None and self._gpu.capturing()
-        table = (symmetric[0], symmetric[1].data_ptr(), symmetric[2]) if symmetric is not None else None
-        key = (collective, op, dtype, count, aligned, algorithm, protocol, root, table, capturing)
         try:
-            found = self._plans[key]
+            plan = self.plans[request, dtype, elements, aligned, capturing]
         except (KeyError, TypeError):
-            found = self._new_plan(key, symmetric)
-        self._captured |= capturing
-        return found
+            plan = self._new(request, request.sized(dtype, elements), aligned, capturing)
+        self._launcher.captured |= capturing
+        return plan
 
-    def _new_plan(self, full: tuple[Any, ...], symmetric: tuple[str, torch.Tensor, int] | None) -> launch_plan.Plan:
-        *key, capturing = full
-        collective, op, dtype, count, aligned, algorithm, protocol, root, _ = key
-        if not isinstance(algorithm, str | None) or not isinstance(protocol, str | None):
-            raise InvalidArgument(f"algorithm={algorithm!r}, protocol={protocol!r}: names or None are needed")
+    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool, plan: LaunchPlan) -> None:
+        """Keep the plan of an all_reduce in place for `repeated`."""
+        if len(self.repeated) >= _MOST_PLANS:
+            self.repeated.clear()
+        if plan.mode == "eager":
+            key = (request.op, dtype, elements, request.algorithm, request.protocol)
+            self.repeated.setdefault(key, PlansOfShape(dtype.itemsize, elements)).plans[aligned] = plan
+
+    def forget(self) -> None:
+        """Make the plans of calls anew."""
+        self.plans.clear()
+        self.repeated.clear()
+
+    def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
+        collective, group = request.collective, self._group
+        if not isinstance(request.algorithm, str | None) or not isinstance(request.protocol, str | None):
+            raise InvalidArgument(
+                f"algorithm={request.algorithm!r}, protocol={request.protocol!r}: names or None are needed"
+            )
         if capturing:
             raise InvalidArgument(
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
             )
-        form = collective_specs.COLLECTIVES[collective]
+        form, dtype = collective_specs.COLLECTIVES[collective], request.dtype
         nbytes = None  # of uneven rows each rank has its own, in every call others
         if not form.uneven:
-            nbytes = form.rows_in(self.world_size) * count * dtype.itemsize if dtype is not None else 0
-        forced = algorithm is not None or protocol is not None or symmetric is not None
-        route = self._route(collective, op, dtype, nbytes, forced)
-        fitting, table, handle = symmetric or (None, None, 0)
-        kind = arguments.DTYPES.get(dtype) if dtype is not None else None
-        asked = launch_plan.Asked(collective, op, kind, count, root, table, handle)
-        counter = routes.counter(route.backend, collective) if self.counted else None
-        bits = kind.bits if kind is not None else 32
-        bind = partial(self._runtime.bind, group=self._group, timeout=self._timeout)
-        for mode in ("eager",) if self.simulated else ("eager", "graph"):
-            if route.backend == backend_choice.NCCL:
-                assert self._nccl is not None, "the route is taken where NCCL is there"
-                found = nccl_plan.make(self._nccl, self._monitor, self._gpu, route.reason, asked, dtype, mode, counter)
-            else:
-                known = _UNKNOWN if nbytes is None else nbytes
-                choice = selection.choose(self._site, collective, known, algorithm, protocol, mode, fitting, bits)
-                found = launch_plan.make(self._site, choice, asked, aligned, mode, bind, counter)
-            found = self._counted(found, nbytes, mode)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.pop(next(iter(self._plans)))
-            self._plans[*key, mode == "graph"] = found
-        if self.counted:
-            backend_choice.log_once(route, self.group, self.rank, collective, dtype, op or "none", nbytes)
-        return self._plans[*key, False]
+            nbytes = form.rows_in(group.world_size) * request.elements * dtype.itemsize if dtype is not None else 0
+        route = self._decided or self._route(request, nbytes)
+        for mode in ("eager",) if group.simulated else ("eager", "graph"):
+            plan = self._counted(self._bound(request, route, nbytes, aligned, mode), nbytes)
+            if len(self.plans) >= _MOST_PLANS:
+                self.plans.pop(next(iter(self.plans)))
+            key = (asked, dtype, request.elements, aligned, mode == "graph")
+            self.plans[key] = group.runtime.planned(request, plan)
+        if self._decided is None:
+            backend_choice.log_once(route, group.name, group.rank, collective, dtype, request.op or "none", nbytes)
+        return self.plans[asked, dtype, request.elements, aligned, False]
 
-    def _counted(self, made: launch_plan.Plan, nbytes: int | None, mode: str) -> launch_plan.Plan:
+    def _bound(
+        self, request: Request, route: BackendChoice, nbytes: int | None, aligned: bool, mode: str
+    ) -> LaunchPlan:
+        if route.backend == NCCL and self.nccl is not None:
+            return nccl_plan.make(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
+        bits = _bits(request.dtype)
+        size = _UNKNOWN if nbytes is None else nbytes
+        choice = selection.choose(
+            self.site, request.collective, size, request.algorithm, request.protocol, mode, request.fitting, bits
+        )
+        return launch_plan.make(self.site, choice, request, aligned, mode, self._bind)
+
+    def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
-        activity, run = self._activity, made.run
-        kernel = (made.choice.collective, made.choice.algorithm, made.choice.protocol)
-        clock = activity.clock if mode == "eager" else None  # what is captured would be timed when it is captured
+        activity, run, choice = self._activity, plan.run, plan.choice
+        kernel = (choice.collective, choice.algorithm, choice.protocol)
+        clock = activity.clock if plan.mode == "eager" else None  # a captured call would be timed at its capture
         if nbytes is None:
-            return replace(made, run=activity.sized(run, kernel, clock))
+            return replace(plan, run=activity.sized(run, kernel, clock))
         tally = activity.tally(*kernel, nbytes)
         if clock is not None:
             took, name = tally.took, (*kernel, nbytes)
             run = clock.timed(run, lambda x: (took, name))
-        return replace(made, run=run, tally=tally, weight=weight(nbytes))
+        return replace(plan, run=run, tally=tally, weight=weight(nbytes))
 
-    def _forget(self) -> None:
-        """Make the plans of calls anew."""
-        for known in (self._plans, self._known):
-            known.clear()
+    # The kernels or NCCL
 
-    def _route(
-        self, collective: str, op: str | None, dtype: torch.dtype | None, nbytes: int | None, forced: bool
-    ) -> backend_choice.BackendChoice:
+    def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
         """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
-        facts = (collective, dtype, op or "none", nbytes, forced)
-        found = backend_choice.decide(self._routes, *facts)
-        if found.backend == backend_choice.NCCL and self._nccl is None:
-            if collective in backend_choice.REDUCTIONS and dtype is not None:
-                nccl.check(collective, op or "none", dtype)
+        facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
+        route = backend_choice.decide(self.routes, *facts)
+        if route.backend == NCCL and self.nccl is None:
+            if request.collective in REDUCTIONS and request.dtype is not None:
+                nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl()
-            found = backend_choice.decide(self._routes, *facts)
-        return found
+            route = backend_choice.decide(self.routes, *facts)
+        return route
 
     def _open_nccl(self) -> None:
         """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
-        with self._my_turn(), self._or_give_up("NCCL"):
+        group = self._group
+        with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
-                self._nccl = nccl.open_nccl(self._control, self.device, self._timeout)
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout)
             except ResourceError as error:
-                self._routes = replace(self._routes, fallback=None, missing=str(error))
+                self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return
-        self.watch(self._nccl)
+        self._monitor.watch(self.nccl)
+
+    # What a user asks and sets
+
+    def explain(
+        self, collective: str, nbytes: int, dtype: torch.dtype | None, op: Any, *,
+        algorithm: str | None, protocol: str | None, mode: str,
+    ) -> Choice:  # fmt: skip
+        """As `Communicator.explain`."""
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
+        if mode not in ("eager", "graph"):
+            raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
+        name = arguments.operation(op)
+        form = collective_specs.find(collective)
+        kernels = partial(selection.choose, self.site, collective, nbytes, algorithm, protocol, mode, bits=_bits(dtype))
+        if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+            return kernels()
+        forced = algorithm is not None or protocol is not None
+        size = None if form.uneven else nbytes
+        op_name = name if form.reduces else "none"
+        route = backend_choice.decide(self.routes, collective, dtype, op_name, size, forced)
+        if route.backend != NCCL:
+            return kernels()
+        if form.reduces and dtype is not None:
+            nccl.check(collective, name, dtype)
+        return selection.nccl(collective, route.reason)
+
+    def use_table(self, rows: Sequence[TableRow], name: str) -> None:
+        """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
+
+        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks if their rows differ;
+        then nothing has changed.
+        """
+        self._faults.check_usable()
+        given, group = tuple(rows), self._group
+        with self._launcher.held(), self._faults.abort_on_error("use_table"):
+            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
+            group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
+            self.site = replace(self.site, tuned=given, tuned_name=name)
+            self.forget()
+
+    def time_calls(self, every: int) -> None:
+        """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
+
+        On a GPU a call is timed by events on its stream, at the cost of recording them. Calls in a CUDA graph are not
+        timed. Call this before calls are warmed up for a capture: it forgets what they have prepared. Raises
+        `InvalidArgument` for a negative number.
+        """
+        self._faults.check_usable()
+        self._activity.time_calls(every)
+        self.forget()
+
+
+def _bits(dtype: torch.dtype | None) -> int:
+    """The width of a type's integers in a kernel; of a type that is not known, 32."""
+    return arguments.DTYPES[dtype].bits if dtype in arguments.DTYPES else 32

@@ -3,8 +3,8 @@
     x -> send -> slots of the pair in the receiver's memory -> recv -> y
 
 They are no collectives: only the two ranks take part, and neither the epoch nor the sequence number of the collectives
-moves. What was said about a message lies in the control page, so that whoever waits in vain can name what is there
-instead.
+moves. Each half of a message is described in the control page, so that a rank that waits in vain can name what is
+there instead.
 """
 
 from __future__ import annotations
@@ -17,24 +17,29 @@ import torch
 
 from tricomm import arguments
 from tricomm.core import launch_plan
-from tricomm.core.collectives import Collectives, Tensor
+from tricomm.core.collectives import Tensor, check_root
 from tricomm.core.entry_guard import guarded
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launcher import Launcher
+from tricomm.core.planner import Planner
+from tricomm.core.symmetric import Symmetric
 from tricomm.core.work import Work
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.kernel_launch import Call
-from tricomm.metrics import routes
-from tricomm.metrics.counters import Tally, weight
+from tricomm.metrics.counters import Activity, Tally, weight
 from tricomm.policy import selection
 from tricomm.store.control import Descriptor, Fault
 
 _TAGS = 1 << 32
+_MOST_HALVES = 1024
 
 
-@dataclass(frozen=True)
-class Bound:
+@dataclass(frozen=True, slots=True)
+class Half:
     """One half of a message, bound to a shape, a peer and a tag."""
 
     run: Call
@@ -49,48 +54,52 @@ class Bound:
     weight: int  # what a message adds to the tally
 
 
-class Messages(Collectives):
-    """Adds messages between two ranks to the collectives."""
+class PointToPoint:
+    """The messages of one group."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self, group: Group, faults: Faults, planner: Planner, launcher: Launcher, activity: Activity
+    ) -> None:  # fmt: skip
+        self.group, self.faults, self.launcher = group, faults, launcher
+        self._planner, self._activity = planner, activity
+        self._gpu = group.gpu
         self._messages = 0
-        self._halves: dict[tuple[Any, ...], Bound] = {}
+        self._halves: dict[tuple[Any, ...], Half] = {}
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
-        self._unread: dict[int, FromAny] = {}  # by the word of the control page that will say whose a message was
+        self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
+        faults.describers[layout.PENDING] = lambda peer, got: self._unmet(peer, "has another tag, and no room")
+        faults.describers[layout.UNLIKE] = lambda peer, got: self._unmet(
+            peer, "has this tag and is not what is asked for"
+        )
 
-    @guarded
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:  # fmt: skip
         """Send `x` to rank `dst`, whose `recv` gives the same shape, dtype and tag. Returns None.
 
-        Up to four short messages of a tag are away when this has run, whether or not the receiver has asked for them;
-        what finds no free slot ends with its receiver, so two ranks that send each other more than that must not both
-        send first. On a GPU it is enqueued on the current stream: calls behind it wait for its end.
+        Up to four short messages of a tag are sent when this has run, whether or not the receiver has asked for them.
+        A message that finds no free slot ends with its receiver, so two ranks that send each other more than that must
+        not both send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
 
-        Raises `InvalidArgument` for a rank that is none or this one, a tag that is not from 0 to 2^32 - 1, and while a
-        CUDA graph is captured.
+        Raises `InvalidArgument` for a rank that does not exist or is this one, a tag that is not from 0 to 2^32 - 1,
+        and while a CUDA graph is captured.
         """
         self._check_peer(dst, "send dst")
-        source = self._input(x, "send").contiguous()
-        self._message("send", source, dst, tag, protocol)
-        return self._finish(None, async_op)
+        self._message("send", self._input(x, "send").contiguous(), dst, tag, protocol)
+        return self.launcher.finish(None, async_op)
 
-    @guarded
     def recv(
         self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:
         """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
 
         Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
-        received first, as long as those before it fit into the slots of the pair. From any rank, those are looked at
-        from the lowest on. On a GPU the host waits for the source if `src` is None; with `async_op=True` the `Work`
-        gives it.
+        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are looked at
+        in ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` gives it.
 
-        Raises `InvalidArgument` as `send` does; `CollectiveMismatch` where what was sent has this tag and another
-        dtype or size, or has other tags and leaves no room for more; `CollectiveTimeout` that names what is pending.
+        Raises `InvalidArgument` as `send` does; `CollectiveMismatch` if the message has this tag and another dtype or
+        size, or if messages with other tags leave no room for more; `CollectiveTimeout` that names what is pending.
         """
         if src is None:
             self._check_any()
@@ -103,25 +112,33 @@ class Messages(Collectives):
         if into is not target:
             target.copy_(into)
         if src is not None:
-            return self._finish(src, async_op)
-        work: Work = self._finish(None, True)
-        found = self._unread[number % layout.TOLD_WORDS] = FromAny(self, work, number, tag)
-        return found if async_op else found.wait()
+            return self.launcher.finish(src, async_op)
+        work = FromAny(self, number, tag)
+        self._unread[number % layout.TOLD_WORDS] = work
+        return work if async_op else work.wait()
+
+    def _input(self, x: Any, what: str) -> torch.Tensor:
+        self.faults.check_usable()
+        tensor = x.local if isinstance(x, Symmetric) else x
+        arguments.check_tensor(tensor, self.group.device, what)
+        return tensor
 
     def _check_peer(self, rank: Any, what: str) -> None:
-        self._check_root(rank, what)
-        if rank == self.rank:
+        group = self.group
+        check_root(rank, group.world_size, what)
+        if rank == group.rank:
             raise InvalidArgument(f"{what}={rank}: a rank sends no messages to itself; copy the tensor")
-        if not self._arena.bases[rank]:
+        if not group.arena.bases[rank]:
             raise InvalidArgument(
-                f"{what}={rank}: rank {self.rank} and rank {rank} do not reach each other's memory on these devices' "
+                f"{what}={rank}: rank {group.rank} and rank {rank} do not reach each other's memory on these devices' "
                 'links; go through a rank that both reach, or use the backend "tricomm" of torch.distributed'
             )
 
     def _check_any(self) -> None:
-        if not any(base for rank, base in enumerate(self._arena.bases) if rank != self.rank):
-            why = self._routes.no_kernels or "there is no other rank"
-            raise InvalidArgument(f"recv: no rank can send a message to rank {self.rank}: {why}")
+        group = self.group
+        if not any(base for rank, base in enumerate(group.arena.bases) if rank != group.rank):
+            why = self._planner.routes.no_kernels or "there is no other rank"
+            raise InvalidArgument(f"recv: no rank can send a message to rank {group.rank}: {why}")
 
     def _message(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> int:
         """Launch one half of a message; returns its number among this rank's."""
@@ -132,112 +149,109 @@ class Messages(Collectives):
                 f"{kind}: a message cannot be captured: a replay beside another message of the pair would not be seen; "
                 "capture a collective, or send outside of the graph"
             )
-        bound = self._half(kind, x, peer, tag, protocol)
-        with self._my_turn():
+        half = self._half(kind, x, peer, tag, protocol)
+        with self.launcher.held():
             number = self._messages + 1
             older = self._unread.pop(number % layout.TOLD_WORDS, None)
             if older is not None:
                 older.keep()
             self._messages = number
             self._sent[peer, tag] += kind == "send"
-            self._control.announce_message(
+            self.group.control.announce_message(
                 Descriptor(
-                    number, self._sent[peer, tag], kind, f"tag {tag}", bound.dtype, "one_shot", bound.protocol,
-                    bound.count, peer, bound.grid, "eager",
+                    number, self._sent[peer, tag], kind, f"tag {tag}", half.dtype, "one_shot", half.protocol,
+                    half.count, peer, half.grid, "eager",
                 )
             )  # fmt: skip
-            if self.counted:
-                routes.counter(routes.KERNELS, kind)[0] += 1
-            self._guarded(lambda: bound.run(x, x, bound.numel, number << 32 | bound.facts))
-            bound.tally.total += bound.weight
+            self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
+            half.tally.total += half.weight
             if kind == "recv" and peer >= 0:
                 self.received(peer, tag)
             return number
 
     def received(self, source: int, tag: int) -> None:
-        """Note for what is said of pending messages that one has been taken."""
+        """Note that a message has been taken, for the description of those that are pending."""
         self._received[source, tag] += 1
 
-    def told(self, number: int) -> int:
-        """Whose the message `number`, from any rank, was; where that has run."""
-        return int(self._words[layout.TOLD + number % layout.TOLD_WORDS])
+    def source(self, number: int) -> int:
+        """The source of message `number`, which was from any rank and has run."""
+        return int(self.group.words[layout.TOLD + number % layout.TOLD_WORDS])
 
-    def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Bound:
+    def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
         aligned = x.data_ptr() % 16 == 0
         key = (kind, x.dtype, x.numel(), aligned, protocol, peer, tag)
-        found = self._halves.get(key)
-        if found is None:
-            while len(self._halves) >= 1024:
+        half = self._halves.get(key)
+        if half is None:
+            while len(self._halves) >= _MOST_HALVES:
                 self._halves.pop(next(iter(self._halves)))
-            found = self._halves[key] = self._bind_half(kind, x, peer, tag, protocol, aligned)
-        return found
+            half = self._halves[key] = self._bind(kind, x, peer, tag, protocol)
+        return half
 
-    def _bind_half(
-        self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None, aligned: bool
-    ) -> Bound:  # fmt: skip
+    def _bind(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
         if x.dtype not in arguments.DTYPES:
             known = ", ".join(dtype.name for dtype in arguments.DTYPES.values())
             raise InvalidArgument(f"{kind}: no kernel takes {x.dtype}; there is {known}")
-        choice = selection.choose(self._site, kind, x.numel() * x.itemsize, None, protocol)
+        site, group = self._planner.site, self.group
+        nbytes = x.numel() * x.itemsize
+        choice = selection.choose(site, kind, nbytes, None, protocol)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
-        dtype = arguments.DTYPES[x.dtype]
+        dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
         # From any rank one block serves all channels: blocks could not agree on a source.
         grid = choice.blocks if peer >= 0 else 1
-        constexprs = launch_plan.constexprs(self._site, choice, kernel) | {"ALIGNED": aligned}
+        constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
-        run = self._runtime.bind(
-            kernel.function, grid, constexprs, dtype.bits, aligned, more, self._group, self._timeout
+        run = group.runtime.bind(
+            kernel.function, grid, constexprs, dtype.bits, aligned, more, group.table, group.timeout
         )
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
-        nbytes = x.numel() * x.itemsize
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
-        return Bound(
+        return Half(
             run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid, tally,
             weight(nbytes),
         )  # fmt: skip
 
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
-        where = self._layout
-        shape = (self.world_size, where.channels, layout.LINE // 8)
-        lines = self._arena.tensor(self.rank, where.lines, shape, torch.int64).cpu()
-        return [rank for rank in range(self.world_size) if any(map(layout.unread, lines[rank].tolist()))]
+        group, memory = self.group, self.group.layout
+        shape = (group.world_size, memory.channels, layout.LINE // 8)
+        lines = group.arena.tensor(group.rank, memory.lines, shape, torch.int64).cpu()
+        return [rank for rank in range(group.world_size) if any(map(layout.unread, lines[rank].tolist()))]
 
-    def _settled(self, seconds: float) -> bool:
-        """A message that is taken later is acknowledged here: on a GPU, into memory that would be gone."""
-        if self.simulated or self._routes.no_kernels is not None:
+    def acknowledged(self, seconds: float) -> bool:
+        """True if all messages have been acknowledged; waits that long for it.
+
+        A message that is taken later is acknowledged in this rank's memory, which on a GPU would be gone.
+        """
+        if self.group.simulated or self._planner.routes.no_kernels is not None:
             return True
         return poll(lambda: not self.unread(), seconds, 1e-3)
 
     # What a message waits for
 
-    def _diagnose(self) -> None:
-        status = int(self._words[layout.STATUS])
-        peer, code = (status >> 8) & 0xFF, status & 0xFF
-        if code not in (layout.PENDING, layout.UNLIKE):
-            return super()._diagnose()
-        what = "has this tag and is not what is asked for" if code == layout.UNLIKE else "has another tag, and no room"
-        text = f"what rank {peer} has sent {what}; {self._describe(int(self._words[layout.MESSAGE]), peer)}"
-        self._monitor.give_up(Fault(CollectiveMismatch.__name__, peer, self._sequence, text))
+    def _unmet(self, peer: int, what: str) -> Fault:
+        text = f"what rank {peer} has sent {what}; {self.describe(int(self.group.words[layout.MESSAGE]), peer)}"
+        return self.faults.of(CollectiveMismatch, text, peer)
 
-    def _describe(self, message: int, peer: int = -1) -> str:
+    def describe(self, message: int, peer: int = -1) -> str:
         """What this rank's half of a message waits for, and what is there instead."""
-        mine = next((m for m in self._control.messages(self.rank) if m.sequence == message), None)
+        control, rank = self.group.control, self.group.rank
+        mine = next((m for m in control.messages(rank) if m.sequence == message), None)
         if mine is None:
-            return f"rank {self.rank} was in message {message}"
-        text = f"rank {self.rank} was in {mine.text()}"
+            return f"rank {rank} was in message {message}"
+        text = f"rank {rank} was in {mine.text()}"
         if mine.collective == "send":
-            theirs = [m for m in self._control.messages(mine.root) if m.collective == "recv"]
+            theirs = [m for m in control.messages(mine.root) if m.collective == "recv"]
             last = f"last asked for {theirs[-1].text()}" if theirs else "has not asked for a message lately"
             return f"{text}; rank {mine.root} {last}"
         peer = mine.root if peer < 0 else peer
-        sources = [peer] if peer >= 0 else [r for r in range(self.world_size) if r != self.rank]
+        sources = [peer] if peer >= 0 else [r for r in range(self.group.world_size) if r != rank]
         pending = [f"from rank {r}: {', '.join(self._pending(r)) or 'nothing'}" for r in sources]
         return f"{text}; pending {'; '.join(pending)}"
 
     def _pending(self, source: int) -> list[str]:
         """What `source` has sent to this rank and this rank has not received, of its last eight messages."""
-        sent = [m for m in self._control.messages(source) if m.collective == "send" and m.root == self.rank]
+        messages = self.group.control.messages(source)
+        sent = [m for m in messages if m.collective == "send" and m.root == self.group.rank]
         return [
             f"{m.op}, dtype={m.dtype}, count={m.count} [{m.protocol}]"
             for m in sent
@@ -246,23 +260,25 @@ class Messages(Collectives):
 
 
 class FromAny(Work):
-    """A message from any rank: who it was is known when it has run."""
+    """A message from any rank: its source is known when it has run."""
 
-    def __init__(self, comm: Messages, work: Work, number: int, tag: int) -> None:
-        super().__init__(comm, None, work._event)
-        self._messages, self._number, self._tag = comm, number, tag
+    def __init__(self, messages: PointToPoint, number: int, tag: int) -> None:
+        gpu = messages.group.gpu
+        event = gpu.recorded() if gpu is not None else None
+        super().__init__(messages.faults, messages.launcher.guard, None, event)
+        self._messages, self._number, self._tag = messages, number, tag
         self._source: int | None = None
 
     @guarded
     def wait(self, timeout: float | None = None) -> int:
         """Wait on the host, and return the source's rank; raises as `Work.wait` does."""
-        self._wait_for(self._comm._timeout if timeout is None else timeout)
+        self._wait_for(self._messages.group.timeout if timeout is None else timeout)
         self.keep()
         return self.result()
 
     @guarded
     def result(self) -> int:
-        """The source's rank. Raises the group's fault, and `InvalidArgument` where the message has not arrived yet."""
+        """The source's rank. Raises the group's fault, and `InvalidArgument` if the message has not arrived yet."""
         if self._source is None:
             if not self.is_completed():
                 raise InvalidArgument("recv: this message has not arrived yet; call wait() first")
@@ -270,9 +286,9 @@ class FromAny(Work):
         return self._source  # type: ignore[return-value]
 
     def keep(self) -> None:
-        """Read who it was, before the word that says so serves another message."""
+        """Read the source, before the word that holds it serves another message."""
         if self._source is None:
-            self._wait_on_host(self._comm._timeout)
-            self._comm.check()
-            self._source = self._messages.told(self._number)
+            self._wait_on_host(self._messages.group.timeout)
+            self._faults.check()
+            self._source = self._messages.source(self._number)
             self._messages.received(self._source, self._tag)

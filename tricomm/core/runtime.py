@@ -1,4 +1,4 @@
-"""What a group needs from the world that its ranks live in: who runs kernels, who watches, where memory comes from."""
+"""What a group needs from its surroundings: a launcher of kernels, a monitor, memory, tuning tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
 from tricomm.gpu import Gpu
@@ -19,14 +20,14 @@ from tricomm.topology.model import Topology
 
 
 class Runtime(Protocol):
-    """A world of ranks. There are two: processes (or streams) of their own, and tasks of the schedule explorer."""
+    """What the ranks are. There are two: processes (or streams) of their own, and tasks of the schedule explorer."""
 
     @property
     def no_symmetric(self) -> str | None:
-        """Why there is no symmetric memory, where there is none."""
+        """Why there is no symmetric memory; None if there is."""
 
     def gpu(self, device: torch.device) -> Gpu | None:
-        """The GPU whose streams the kernels run on; None where they are interpreted."""
+        """The GPU whose streams the kernels run on; None if they are interpreted."""
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
@@ -40,8 +41,11 @@ class Runtime(Protocol):
     ) -> kernel_launch.Call:  # fmt: skip
         """As `launch.bind`."""
 
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        """The plan to keep for `request`: `plan`, or one that runs it and looks at its calls."""
+
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        """Who will watch over a group; not started yet."""
+        """The monitor of a group; not started yet."""
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
@@ -73,6 +77,9 @@ class Processes:
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> kernel_launch.Call:  # fmt: skip
         return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        return plan
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         return Monitor(control, timeout, stall_timeout)

@@ -34,10 +34,10 @@ def agree(
     control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
     uuid: bytes | None = None,
 ) -> Topology | None:  # fmt: skip
-    """The topology of the group's devices, by rank; None where nothing is known, or ranks find different things.
+    """The topology of the group's devices, by rank; None if nothing is known, or if the ranks differ.
 
-    Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, but in tests. Raises
-    `InvalidArgument` on all ranks where several are on one GPU and one of these has not said that it may be so.
+    Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, except in tests. Raises
+    `InvalidArgument` on all ranks if several are on one GPU and one of these has not allowed it.
     """
     check(options, control.world_size)
     if device.type != "cuda":
@@ -49,25 +49,24 @@ def agree(
     _refuse_shared(uuids, [answer[-1] > 0 for answer in answers])
     if options.topology is not None:
         return options.topology
-    found = find(uuids)
-    links = found.topology.canonical if found.topology is not None else f"unknown: {found.reason}"
+    links = find(uuids)
+    said = links.topology.canonical if links.topology is not None else f"unknown: {links.reason}"
     try:
-        control.require_equal(links, "topology", timeout)
+        control.require_equal(said, "topology", timeout)
     except InvalidArgument:
-        text = "ranks find different links between their GPUs; rank %d: %s; none is relied on"
-        log.warning(text, control.rank, links)
+        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
         return None
-    return found.topology
+    return links.topology
 
 
 def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
-    """The same on all ranks: raises `InvalidArgument` where ranks are on one GPU without all of them having said so."""
+    """The same on all ranks: raises `InvalidArgument` if ranks share a GPU and not all of them have allowed it."""
     for uuid in dict.fromkeys(uuids):
-        ranks = [rank for rank, found in enumerate(uuids) if found == uuid]
+        ranks = [rank for rank, theirs in enumerate(uuids) if theirs == uuid]
         if len(ranks) > 1 and not all(may_share[rank] for rank in ranks):
             raise InvalidArgument(
-                f"ranks {', '.join(map(str, ranks))} are on one GPU (UUID {UUID(bytes=uuid)}), where their kernels "
-                "wait for each other in turns; give each rank a GPU of its own (device=, LOCAL_RANK; "
+                f"ranks {', '.join(map(str, ranks))} are on one GPU (UUID {UUID(bytes=uuid)}), and their kernels "
+                "wait for each other in turns there; give each rank a GPU of its own (device=, LOCAL_RANK; "
                 "CUDA_VISIBLE_DEVICES may hide some), or say on each of these ranks that it is meant: "
                 "Options(share_device=True) or TRICOMM_SHARE_DEVICE=1"
             )
@@ -106,17 +105,17 @@ def check(options: Options, world_size: int) -> None:
 
 
 def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPosition, ...] | None:
-    """Who is where in a hybrid cube mesh; on other links, or unknown ones, as on a DGX-1V. None unless eight ranks."""
+    """The ranks' positions in a hybrid cube mesh; on other or unknown links those of a DGX-1V. None without 8 ranks."""
     if world_size != mesh.RANKS:
         return None
-    own = mesh.positions(topology.links) if topology is not None else None
-    return own or mesh.positions(dgx1v().links)
+    tables = mesh.positions(topology.links) if topology is not None else None
+    return tables or mesh.positions(dgx1v().links)
 
 
 def group_table(
     rank: int, bases: Sequence[int], control: int, memory: layout.Layout, topology: Topology | None, first_epoch: int
 ) -> list[int]:  # fmt: skip
-    """The words of the group table at the head of an arena: who this rank is, and where everything lies.
+    """The words of the group table at the head of an arena: this rank's number, and the address of everything.
 
     `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.
     """
@@ -137,7 +136,7 @@ def group_table(
 
 
 def reach(topology: Topology | None, rank: int) -> tuple[bool, ...] | None:
-    """Whose memory `rank` maps on a hybrid cube mesh where not every rank can reach every other one's; else None."""
+    """Which ranks' memory `rank` maps on a hybrid cube mesh whose ranks do not all reach each other; else None."""
     if topology is None or topology.all_peers or mesh.positions(topology.links) is None:
         return None
     return tuple(other == rank or links > 0 for other, links in enumerate(topology.links[rank]))

@@ -1,7 +1,7 @@
 """One thread of a process that watches over all of its communicators.
 
 A group in which a call runs is looked at every tick. The others are looked at in rotation, a few a tick, so that
-hundreds of idle groups cost little; a process that ends brings all groups' turn forward. An error in the look at one
+hundreds of idle groups cost little. When a process ends, all groups are looked at at once. An error in the look at one
 group is that group's own.
 """
 
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from tricomm.deadline import Deadline, poll
 from tricomm.store import process
+from tricomm.store.control import Fault
 
 TICK = 0.02
 _LONGEST_TICK = 0.25
@@ -27,6 +28,7 @@ _STOP_SECONDS = 5.0
 class Watchable(Protocol):
     """A group's monitor. `look` and `beat` are called on the watcher's thread and raise nothing."""
 
+    fault: Fault | None
     stopped: bool
     looked: float
 
@@ -38,6 +40,16 @@ class Watchable(Protocol):
 
     def look(self, tick: float) -> None:
         """Look at the peers; `tick` seconds have passed since the last look."""
+
+
+class Watching(Protocol):
+    """Looks at monitors: the thread of this process, or the schedule explorer as its time passes."""
+
+    def add(self, monitor: Watchable) -> None:
+        """Watch over `monitor` until it is discarded."""
+
+    def discard(self, monitor: Watchable) -> None:
+        """Forget `monitor`; on return nothing looks at it any more. Idempotent."""
 
 
 class Watcher:
@@ -63,7 +75,7 @@ class Watcher:
                 self._thread.start()
 
     def discard(self, monitor: Watchable) -> None:
-        """Forget `monitor`; on return nobody looks at it any more. Idempotent. Ends the thread with the last one."""
+        """Forget `monitor`; on return nothing looks at it any more. Idempotent. Ends the thread with the last one."""
         monitor.stopped = True
         self._watched.pop(id(monitor), None)
         thread = self._thread
@@ -112,7 +124,7 @@ class Watcher:
         return tick
 
     def _at(self, monitor: Watchable, action: Callable[[Watchable], None]) -> None:
-        self._current = monitor  # before the question: whoever stops it waits until it is another one's turn
+        self._current = monitor  # before `stopped` is read: a thread that stops it waits until another one is current
         try:
             if not monitor.stopped:
                 action(monitor)

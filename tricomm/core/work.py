@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from tricomm.core.entry_guard import guarded
+from tricomm.core.entry_guard import Guard, guarded
+from tricomm.core.faults import Faults
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout
-
-if TYPE_CHECKING:
-    from tricomm.core.group import Group
 
 
 class Work:
     """What a collective returns with `async_op=True`. Dropping it is safe; the call goes on without it."""
 
-    def __init__(self, comm: Group, output: Any, event: torch.cuda.Event | None) -> None:
-        self._comm, self._gpu = comm, comm._gpu
+    def __init__(self, faults: Faults, guard: Guard, output: Any, event: torch.cuda.Event | None) -> None:
+        self._faults, self._guard, self._gpu = faults, guard, faults.group.gpu
         self._output = output
         self._event = event
 
@@ -30,8 +28,8 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:
         """Order the current stream after the call and return its output; on a CPU it has run already.
 
-        With `timeout` (seconds) the host waits too: `CollectiveTimeout` where the call has not finished by then.
-        Raises the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) where there is one.
+        With `timeout` (seconds) the host waits too: `CollectiveTimeout` if the call has not finished by then.
+        Raises the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one.
         """
         return self._wait_for(timeout)
 
@@ -40,16 +38,13 @@ class Work:
             self._event.wait(self._gpu.stream())
             if timeout is not None:
                 self._wait_on_host(timeout)
-        self._comm.check()
+        self._faults.check()
         return self._output
 
     def result(self) -> Any:
         """The call's output (in place: the input)."""
         return self._output
 
-    def _unwound(self, error: BaseException) -> None:
-        self._comm._unwound(error)
-
     def _wait_on_host(self, timeout: float) -> None:
-        if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._comm.check):
-            raise CollectiveTimeout(f"{self._comm}: timeout after {timeout:g} s: the call has not finished")
+        if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._faults.check):
+            raise CollectiveTimeout(f"{self._faults.group}: timeout after {timeout:g} s: the call has not finished")

@@ -1,13 +1,17 @@
-"""What a communicator has done: calls, bytes and times by kernel and size, and how long it waited for whom.
+"""The one count of calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
 
-Counting costs a call one addition. Times are taken only when asked for (`Activity.clock`), by plans made for it, so
-that a call that is not timed pays nothing for those that are.
+Counting costs a call one addition: to the tally of its kernel and size. What `tricomm.stats()` and `comm.stats()` say
+is added up from the tallies when they are asked. Times are taken only when asked for (`Activity.clock`), by plans made
+for it, so that a call that is not timed pays nothing for those that are.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
-from collections import deque
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +26,8 @@ from tricomm.metrics.timer import Clock, Span
 _CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: both are counted by one addition
 _BYTES = _CALL - 1
 RECENT = 512
+KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
+Key = tuple[str, str, str, int]  # of a tally: collective, algorithm, protocol, bucket
 
 
 class Tally:
@@ -55,7 +61,7 @@ class Calls:
     """Calls of one kernel with at most `bucket` bytes of input per rank, and more than half of that.
 
     `calls` and `nbytes` are of all, `timed` and `seconds` of those that were timed; `p50_us` and `p99_us` are of the
-    latest of these, None where there are none. Captured calls count once; their replays are the graph's.
+    latest of these, None if there are none. Captured calls count once; their replays are not counted.
     """
 
     collective: str
@@ -85,6 +91,86 @@ class Statistics:
     spans: tuple[Span, ...] = ()
 
 
+class _ProcessTallies:
+    """The tallies of all communicators of this process, and of the calls that backends behind a c10d group took.
+
+    A communicator's tallies are added to `past` when it is gone: a process that makes and closes many must not grow.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.live: dict[int, dict[Key, Tally]] = {}
+        self.ended: deque[int] = deque()  # appended to by finalizers, which may run anywhere: without the lock
+        self.past: Counter[tuple[str, str]] = Counter()  # calls by route and collective
+        self.fallback: dict[tuple[str, str, int], Tally] = {}  # by route, collective and bucket
+        self._numbers = itertools.count()
+
+    def add(self, activity: object, tallies: dict[Key, Tally]) -> None:
+        """Count `tallies` as long as `activity` lives, and what is in them then for ever."""
+        number = next(self._numbers)
+        with self.lock:
+            self._fold()
+            self.live[number] = tallies
+        weakref.finalize(activity, self.ended.append, number).atexit = False
+
+    def _fold(self) -> None:
+        while self.ended:
+            _add(self.past, self.live.pop(self.ended.popleft()))
+
+    def calls(self) -> Counter[tuple[str, str]]:
+        """By route and collective."""
+        with self.lock:
+            self._fold()
+            calls = self.past.copy()
+            for tallies in list(self.live.values()):
+                _add(calls, tallies)
+            for (route, collective, _), tally in list(self.fallback.items()):
+                calls[route, collective] += tally.total // _CALL
+        return calls
+
+
+def _add(calls: Counter[tuple[str, str]], tallies: dict[Key, Tally]) -> None:
+    for (collective, algorithm, _, _), tally in list(tallies.items()):
+        calls[NCCL if algorithm == NCCL else KERNELS, collective] += tally.total // _CALL
+
+
+_process = _ProcessTallies()
+
+
+def _after_fork() -> None:
+    """In a child: the parent's thread may have held the lock."""
+    _process.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def stats() -> dict[str, dict[str, int]]:
+    """How many calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}.
+
+    Of communicators and of c10d groups alike; a c10d call that runs over the kernels counts once. A call that launches
+    nothing, because it has zero elements or is refused, is not counted.
+    """
+    calls: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
+    for (route, collective), count in _process.calls().items():
+        if count:
+            calls[route][collective] = count
+    return calls
+
+
+def count_fallback(route: str, collective: str, nbytes: int | None) -> None:
+    """Count a c10d group's call that NCCL or Gloo runs, of `nbytes` of input; None if ranks may differ in it."""
+    key = (route, collective, bucket(nbytes or 0))
+    _process.fallback.setdefault(key, Tally()).total += weight(nbytes or 0)
+
+
+def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Calls and bytes that NCCL and Gloo got of c10d groups, by (route, collective, bucket of sizes); 0 bytes if ranks'
+    sizes differ."""
+    known = list(_process.fallback.items())
+    return {key: (tally.total // _CALL, tally.total & _BYTES) for key, tally in known}
+
+
 class Activity:
     """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed."""
 
@@ -95,8 +181,9 @@ class Activity:
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
         self._gpu, self._waited = gpu, waited
-        self._tallies: dict[tuple[str, str, str, int], Tally] = {}
+        self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
+        _process.add(self, self._tallies)
         self.time_calls(env.integer("TRICOMM_STATS_EVERY") or 0, "TRICOMM_STATS_EVERY")
 
     def time_calls(self, every: int, name: str = "every") -> None:
@@ -140,7 +227,7 @@ class Activity:
         return Statistics(*facts, calls, waited, spans)
 
 
-def _calls(key: tuple[str, str, str, int], tally: Tally) -> Calls:
+def _calls(key: Key, tally: Tally) -> Calls:
     total, recent = tally.total, sorted(tally.recent)
     p50, p99 = (recent[-(-len(recent) * part // 100) - 1] if recent else None for part in (50, 99))
     return Calls(*key, total // _CALL, total & _BYTES, tally.timed, tally.seconds, p50, p99)

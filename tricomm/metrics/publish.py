@@ -1,4 +1,4 @@
-"""A job's statistics in a file of its own, for whoever looks at it from outside (`tricomm dashboard`).
+"""A job's statistics in a file of its own, to be looked at from outside (`tricomm dashboard`).
 
 Nothing is written unless TRICOMM_STATS says how often, in seconds. One file per process, replaced whole; the last one
 is written when the process ends, and stays until its numbers are in the history. A job never fails for it.
@@ -20,8 +20,7 @@ from typing import Any
 
 from tricomm import env
 from tricomm.errors import InvalidArgument
-from tricomm.metrics import routes
-from tricomm.metrics.counters import Activity
+from tricomm.metrics.counters import Activity, fallback_by_size
 from tricomm.store import process
 
 SCHEMA = 1
@@ -35,7 +34,7 @@ _publisher: _Publisher | None = None
 def folder() -> Path:
     """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory.
 
-    Raises `InvalidArgument` where neither is known.
+    Raises `InvalidArgument` if neither is known.
     """
     given = env.text("TRICOMM_STATS_DIR")
     if given is not None:
@@ -48,8 +47,8 @@ def folder() -> Path:
 
 
 def add(activity: Activity) -> None:
-    """Publish what this communicator does, where TRICOMM_STATS is set. Raises `InvalidArgument` for what is no number
-    of seconds."""
+    """Publish what this communicator does if TRICOMM_STATS is set. Raises `InvalidArgument` unless that is a number of
+    seconds."""
     global _publisher
     seconds = interval()
     if seconds is None:
@@ -63,7 +62,7 @@ def add(activity: Activity) -> None:
 
 
 def interval() -> float | None:
-    """TRICOMM_STATS in seconds; None where it is not set. Raises `InvalidArgument`."""
+    """TRICOMM_STATS in seconds; None if it is not set. Raises `InvalidArgument`."""
     value = env.text("TRICOMM_STATS")
     try:
         seconds = None if value is None else float(value)
@@ -80,7 +79,7 @@ def snapshot() -> dict[str, Any]:
         known = list(_known)
     routed = [
         {"route": path, "collective": collective, "bucket": bucket, "calls": calls, "nbytes": nbytes}
-        for (path, collective, bucket), (calls, nbytes) in routes.by_size().items()
+        for (path, collective, bucket), (calls, nbytes) in fallback_by_size().items()
     ]
     return {
         "schema": SCHEMA, "pid": os.getpid(), "started": process.start_time(os.getpid()) or 0,

@@ -40,7 +40,8 @@ class Clock:
         self._mark = gpu.recorded(timing=True) if gpu is not None else None
 
     def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
-        """`run`, with every so many of its calls timed. `of` says, of a call's input, who is told and what it is."""
+        """`run`, with every so many of its calls timed. `of` gives, for a call's input, what to call with its time, and
+        its name."""
         left = 1
         measured = self._by_host if self._gpu is None else self._by_events
 
@@ -55,12 +56,12 @@ class Clock:
         return call
 
     def spans(self) -> tuple[Span, ...]:
-        """The latest spans, oldest first; on a GPU those that `collect` has found ended. Any thread may ask."""
+        """The latest spans, oldest first; on a GPU those whose end `collect` has seen. Any thread may ask."""
         return tuple(self._spans)
 
     def collect(self) -> None:
-        """Look which kernels have ended. For the threads that make calls: looking from another one, at an event, would
-        break a graph that is being captured."""
+        """Take the times of kernels that have ended. For threads that make calls: to query an event in another thread
+        would break a graph that is being captured."""
         if self._gpu is None or self._mark is None:
             return
         with self._gpu.here(), self._lock:

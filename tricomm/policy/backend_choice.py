@@ -19,8 +19,7 @@ from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.metrics import routes
-from tricomm.metrics.routes import GLOO, KERNELS, NCCL
+from tricomm.metrics.counters import GLOO, KERNELS, NCCL
 
 __all__ = [
     "GLOO",
@@ -30,7 +29,6 @@ __all__ = [
     "REDUCTIONS",
     "BackendChoice",
     "GroupFacts",
-    "count_and_log",
     "decide",
     "log_once",
     "nccl_threshold",
@@ -133,20 +131,6 @@ def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
 def _limits() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(files("tricomm").joinpath("tables/nccl_threshold.json").read_text())["rows"]
     return rows
-
-
-def count_and_log(
-    choice: BackendChoice,
-    group: str,
-    rank: int,
-    collective: str,
-    dtype: torch.dtype | None,
-    op: str,
-    nbytes: int | None,
-) -> None:
-    """Count a call, and log it as `log_once` does."""
-    routes.count(choice.backend, collective, nbytes)
-    log_once(choice, group, rank, collective, dtype, op, nbytes)
 
 
 def log_once(

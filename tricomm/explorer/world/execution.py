@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tricomm.communicator import Communicator
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -88,7 +89,7 @@ class Ranks:
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
-        self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met)
+        self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned)
 
     def execute(self) -> Outcome:
         """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
@@ -113,8 +114,7 @@ class Ranks:
 
     def _rank(self, rank: int) -> Any:
         try:
-            make = self._oracle.communicator() if self._oracle is not None else Communicator
-            self._comms[rank] = self._world.join(rank, make)
+            self._comms[rank] = self._world.join(rank)
             return self._subject.fn(self._comms[rank])
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})")
@@ -144,6 +144,12 @@ class Ranks:
     def _met(self, rank: int, step: int, after: bool) -> None:
         if self._detector is not None:
             self._detector.met(rank, step, after)
+
+    def _planned(self, rank: int, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        if self._oracle is None:
+            return plan
+        topology = self._subject.options.topology
+        return self._oracle.watched(request, plan, rank, topology, lambda: self._world.leaving(rank))
 
     def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
         assert self._detector is not None

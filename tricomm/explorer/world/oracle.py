@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from tricomm.communicator import Communicator
 from tricomm.core import topology_agreement
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.explorer.report.findings import Finding
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch.kernel_launch import Rows
+from tricomm.topology.model import Topology
 
+_NOT_SHOWN = ("barrier", "all_to_all_v")
 _FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 
 @dataclass
-class Call:
+class ObservedCall:
     """One collective: what each rank brought, and what each rank has."""
 
     collective: str
@@ -34,32 +36,29 @@ class Oracle:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, ObservedCall] = {}
 
-    def communicator(self) -> type[Communicator]:
-        """A communicator that shows every call to this oracle, and is as any other otherwise."""
-        oracle = self
+    def watched(
+        self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool]
+    ) -> LaunchPlan:  # fmt: skip
+        """`plan`, which shows this oracle every call that `rank` makes by it; `aborted` says, after one, whether its
+        output is undefined."""
+        if request.collective in _NOT_SHOWN:
+            return plan
+        choice = plan.choice
+        cube = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy).needs_cube
+        by_quads = quads(topology, self._world_size) if cube else ()
 
-        class Shown(Communicator):
-            def _run(
-                self, collective: str, op: str, x: Any, y: Any, count: int, algorithm: Any, protocol: Any,
-                root: int = -1, symmetric: Any = None,
-            ) -> None:  # fmt: skip
-                if not count:
-                    return super()._run(collective, op, x, y, count, algorithm, protocol, root, symmetric)
-                call = oracle._calls.setdefault(self._sequence + 1, Call(collective, op, root))
-                call.inputs[self.rank] = x.detach().reshape(-1).clone()
-                super()._run(collective, op, x, y, count, algorithm, protocol, root, symmetric)
-                if root < 0 or collective in _FEWER or root == self.rank:
-                    call.outputs[self.rank] = y.detach().reshape(-1).clone()
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
+            made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
+            shown = self._calls.setdefault(call >> 32, made)
+            shown.inputs[rank] = x.detach().reshape(-1).clone()
+            plan.run(x, y, count, call, rows)
+            gets = request.root < 0 or request.collective in _FEWER or request.root == rank
+            if gets and not aborted():
+                shown.outputs[rank] = y.detach().reshape(-1).clone()
 
-            def _launch(self, chosen: Any, x: Any, y: Any, rows: Any = ()) -> None:
-                call, choice = oracle._calls.get(self._sequence + 1), chosen.choice
-                if call is not None and registry.find(choice.collective, choice.algorithm, choice.protocol).needs_cube:
-                    call.quads = quads(self)
-                super()._launch(chosen, x, y, rows)
-
-        return Shown
+        return replace(plan, run=run)
 
     def findings(self) -> list[Finding]:
         """What is wrong with the calls that all ranks have begun, on those that have ended them."""
@@ -84,9 +83,9 @@ class Oracle:
         return found
 
 
-def quads(comm: Communicator) -> list[tuple[int, ...]]:
+def quads(topology: Topology | None, world_size: int) -> list[tuple[int, ...]]:
     """The ranks of each quad of a hybrid cube mesh, in ascending order."""
-    return list(dict.fromkeys(place.order for place in topology_agreement.places(comm.topology, comm.world_size) or ()))
+    return list(dict.fromkeys(place.order for place in topology_agreement.places(topology, world_size) or ()))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

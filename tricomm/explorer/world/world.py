@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from tricomm.communicator import Communicator
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
+from tricomm.core.watcher import Watchable
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
@@ -40,7 +42,8 @@ class Turns(Protocol):
 
 
 class World:
-    """What the ranks of one execution share. `run(rank, blocks, private)` runs a launch to its end."""
+    """What the ranks of one execution share. `run(rank, blocks, private)` runs a launch to its end; `planned(rank,
+    request, plan)` gives the plan to keep for the calls of `request`."""
 
     def __init__(
         self,
@@ -50,14 +53,15 @@ class World:
         turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
+        planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
     ) -> None:
         self.world_size, self.options, self.memory = world_size, options, memory
-        self.turns, self.run, self.met = turns, run, met
+        self.turns, self.run, self.met, self.planned = turns, run, met, planned
         self.now = 0.0
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
         self.plan = layout.plan(world_size, options.arena_bytes)
-        self.monitors: dict[int, SimulatedMonitor] = {}
+        self.monitors: dict[int, Watchable] = {}
         self._opened: dict[int, list[LocalArena]] = {}
         self._made = [0] * world_size
         self._pages = mmap.mmap(-1, page.NBYTES * world_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -82,9 +86,9 @@ class World:
             name = f"rank {rank}'s arena"
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
 
-    def join(self, rank: int, make: type[Communicator]) -> Communicator:
+    def join(self, rank: int) -> Communicator:
         """In a rank's host code: its communicator."""
-        return make.over(
+        return Communicator.over(
             self.controls[rank], self.arenas[rank], self.plan, CPU, self.options.timeout, self.options,
             RankRuntime(self, rank),
         )  # fmt: skip
@@ -122,7 +126,8 @@ class World:
             for rank in living:
                 self.controls[rank].beat()
             for rank in living:
-                self.monitors[rank].look(seconds)
+                if not self.monitors[rank].stopped:
+                    self.monitors[rank].look(seconds)
             if [m.fault for m in self.monitors.values()] != before:
                 return True
         return False
@@ -192,15 +197,17 @@ class SimulatedControl(ControlPage):
         return answers
 
 
-class SimulatedMonitor(Monitor):
-    """A monitor without a thread: it looks when time passes."""
+class RankWatcher:
+    """Watches over a rank's group without a thread: the world looks when time passes."""
 
-    def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
-        self._diagnose, self._describe = diagnose, describe
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
 
-    def look(self, tick: float) -> None:
-        if not self.stopped:
-            super().look(tick)
+    def add(self, monitor: Watchable) -> None:
+        self._world.monitors[self._rank] = monitor
+
+    def discard(self, monitor: Watchable) -> None:
+        monitor.stopped = True
 
 
 class RankRuntime:
@@ -232,9 +239,11 @@ class RankRuntime:
 
         return run
 
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        return self._world.planned(self._rank, request, plan)
+
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        self._world.monitors[self._rank] = SimulatedMonitor(control, timeout, stall_timeout)
-        return self._world.monitors[self._rank]
+        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank))
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float

@@ -1,0 +1,191 @@
+"""From the plan of a call to its kernel: one call at a time, announced to the peers, in the order of the streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tricomm.core.entry_guard import CallLock, Guard
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launch_plan import LaunchPlan
+from tricomm.core.monitor import Monitor
+from tricomm.core.work import Work
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
+from tricomm.gpu import Gpu
+from tricomm.kernels import layout
+from tricomm.kernels.launch.kernel_launch import Rows
+from tricomm.store.control import PackedDescriptor
+
+LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
+
+
+class Launcher:
+    """Makes one group's calls.
+
+    lock       held by the thread whose call is being made
+    guard      of all public calls
+    sequence   number of the latest collective; the ranks' calls of one number are one call
+    captured   whether a CUDA graph holds a call of this group
+    """
+
+    def __init__(self, group: Group, faults: Faults, monitor: Monitor) -> None:
+        self.lock = CallLock()
+        self.guard = Guard(self.lock, faults.interrupted)
+        self.sequence = 0
+        self.captured = False
+        self._group, self._faults, self._monitor = group, faults, monitor
+        self._gpu, self._simulated = group.gpu, group.simulated
+        self._announce = group.control.announcer()
+        self._stream: Any = None  # of the last eager call, and its handle
+        self._raw_stream: int | None = None
+
+    def launch(self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
+        """Tell the peers what comes, then run it. Threads that share a group take turns.
+
+        Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
+        """
+        lock = self.lock
+        if lock.mine() or not lock.acquire(False):
+            self._wait_for_lock()
+        try:
+            if self._group.closed:
+                self._faults.raise_closed()
+            gpu = self._gpu
+            if gpu is not None and gpu.raw_stream() != self._raw_stream:
+                self._follow_stream(gpu)
+            self.sequence = sequence = self.sequence + 1
+            self._announce(sequence, plan.record)
+            lost = self._monitor.lost
+            if lost is not None:
+                self._faults.raise_lost(lost)
+            try:
+                plan.run(x, y, plan.numel, (sequence & 0x7FFFFFFF) << 32 | plan.fingerprint, rows)
+            except BaseException as error:
+                self._faults.not_launched(error)
+                raise
+            plan.tally.total += plan.weight
+        finally:
+            lock.release()
+        if self._simulated:
+            self._faults.check()
+
+    def run(self, kernel: Callable[[], None]) -> None:
+        """Run what is no collective, with the lock held; if something stops this rank in it, the others are told."""
+        try:
+            kernel()
+        except BaseException as error:
+            self._faults.not_launched(error)
+            raise
+        if self._simulated:
+            self._faults.check()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The call lock, for a call that is no collective; it is ordered after the last call."""
+        self._wait_for_lock()
+        try:
+            if self._group.closed:
+                self._faults.raise_closed()
+            if self._gpu is not None:
+                self._follow_stream(self._gpu)
+            yield
+        finally:
+            self.lock.release()
+
+    def _wait_for_lock(self) -> None:
+        group = self._group
+        if self.lock.mine():
+            raise InvalidArgument(
+                f"{group}: a call inside another call of the same thread; a signal handler or a destructor makes it: "
+                "let it set a flag instead"
+            )
+        if not self.lock.acquire(timeout=group.timeout):
+            raise CollectiveTimeout(f"{group}: timeout after {group.timeout:g} s: another thread's call still runs")
+
+    def _follow_stream(self, gpu: Gpu) -> None:
+        """Order this call after the last one if the caller has changed streams: there is one pair of mailboxes."""
+        if gpu.capturing():
+            return
+        stream = gpu.stream()
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream, self._raw_stream = stream, gpu.raw_stream()
+
+    def finish(self, result: Any, async_op: bool) -> Any:
+        """What a call returns: its result, or with `async_op` a `Work`."""
+        if not async_op:
+            return result
+        return Work(self._faults, self.guard, result, self._gpu.recorded() if self._gpu is not None else None)
+
+    # Calls that all ranks make by other means
+
+    def announce(self, record: PackedDescriptor) -> None:
+        """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
+        self._faults.check_usable()
+        with self.held():
+            self.sequence += 1
+            self._announce(self.sequence, record)
+
+    def withdraw(self, calls: int) -> None:
+        """Take back the last `calls` that were announced, because they were refused before anything was sent."""
+        with self.held():
+            self.sequence -= calls
+
+    # The end of calls
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`.
+
+        `timeout` is in seconds (default: the communicator's).
+        """
+        self._faults.check_usable()
+        self.wait(self._group.timeout if timeout is None else timeout)
+
+    def wait(self, timeout: float) -> None:
+        """As `synchronize`, on a group that is usable."""
+        if self._gpu is not None and not self._gpu.capturing():
+            event = self._gpu.recorded(self._stream)
+            end = time.monotonic() + timeout
+            while not event.query():
+                self._faults.check()
+                if time.monotonic() > end:
+                    raise CollectiveTimeout(f"{self._group}: timeout after {timeout:g} s: the stream has not finished")
+                time.sleep(2e-5)
+        self._faults.check()
+
+    def drained(self) -> bool:
+        """Let kernels in flight end before their memory goes, and abort those that cannot end by themselves; False if
+        one does not leave."""
+        text = f"rank {self._group.rank} closed the group during a call"
+        if self.lock.mine():  # a signal handler closes the group in the middle of a call
+            self._faults.abort(GroupAborted, text)
+            return False
+        if not self.lock.acquire(False):  # another thread is in a call
+            self._faults.abort(GroupAborted, text)
+            if not self.lock.acquire(timeout=LEAVE_SECONDS):
+                return False
+        try:
+            if self._gpu is None or self._stream is None:
+                return True
+            with self._gpu.here():
+                return self._left_stream()
+        finally:
+            self.lock.release()
+
+    def _left_stream(self) -> bool:
+        try:
+            self.wait(self._group.timeout)
+            return True
+        except TricommError:
+            self._group.words[layout.ABORT] = 1
+        end = time.monotonic() + LEAVE_SECONDS
+        while not self._stream.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(1e-3)
+        return True

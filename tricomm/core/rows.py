@@ -1,0 +1,63 @@
+"""Rows of a call that are not simply those of one tensor: several tensors in one launch, and rows of uneven number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tricomm.errors import InvalidArgument
+
+_MOST = (1 << 32) - 1  # elements: a header has 32 bits for them
+
+
+def check_list(xs: Sequence[torch.Tensor], what: str) -> None:
+    """Refuse a list that cannot be packed: empty, or of several types. Raises `InvalidArgument`."""
+    if not xs:
+        raise InvalidArgument(f"{what}: an empty list was given")
+    kinds = dict.fromkeys(str(x.dtype) for x in xs)
+    if len(kinds) > 1:
+        raise InvalidArgument(
+            f"{what}: tensors of one dtype are needed, found {', '.join(kinds)}; make a call for each"
+        )
+
+
+def pack(xs: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    """One tensor of all: [rows, elements of a row of each, one after another], flattened."""
+    return torch.cat([x.reshape(rows, -1) for x in xs], dim=1).reshape(-1)
+
+
+def unpack(packed: torch.Tensor, into: Sequence[torch.Tensor], rows: int) -> None:
+    """Copy every tensor's part of `packed` into it."""
+    parts = packed.reshape(rows, -1).split([y.numel() // rows for y in into], dim=1)
+    for y, part in zip(into, parts, strict=True):
+        y.copy_(part.reshape(y.shape))
+
+
+def check_splits(splits: Any, world_size: int, what: str) -> tuple[int, ...]:
+    """`splits` as a tuple; raises `InvalidArgument` unless it is one whole number, 0 or more, for each rank."""
+    numbers = tuple(splits) if isinstance(splits, Sequence) and not isinstance(splits, str) else ()
+    if len(numbers) != world_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+        raise InvalidArgument(f"{what}={splits!r}: {world_size} numbers of rows are needed, one for each rank")
+    return numbers
+
+
+def check_uneven(x: torch.Tensor, in_splits: tuple[int, ...], out_splits: tuple[int, ...], rank: int) -> None:
+    """Refuse splits that are not those of `x`, or that this rank alone contradicts. Raises `InvalidArgument`."""
+    if not x.dim() or x.shape[0] != sum(in_splits):
+        raise InvalidArgument(
+            f"all_to_all_v: in_splits {list(in_splits)} add up to {sum(in_splits)}, the input of shape "
+            f"{tuple(x.shape)} has {x.shape[0] if x.dim() else 'no'} rows"
+        )
+    if in_splits[rank] != out_splits[rank]:
+        raise InvalidArgument(
+            f"all_to_all_v: rank {rank} sends itself {in_splits[rank]} rows (in_splits) and expects "
+            f"{out_splits[rank]} (out_splits)"
+        )
+    row = math.prod(x.shape[1:]) * (2 if x.is_complex() else 1)
+    if row * max(in_splits) > _MOST:
+        raise InvalidArgument(
+            f"all_to_all_v: {row * max(in_splits)} elements for one rank; at most {_MOST} are possible"
+        )
