@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +13,17 @@ from tricomm.perf import provenance
 from tricomm.perf.bench.baselines import Others
 from tricomm.perf.bench.measure import measure, pick_device
 from tricomm.perf.bench.request import Settings
-from tricomm.perf.workers import speak
 from tricomm.store.rendezvous import open_store
 
 
-def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
+def main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Say a header, a row per case, size and mode, and what cannot be compared."""
     settings = Settings.from_json(data)
     torch.set_num_threads(1)
     with open_group(settings, url, rank, world_size) as (comm, others):
-        say("header", **provenance.header(comm))
-        for row in measure(comm, settings, others, lambda text: say("note", text=text)):
-            say("row", **row)
+        emit("header", **provenance.header(comm))
+        for row in measure(comm, settings, others, lambda text: emit("note", text=text)):
+            emit("row", **row)
         comm.barrier()
 
 
@@ -47,7 +45,3 @@ def open_group(
             yield comm, others
         finally:
             others.close()
-
-
-if __name__ == "__main__":
-    sys.exit(speak(main))

@@ -17,7 +17,7 @@ import pytest
 
 from tricomm.perf.bench import nccl_table, session
 from tricomm.perf.history import database
-from tricomm.perf.workers import RankFailed, talk
+from tricomm.perf.workers import RankFailed, run_workers
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
 _HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
@@ -208,25 +208,24 @@ def test_the_ranks_of_torchrun_are_joined() -> None:
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 
 
-# Ranks that fail. Each is a module that `talk` runs in place of a benchmark.
+# Ranks that fail. Each is a module that `run_workers` runs in place of a benchmark.
 
 
 def _failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     (tmp_path / "bad_rank.py").write_text(
-        "import os, sys, time\nfrom tricomm.perf.workers import speak\n"
-        "def main(say, rank, world_size, url, settings):\n"
-        "    say('pid', pid=os.getpid())\n"
+        "import os, sys, time\n"
+        "def main(emit, rank, world_size, url, settings):\n"
+        "    emit('pid', pid=os.getpid())\n"
         + "".join(f"    {line}\n" for line in body.splitlines())
-        + "sys.exit(speak(main))\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
-    return "bad_rank"
+    return "bad_rank:main"
 
 
 def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
     pids = []
     with pytest.raises(RankFailed) as failed:
-        for _, record in talk(module, 3, {}, timeout):
+        for _, record in run_workers(module, 3, {}, timeout):
             pids.append(record["pid"])
     return pids, str(failed.value)
 
@@ -260,9 +259,9 @@ def test_a_bad_rank_is_named_and_all_are_ended(
 
 
 def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nsay('value', value=rank)")
-    records = [record for _, record in talk(module, 2, {}, 30.0)]
-    assert sorted(r["value"] for r in records if r["what"] == "value") == [0, 1]
+    module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nemit('value', value=rank)")
+    records = [record for _, record in run_workers(module, 2, {}, 30.0)]
+    assert sorted(r["value"] for r in records if r["event"] == "value") == [0, 1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
