@@ -85,7 +85,7 @@ def _watch(running: ranks.Ranks) -> tuple[int, dict[int, ranks.Outcome]]:
 
 @click.command()
 @click.option("--unchanged", is_flag=True, help="The shipped kernels instead of the mutants.")
-@click.argument("names", nargs=-1, type=click.Choice(list(MUTANTS)))
+@click.argument("names", nargs=-1, type=click.Choice(list(MUTANTS)), metavar="[NAMES]...")
 def main(names: tuple[str, ...], unchanged: bool) -> None:
     """Print what the stress test and the explorer find in the mutants NAMES, or in all of them."""
     click.echo(f"| mutant | change | stands for | separate processes, {CALLS} calls | explorer | schedule |")

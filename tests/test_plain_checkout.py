@@ -99,7 +99,7 @@ def test_selection_and_digests_are_those_of_an_install(plain):
     table = Tuned(Fingerprint("sm_90", "GPU \u00fc", 4), (Row("all_reduce", 4, 4096, "one_shot", "ll", bits=16),))
     site = selection.Site("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
     choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
-    ask = "from tricomm import selection\nfrom tricomm.kernels import layout\n"
+    ask = "from tricomm.policy import selection\nfrom tricomm.kernels import layout\n"
     ask += "from tricomm.policy.tables import Fingerprint, Row, Tuned\n"
     ask += f"print({table!r}.digest.hex())\n"
     ask += "site = selection.Site('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"

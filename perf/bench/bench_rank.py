@@ -10,7 +10,7 @@ import torch
 
 import tricomm
 from tricomm.perf import provenance
-from tricomm.perf.bench.baselines import Others
+from tricomm.perf.bench.baselines import Baselines
 from tricomm.perf.bench.measure import measure, pick_device
 from tricomm.perf.bench.request import Settings
 from tricomm.store.rendezvous import open_store
@@ -30,7 +30,7 @@ def main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: 
 @contextmanager
 def open_group(
     settings: Settings, url: str, rank: int, world_size: int
-) -> Iterator[tuple[tricomm.Communicator, Others]]:  # fmt: skip
+) -> Iterator[tuple[tricomm.Communicator, Baselines]]:  # fmt: skip
     """The communicator of a benchmark, on the device that the settings ask for, and the libraries beside it."""
     device = pick_device(settings.device, rank)
     if device.type == "cuda":
@@ -40,7 +40,7 @@ def open_group(
     # What is timed here are the kernels.
     options = tricomm.Options(timeout=settings.timeout, nccl=False, share_device=shared)
     with tricomm.Communicator(store, rank, world_size, device, options=options) as comm:
-        others = Others(comm, store)
+        others = Baselines(comm, store)
         try:
             yield comm, others
         finally:

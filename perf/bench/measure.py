@@ -18,13 +18,12 @@ from tricomm.errors import ResourceError
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.bench import check_data, timing
-from tricomm.perf.bench.baselines import Others
-from tricomm.perf.bench.ground import Contender
-from tricomm.perf.bench.request import OURS, Case, Settings, count, input_bytes, total_bytes
-from tricomm.perf.evidence.stage import Skip
+from tricomm.perf.bench import check_data, collective_calls, timing
+from tricomm.perf.bench.baselines import Baselines, Implementation
+from tricomm.perf.bench.collective_calls import Unavailable
+from tricomm.perf.bench.request import Case, Settings
+from tricomm.perf.bench_row import OURS, PLACES
 
-PLACES = ("out_of_place", "in_place")
 Note = Callable[[str], None]
 
 
@@ -34,7 +33,7 @@ class Bench:
 
     comm: Communicator
     settings: Settings
-    others: Others
+    others: Baselines
     note: Note
     number: int = 0
     said: set[str] = field(default_factory=set)
@@ -51,7 +50,7 @@ class Bench:
         return self.number
 
 
-def measure(comm: Communicator, settings: Settings, others: Others, note: Note) -> Iterator[dict[str, Any]]:
+def measure(comm: Communicator, settings: Settings, others: Baselines, note: Note) -> Iterator[dict[str, Any]]:
     """One record per case, size and mode: this rank's microseconds per call and its number of wrong elements.
 
     `note` is told what a library cannot do here. Raises `ResourceError` for a mode that this device has not.
@@ -70,13 +69,13 @@ def measure(comm: Communicator, settings: Settings, others: Others, note: Note) 
 
 def _row(bench: Bench, case: Case, size: int, mode: str) -> dict[str, Any]:
     item, world_size = getattr(torch, case.dtype).itemsize, bench.comm.world_size
-    elements = count(case.collective, size, item, world_size)
+    elements = units.row_elements(case.collective, size, item, world_size)
     return {
         "library": case.library,
         "collective": case.collective,
         "mode": mode,
-        "size_bytes": total_bytes(case.collective, elements, item, world_size),
-        "input_bytes": input_bytes(case.collective, elements, item, world_size),
+        "size_bytes": units.total_bytes(case.collective, elements, item, world_size),
+        "input_bytes": units.input_bytes(case.collective, elements, item, world_size),
         "count": elements,
         "dtype": case.dtype,
         "op": bench.settings.op if COLLECTIVES[case.collective].reduces else "none",
@@ -117,7 +116,7 @@ def _theirs(bench: Bench, case: Case, size: int, mode: str) -> Iterator[dict[str
         try:
             contender = bench.others.make(how, case.collective, getattr(torch, case.dtype), row["count"])
             row[place] = _contender(bench, case, row["count"], contender, mode)
-        except Skip as why:
+        except Unavailable as why:
             bench.skip(str(why))
         except (RuntimeError, TypeError, ValueError) as error:  # what torch raises for a type that a library lacks
             bench.skip(f"{name}: no {case.collective} of {case.dtype} here: {str(error).splitlines()[0]}")
@@ -125,7 +124,7 @@ def _theirs(bench: Bench, case: Case, size: int, mode: str) -> Iterator[dict[str
             yield row
 
 
-def _contender(bench: Bench, case: Case, elements: int, contender: Contender, mode: str) -> dict[str, Any]:
+def _contender(bench: Bench, case: Case, elements: int, contender: Implementation, mode: str) -> dict[str, Any]:
     comm, dtype = bench.comm, getattr(torch, case.dtype)
     facts = (case.collective, "sum", comm.world_size)
 
@@ -162,13 +161,9 @@ def _place(bench: Bench, case: Case, elements: int, place: str, mode: str) -> di
     comm, settings = bench.comm, bench.settings
     dtype, world_size = getattr(torch, case.dtype), comm.world_size
     x, y = _tensors(comm, dtype, case, elements, place)
-    method = getattr(comm, case.collective)
-    how = {"algorithm": case.algorithm, "protocol": case.protocol}
 
     def call(this_call: int) -> None:
-        gets = check_data.gets(case.collective, world_size, comm.rank, this_call)
-        out = {"out": y} if gets and not check_data.in_place(case.collective) else {}
-        method(x, **out, **how, **check_data.options(case.collective, settings.op, world_size, this_call, elements))
+        collective_calls.call(comm, case.collective, this_call, x, y, case, settings.op)
 
     def check(this_call: int) -> int:
         facts = (case.collective, settings.op, world_size)

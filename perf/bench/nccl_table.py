@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tricomm.perf.bench.measure import PLACES
+from tricomm.perf.bench_row import PLACES
 
 SIMULATED = "simulated: Triton's interpreter on a CPU"
 _HALF = f"{'time':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>7}"

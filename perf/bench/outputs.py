@@ -12,9 +12,9 @@ from typing import Any, Self
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf import provenance
-from tricomm.perf.bench.measure import PLACES
 from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.session import Results
+from tricomm.perf.bench_row import PLACES
 from tricomm.perf.history import database
 from tricomm.perf.workers import Message
 

@@ -1,26 +1,23 @@
-"""What a benchmark run will do, worked out and refused before anything is started; and nccl-tests' formulas."""
+"""The settings of a benchmark, which are checked before anything is started."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs as facts
+from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, OPS, reduction
+from tricomm.perf.bench_row import OURS
+from tricomm.perf.parsing import parse_name, parse_names
+from tricomm.perf.units import DATA_COLLECTIVES
 
 MAX_RANKS = 8
-OURS = "tricomm"
 LIBRARIES = ("nccl", "gloo", "symm_mem")
 MODES = ("eager", "graph", "kernel")
-COLLECTIVES = tuple(name for name in facts.COLLECTIVES if name != "barrier")
-ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
-PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
-_TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
+PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
 
 
 @dataclass(frozen=True)
@@ -67,66 +64,14 @@ class Settings:
         return Settings(**{**data, **tuples, "cases": cases})
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of `1K:1M:4` (first:last:factor) or of a comma list such as `1K,64K,1M`.
-
-    Raises `InvalidArgument` for anything else, and for sizes below one byte or above 16 GiB.
-    """
-    if ":" not in text:
-        sizes = [_bytes(part) for part in text.split(",")]
-    else:
-        parts = text.split(":")
-        if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch(r"\d{1,6}", parts[2])):
-            raise InvalidArgument(f"sizes {text!r}: first:last:factor is needed, like 1K:1M:4, or a comma list")
-        first, last, factor = _bytes(parts[0]), _bytes(parts[1]), int(parts[2]) if len(parts) == 3 else 2
-        if first > last or factor < 2:
-            raise InvalidArgument(f"sizes {text!r}: first must not exceed last, and the factor is 2 or more")
-        sizes = [first]
-        while sizes[-1] * factor <= last:
-            sizes.append(sizes[-1] * factor)
-    return tuple(dict.fromkeys(sizes))
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d{1,12})\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
-    if not 1 <= size <= 16 * _UNITS["G"]:
-        raise InvalidArgument(f"size {text!r}: bytes from 1 to 16G are needed, with K, M or G for powers of 1024")
-    return size
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m`, `1h`. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
-    seconds = float(found[1]) * _TIMES[found[2]] if found else 0.0
-    if not 0 < seconds <= 86400.0:
-        raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
-    return seconds
-
-
-def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """The names of a comma list, each of them in `allowed`; `all` stands for all. Raises `InvalidArgument`."""
-    names = allowed if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    return tuple(one_name(name, allowed, what) for name in names)
-
-
-def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
-    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the nearest and the list otherwise."""
-    if text not in allowed:
-        near = difflib.get_close_matches(text, allowed, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise InvalidArgument(f"{what} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
-    return text
-
-
 def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:
     """The types of a comma list; `all` stands for those for which `op` is defined, where a collective reduces.
 
     Raises `InvalidArgument` for a type or an operation that is unknown, or that do not fit.
     """
-    one_name(op, OPS, "op")
+    parse_name(op, OPS, "op")
     names = parse_names(text, tuple(DTYPES), "dtype")
-    if not any(facts.COLLECTIVES[name].reduces for name in collectives):
+    if not any(COLLECTIVES[name].reduces for name in collectives):
         return names
     if text == "all":
         names = tuple(name for name in names if op in DTYPES[name].ops)
@@ -160,39 +105,3 @@ def cases(
                 found.append(Case(collective, None if wanted is None else a, None if spoken is None else p, dtype))
             found += [Case(collective, None, None, dtype, library) for library in against]
     return tuple(dict.fromkeys(found))
-
-
-def count(collective: str, size: int, itemsize: int, world_size: int) -> int:
-    """Elements of a row for a row of the table of `size` bytes.
-
-    As in nccl-tests the size is the larger one of input and output: of all rows where there is one for each rank,
-    each a multiple of 16 bytes; at least one of them.
-    """
-    kind = facts.COLLECTIVES[collective]
-    rows = max(kind.rows_in(world_size), kind.rows_out(world_size))
-    if rows > 1:
-        return max(1, size // rows // 16) * 16 // itemsize
-    return max(1, size // itemsize)
-
-
-def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
-    """The size that a row prints, and S of its bandwidths."""
-    kind = facts.COLLECTIVES[collective]
-    return elements * itemsize * max(kind.rows_in(world_size), kind.rows_out(world_size))
-
-
-def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
-    """What selection and tables go by: a rank's input, of a root's where there is one."""
-    return elements * itemsize * facts.COLLECTIVES[collective].rows_in(world_size)
-
-
-def algorithm_bandwidth(size: int, microseconds: float) -> float:
-    """S / t in 1e9 bytes per second."""
-    return size / microseconds / 1e3 if microseconds > 0 else 0.0
-
-
-def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
-    if collective in ("broadcast", "reduce"):
-        return 1.0
-    return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size

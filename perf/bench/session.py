@@ -14,9 +14,11 @@ from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.perf import provenance
 from tricomm.perf.bench.bench_rank import open_group
-from tricomm.perf.bench.measure import PLACES, measure
-from tricomm.perf.bench.request import OURS, Settings, algorithm_bandwidth, bus_factor
+from tricomm.perf.bench.measure import measure
+from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.timing import over_ranks
+from tricomm.perf.bench_row import OURS, PLACES
+from tricomm.perf.units import algorithm_bandwidth, bus_factor
 from tricomm.perf.workers import Message, run_workers
 
 _CARRIED = ("time_us", "p50_us", "p99_us", "max_us", "wrong")

@@ -30,13 +30,39 @@ def prepare(comm: Communicator, call: Call, mode: str, warmup: int) -> tuple[Cal
     if mode == "eager":
         return call, 1
     calls = CALLS_PER_GRAPH if mode == "kernel" else 1
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    graph.replay()
+    replay = capture(call, calls)
+    replay()
     comm.synchronize()
-    return graph.replay, calls
+    return replay, calls
+
+
+def repeated(call: Call, calls: int) -> Call:
+    """`calls` calls, one after another; returns the result of the last one."""
+
+    def many() -> Any:
+        result = None
+        for _ in range(calls):
+            result = call()
+        return result
+
+    return many
+
+
+def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
+    """Replays a CUDA graph of `calls` calls; returns the result of the last one that was captured.
+
+    `stream` is the one to capture on; None takes one that torch keeps for captures.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # Libraries have threads of their own, whose calls must not spoil the capture.
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        result = repeated(call, calls)()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
 
 
 def timed(comm: Communicator, run: Call, calls: int, iters: int) -> list[float]:

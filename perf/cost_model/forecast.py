@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tricomm.perf.bench import request
+from tricomm.perf import parsing, units
 from tricomm.perf.cost_model import model
 from tricomm.perf.cost_model.machines import Machine
 
@@ -65,25 +65,25 @@ class Forecast:
 def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> Forecast:
     """The times of every kernel of a comma list of collectives. Raises `InvalidArgument` with the nearest names."""
     machine = model.find(gpu)
-    names = request.parse_names(collectives, request.COLLECTIVES, "collective")
-    wanted = request.parse_sizes(sizes)
+    names = parsing.parse_names(collectives, units.DATA_COLLECTIVES, "collective")
+    wanted = parsing.parse_sizes(sizes)
     rows = [row for name in names for size in wanted for row in _at(machine, world_size, name, size, mode)]
     return Forecast(machine, world_size, mode, rows)
 
 
 def _at(machine: Machine, world_size: int, collective: str, size: int, mode: str) -> list[Row]:
-    elements = request.count(collective, size, 1, world_size)
-    nbytes = request.input_bytes(collective, elements, 1, world_size)
-    total = request.total_bytes(collective, elements, 1, world_size)
+    elements = units.row_elements(collective, size, 1, world_size)
+    nbytes = units.input_bytes(collective, elements, 1, world_size)
+    total = units.total_bytes(collective, elements, 1, world_size)
     kernels = model.kernels(machine, collective, world_size)
     found = [model.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
     least = min(p.time_us for p in found)
     limit = model.limit(machine, collective, world_size, nbytes)
-    factor = request.bus_factor(collective, world_size)
+    factor = units.bus_factor(collective, world_size)
     return [
         Row(
             collective, total, k.algorithm, k.protocol, p.time_us, p.waits, p.wire,
-            request.algorithm_bandwidth(total, p.time_us) * factor, limit, p.time_us == least,
+            units.algorithm_bandwidth(total, p.time_us) * factor, limit, p.time_us == least,
         )
         for k, p in zip(kernels, found, strict=True)
     ]  # fmt: skip

@@ -17,9 +17,9 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import units
-from tricomm.perf.bench.request import one_name
 from tricomm.perf.cost_model import published
 from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.parsing import parse_name
 
 _THREADS = 512  # of the block whose bandwidth `Machine.block` is
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
@@ -82,7 +82,7 @@ def limit(machine: Machine, collective: str, world_size: int, nbytes: int) -> fl
 
 def find(name: str) -> Machine:
     """The machine of that name; raises `InvalidArgument` with the nearest ones."""
-    return MACHINES[one_name(name.lower(), tuple(MACHINES), "gpu")]
+    return MACHINES[parse_name(name.lower(), tuple(MACHINES), "gpu")]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.bench.request import OURS, bus_factor
+from tricomm.perf.bench_row import OURS
 from tricomm.perf.dashboard import change_points, selected
 from tricomm.perf.dashboard.jobs import Job
 from tricomm.perf.history.database import Entry, now
@@ -56,7 +56,7 @@ def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) ->
     sizes = sorted({size for line in lines.values() for size in line})
     known = scene["world_size"] >= 1
     return scene | {
-        "bus": bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
+        "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
         "link_gbs": machine.links if machine is not None else None,
         "picks": {str(size): found for size in sizes if (found := selected.pick(scene, size)) is not None},
         "lines": [_line(scene, line, points, dates) for line, points in lines.items()],

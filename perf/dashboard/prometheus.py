@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tricomm.errors import ResourceError
-from tricomm.perf.bench.request import bus_factor
 from tricomm.perf.dashboard.jobs import Calls, Communicator, Job
+from tricomm.perf.units import bus_factor
 
 _INSTALL = "metrics need prometheus-client: pip install 'tricomm[metrics]'"
 _COMM = ("host", "pid", "group", "rank", "world_size", "device", "simulated")

@@ -10,7 +10,7 @@ import torch
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
-from tricomm.perf.bench import request
+from tricomm.perf import units
 from tricomm.perf.cost_model.machines import MACHINES, Machine
 from tricomm.policy import selection, user_tables
 from tricomm.policy.tables import Row
@@ -54,10 +54,10 @@ def pick(scene: dict[str, Any], size: int) -> str | None:
     if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
         return None
     site = _site(scene["device"], scene["simulated"], world_size)
-    if site is None or collective not in request.COLLECTIVES:
+    if site is None or collective not in units.DATA_COLLECTIVES:
         return None
-    elements = request.count(collective, size, dtype.itemsize, world_size)
-    nbytes = request.input_bytes(collective, elements, dtype.itemsize, world_size)
+    elements = units.row_elements(collective, size, dtype.itemsize, world_size)
+    nbytes = units.input_bytes(collective, elements, dtype.itemsize, world_size)
     mode = "eager" if scene["mode"] == "eager" else "graph"
     try:
         choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)

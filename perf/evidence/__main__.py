@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tricomm.errors import InvalidArgument
-from tricomm.perf.bench import request
+from tricomm.perf import parsing
 from tricomm.perf.evidence import archive, runner, summary
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.evidence.stages import STAGES, find
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{stage.name:<16} {stage.title}")
         return 0
     try:
-        budget = request.parse_budget(asked.budget) if asked.budget is not None else math.inf
+        budget = parsing.parse_budget(asked.budget) if asked.budget is not None else math.inf
         stages = [find(name) for name in asked.stage or ()] or list(STAGES)
         if asked.peers is not None and not asked.peers.is_dir():
             raise InvalidArgument(f"--peers {asked.peers}: there is no such folder")

@@ -14,7 +14,8 @@ from tricomm import Communicator, Options, Symmetric
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.perf.bench import calling, check_data, uneven
+from tricomm.perf.bench import check_data, collective_calls
+from tricomm.perf.evidence import uneven_splits
 
 # Of all that a kernel is checked with, by value: a kernel's first call says more than its hundredth type.
 PARTS = ("one size", "every size", "every type", "every operation")
@@ -116,7 +117,7 @@ def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Ca
     ops = [op for op in DTYPES[dtype].ops if op != "prod" or world_size <= _EXACT_RANKS]
     first, *others = ops if kernel.reduces else ["none"]
     counts, fewer = (FEW, FEW_OTHERS) if dry_run else (COUNTS, OTHERS)
-    whole = kernel.zero_copy and calling.in_place(kernel.collective, kernel)  # a handle has no offset
+    whole = kernel.zero_copy and collective_calls.in_place(kernel.collective, kernel)  # a handle has no offset
     found = [Call(count, first, 0 if whole else n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
     return found + [Call(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
 
@@ -128,7 +129,7 @@ def sweep(comm: Communicator, kernel: Kernel, part: str, dry_run: bool) -> tuple
         found += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
         made += len(wanted)
         if kernel.collective == "all_to_all_v" and part != PARTS[0]:
-            found += [f"{name}: {text}" for text in uneven.wrong(comm, kernel, getattr(torch, name), dry_run)]
+            found += [f"{name}: {text}" for text in uneven_splits.wrong(comm, kernel, getattr(torch, name), dry_run)]
     return made, found
 
 
@@ -149,12 +150,12 @@ def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call,
         data = check_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
         exact = check_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
     source = target = _Shared(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
-    if not calling.in_place(name, kernel):
+    if not collective_calls.in_place(name, kernel):
         target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
     source.inside.copy_(data)
     source.note()
     target.note()
-    calling.call(comm, name, number, source.argument, target.inside, kernel, call.op)
+    collective_calls.call(comm, name, number, source.argument, target.inside, kernel, call.op)
     comm.synchronize()
     found = []
     if check_data.gets(name, world_size, comm.rank, number):

@@ -15,9 +15,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from tricomm.perf.bench import check_data
-from tricomm.perf.bench.ground import Call, Contender, Make
-from tricomm.perf.evidence.stage import Skip, Wrong
+from tricomm.kernels.collectives import registry
+from tricomm.perf.bench import baselines, check_data, timing
+from tricomm.perf.bench.baselines import ComparedCall, Implementation, Make
+from tricomm.perf.bench.collective_calls import Unavailable
+from tricomm.perf.bench_row import OURS
+from tricomm.perf.evidence import checks
+from tricomm.perf.evidence.stage import Wrong
 
 _SAID = 400  # bytes
 _PERIOD = 1_000_003  # elements after which data repeat: prime, so that nothing of a kernel's falls together with it
@@ -25,6 +29,19 @@ _TRIALS = 2  # the two calls use different mailboxes
 Run = Callable[[], torch.Tensor | None]
 Say = Callable[..., None]
 T = TypeVar("T")
+
+
+def offered(collective: str, world_size: int, dry_run: bool) -> dict[str, Make]:
+    """By name: tricomm's choice, each of its kernels, and the baselines. In a dry run Gloo stands in for NCCL."""
+    makers: dict[str, Make] = {OURS: partial(baselines.ours, kernel=None)}
+    kernels = registry.of(collective, world_size)
+    if len(kernels) > 1:
+        few = [k for k in kernels if k in checks.kernels(world_size, dry_run)]
+        few += [k for k in registry.ZERO_COPY if k.collective == collective]
+        makers |= {k.name.replace(collective, OURS, 1): partial(baselines.ours, kernel=k) for k in few}
+    for library in ("gloo", "nccl", "symm_mem", "kraken") if dry_run else ("nccl", "symm_mem", "kraken"):
+        makers |= baselines.of_library(library, collective)
+    return makers
 
 
 @dataclass(frozen=True)
@@ -40,7 +57,7 @@ class Timed:
 class Race:
     """All that are right, by name, and the others with the reason. A name ends in _graph for a CUDA graph."""
 
-    call: Call
+    call: ComparedCall
     calls: int
     graphs: bool
     say: Say
@@ -52,7 +69,7 @@ class Race:
             contender = self._agreed(name, partial(self._eager, make))
             if contender is None:
                 continue
-            self.ready[name] = Timed(contender.run, repeated(contender.run, self.calls), self.calls)
+            self.ready[name] = Timed(contender.run, timing.repeated(contender.run, self.calls), self.calls)
             if self.graphs:
                 graph = self._agreed(f"{name}_graph", partial(self._graph, contender))
                 self.ready |= {f"{name}_graph": graph} if graph is not None else {}
@@ -66,7 +83,7 @@ class Race:
         found: dict[str, list[float]] = {name: [] for name in self.ready}
         began = time.perf_counter()
         self._round(list(self.ready))  # warm
-        took = max(float(text) for text in told(repr(time.perf_counter() - began), self.call.ground.host))
+        took = max(float(text) for text in told(repr(time.perf_counter() - began), self.call.context.host))
         for number in range(min(rounds, max(3, int(seconds / took)))):
             names = list(self.ready) if number % 2 else list(reversed(self.ready))
             for name, value in self._round(names).items():
@@ -77,7 +94,7 @@ class Race:
         return {name: self._turn(name) for name in names}
 
     def _turn(self, name: str) -> float:
-        timed, ground = self.ready[name], self.call.ground
+        timed, ground = self.ready[name], self.call.context
         self.say("turn", name=name)
         dist.barrier(ground.host)
         timed.once()
@@ -93,52 +110,53 @@ class Race:
         result, mine = None, ""
         try:
             result = step()
-        except Skip as missing:
+        except Unavailable as missing:
             mine = str(missing)
         except Wrong as error:
             mine = f"wrong result: {error}"
         except Exception as error:  # whatever a library may raise
             mine = f"{type(error).__name__}: {error}"
-        trouble = next(filter(None, told(mine, self.call.ground.host)), None)
+        trouble = next(filter(None, told(mine, self.call.context.host)), None)
         if trouble is None:
             return result
-        self.call.ground.sync()  # raises where the trouble has cost the device: this rank has to begin anew
+        self.call.context.sync()  # raises where the trouble has cost the device: this rank has to begin anew
         self.missing[name] = trouble
         return None
 
-    def _eager(self, make: Make) -> Contender:
+    def _eager(self, make: Make) -> Implementation:
         contender = make(self.call)
         self._check(contender, contender.run)
         return contender
 
-    def _graph(self, contender: Contender) -> Timed:
-        ground = self.call.ground
+    def _graph(self, contender: Implementation) -> Timed:
+        ground = self.call.context
         if ground.comm.simulated:
-            once, many = contender.run, repeated(contender.run, self.calls)
+            once, many = contender.run, timing.repeated(contender.run, self.calls)
         else:
-            once, many = captured(contender.run, 1), captured(contender.run, self.calls)
+            stream = torch.cuda.current_stream()
+            once, many = (timing.capture(contender.run, calls, stream) for calls in (1, self.calls))
         self._check(contender, once)
         return Timed(once, many, self.calls)
 
-    def _check(self, contender: Contender, run: Run) -> None:
+    def _check(self, contender: Implementation, run: Run) -> None:
         """All calls are made whatever comes of them: another rank, where all is well, makes them too."""
         bad = 0
         for data, exact in self._trials:
             contender.load(data)
             result = run()
-            self.call.ground.sync()
+            self.call.context.sync()
             bad = max(bad, check_data.wrong(result, exact) if result is not None else 0)
         if bad:
-            raise Wrong(f"{bad} of {exact.numel()} elements on rank {self.call.ground.comm.rank}")
+            raise Wrong(f"{bad} of {exact.numel()} elements on rank {self.call.context.comm.rank}")
 
     @cached_property
     def _trials(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [trial(self.call, number) for number in range(_TRIALS)]
 
 
-def trial(call: Call, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+def trial(call: ComparedCall, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A rank's data, and the exact result of the call with everybody's."""
-    comm, block = call.ground.comm, min(call.count, _PERIOD)
+    comm, block = call.context.comm, min(call.count, _PERIOD)
     if call.collective == "barrier":
         return torch.zeros(0, dtype=call.dtype), torch.zeros(0, dtype=call.dtype)
     facts = (call.collective, "sum", comm.world_size)
@@ -147,34 +165,11 @@ def trial(call: Call, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _periodic(data, call.rows_in, call), _periodic(exact, call.rows_out, call)
 
 
-def _periodic(block: torch.Tensor, rows: int, call: Call) -> torch.Tensor:
+def _periodic(block: torch.Tensor, rows: int, call: ComparedCall) -> torch.Tensor:
     """Each row of `block` again and again, up to its length."""
     found = block.to(call.dtype).reshape(rows, -1)
     times = -(-call.count // found.shape[1])
     return found.repeat(1, times)[:, : call.count].reshape(-1)
-
-
-def repeated(run: Run, calls: int) -> Run:
-    def many() -> torch.Tensor | None:
-        result = None
-        for _ in range(calls):
-            result = run()
-        return result
-
-    return many
-
-
-def captured(run: Run, calls: int) -> Run:
-    """The same in a CUDA graph; libraries have threads of their own, whose calls must not spoil the capture."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        result = repeated(run, calls)()
-
-    def replay() -> torch.Tensor | None:
-        graph.replay()
-        return result
-
-    return replay
 
 
 def told(mine: str, host: Any) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 
 import tricomm
 from tricomm import Communicator, Options
+from tricomm.perf.bench import timing
 from tricomm.perf.evidence.stage import Settings
 
 Fn = Callable[[Communicator], Any]
@@ -69,14 +70,14 @@ class Gpu:
                 with torch.cuda.stream(comm.stream):
                     run()
             self._settle(comms)
-            graphs = [_captured(run, calls, comm.stream) for comm, run in zip(comms, runs, strict=True)]
+            graphs = [timing.capture(run, calls, comm.stream) for comm, run in zip(comms, runs, strict=True)]
             found = []
             for _ in range(rounds + 1):
                 marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in comms]
-                for comm, graph, (begin, end) in zip(comms, graphs, marks, strict=True):
+                for comm, replay, (begin, end) in zip(comms, graphs, marks, strict=True):
                     with torch.cuda.stream(comm.stream):
                         begin.record()
-                        graph.replay()
+                        replay()
                         end.record()
                 self._settle(comms)
                 found.append(max(begin.elapsed_time(end) for begin, end in marks) * 1e3 / calls)
@@ -92,13 +93,13 @@ class Gpu:
         with torch.cuda.stream(stream):
             run()
         stream.synchronize()
-        graph = _captured(run, calls, stream)
+        replay = timing.capture(run, calls, stream)
         found = []
         with torch.cuda.stream(stream):
             for _ in range(rounds + 1):
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
-                graph.replay()
+                replay()
                 end.record()
                 end.synchronize()
                 found.append(begin.elapsed_time(end) * 1e3 / calls)
@@ -123,14 +124,6 @@ class Dry:
 
     def times(self, run: Callable[[], None], calls: int, rounds: int) -> list[float]:
         return [_clocked(run) for _ in range(rounds)]
-
-
-def _captured(run: Callable[[], None], calls: int, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(calls):
-            run()
-    return graph
 
 
 def _clocked(run: Callable[[], None]) -> float:

@@ -16,11 +16,11 @@ from torch._C._distributed_c10d import FileStore
 
 import tricomm
 from tricomm import Options
-from tricomm.perf.bench import request
-from tricomm.perf.bench.contenders import OURS, offered
-from tricomm.perf.bench.ground import Call, Ground
+from tricomm.perf import units
+from tricomm.perf.bench.baselines import BenchContext, ComparedCall
+from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import machine
-from tricomm.perf.evidence.comparison import Race
+from tricomm.perf.evidence.comparison import Race, offered
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.workers import speak
 
@@ -37,8 +37,8 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
     with ground(rank, world_size, url, data) as here:
         known = offered(data["collective"], world_size, data["dry_run"])
         for nbytes in data["sizes"]:
-            count = request.count(data["collective"], nbytes, dtype.itemsize, world_size) if nbytes else 0
-            call = Call(here, data["collective"], dtype, count)
+            count = units.row_elements(data["collective"], nbytes, dtype.itemsize, world_size) if nbytes else 0
+            call = ComparedCall(here, data["collective"], dtype, count)
             race = Race(call, data["calls"], data["graphs"], say)
             race.admit((name, known[name]) for name in data["names"])
             choice = here.comm.explain(data["collective"], call.rows_in * count * dtype.itemsize)
@@ -48,7 +48,7 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
 
 
 @contextmanager
-def ground(rank: int, world_size: int, url: str, data: Any) -> Iterator[Ground]:
+def ground(rank: int, world_size: int, url: str, data: Any) -> Iterator[BenchContext]:
     """tricomm's group and Gloo's of the same ranks, on a GPU that they share, or each on its own."""
     device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, data["one_gpu"])
     for name, value in _ONE_GPU.items():
@@ -67,7 +67,7 @@ def ground(rank: int, world_size: int, url: str, data: Any) -> Iterator[Ground]:
     with torch.cuda.stream(stream), tricomm.init(url, rank, world_size, device, options=options) as comm:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=_MEETING)
         host = dist.new_group(backend="gloo", timeout=_MEETING)
-        yield Ground(comm, host, data["one_gpu"], Path(data["peers"]) if data["peers"] else None)
+        yield BenchContext(comm, host, data["one_gpu"], Path(data["peers"]) if data["peers"] else None)
         dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from tricomm import Communicator
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.perf.bench import calling, check_data
+from tricomm.perf.bench import check_data, collective_calls, timing
 from tricomm.perf.evidence import checks, machine, messages
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.workers import speak
@@ -117,15 +117,15 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, sli
         replays, count = (2, 37) if dry_run else (4000 // world_size**2, 1000)
         if slice_us:  # each of two calls has every rank wait for the others' turns
             replays = min(replays, max(10, int(_REPLAYS_S * 1e6 / (2 * world_size * slice_us))))
-        given, y = calling.tensors(comm, name, count, _DTYPE, kernel)
-        x = calling.local(given)
+        given, y = collective_calls.tensors(comm, name, count, _DTYPE, kernel)
+        x = collective_calls.local(given)
         data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
         checked = name != "barrier" and check_data.gets(name, world_size, comm.rank, _ROOT)
 
         def call() -> None:
             if x is y:
                 x.copy_(data)
-            calling.call(comm, name, _ROOT, given, y, kernel)
+            collective_calls.call(comm, name, _ROOT, given, y, kernel)
 
         stream = torch.cuda.Stream() if not dry_run else None
         with torch.cuda.stream(stream):
@@ -158,17 +158,8 @@ def sent(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Fo
 
 def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
     if stream is None:
-
-        def twice() -> None:
-            call()
-            call()
-
-        return twice
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-        call()
-    return graph.replay
+        return timing.repeated(call, 2)
+    return timing.capture(call, 2, stream)
 
 
 _TASKS: dict[str, Callable[[Callable[..., Communicator], Kernel, bool], Found]] = {

@@ -20,8 +20,8 @@ from tricomm.kernels.launch import interpreter
 from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.perf import provenance
-from tricomm.perf.bench.request import COLLECTIVES
 from tricomm.perf.history import database
+from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
 from tricomm.topology import discovery
 from tricomm.topology.nvml import Nvml, load_nvml
@@ -159,7 +159,7 @@ def _selection() -> list[dict[str, Any]]:
     """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
     sites = [_site(world_size) for world_size in _WORLDS]
     found = []
-    for collective in COLLECTIVES:
+    for collective in DATA_COLLECTIVES:
         for site in sites:
             world_size = site.world_size
             for nbytes in SIZES:
@@ -174,7 +174,7 @@ def _selection() -> list[dict[str, Any]]:
 def _ranges() -> list[dict[str, Any]]:
     """The same for all sizes: which kernel runs from how many to how many bytes (None: any), and which row says so."""
     sites = [_site(world_size) for world_size in _WORLDS]
-    return [row for collective in COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
+    return [row for collective in DATA_COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
 
 
 def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:

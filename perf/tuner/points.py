@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
-from tricomm.perf.bench.request import COLLECTIVES
+from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy.tables import Row
 
 # Not all_to_all_v: no rank knows what the others send, so its choice does not depend on a size.
-TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")
+TUNABLE = tuple(name for name in DATA_COLLECTIVES if name != "all_to_all_v")
 DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # the type that is measured for a width
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 _WARPS = (4, 8, 16)

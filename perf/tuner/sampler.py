@@ -9,7 +9,7 @@ import torch
 
 from tricomm import Communicator
 from tricomm.kernels.collective_specs import COLLECTIVES
-from tricomm.perf.bench import calling, check_data, timing
+from tricomm.perf.bench import check_data, collective_calls, timing
 from tricomm.perf.tuner.points import Candidate, Point
 
 _EAGER_CALLS, _REPLAYS = 20, 3  # of a sample on a GPU
@@ -35,7 +35,7 @@ class Sampler:
             facts = (point.collective, "sum", comm.world_size)
             check_data.poison(self._y)
             self._x.copy_(check_data.values(*facts, comm.rank, self._number, count, dtype))
-            result = calling.call(comm, point.collective, self._number, self._x, self._y)
+            result = collective_calls.call(comm, point.collective, self._number, self._x, self._y)
             comm.synchronize()
             if result is not None and check_data.gets(point.collective, comm.world_size, comm.rank, self._number):
                 exact = check_data.expected(*facts, self._number, count, comm.rank, dtype)
@@ -60,13 +60,13 @@ class Sampler:
         if point != self._point:
             dtype = getattr(torch, point.dtype)
             self._graphs.clear()
-            x, self._y = calling.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
-            self._x = calling.local(x)
+            x, self._y = collective_calls.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
+            self._x = collective_calls.local(x)
             self._point = point
         comm.use_table((candidate.row(point, comm.world_size, None),), str(candidate))
 
     def _call(self, point: Point) -> Callable[[], Any]:
-        return lambda: calling.call(self._comm, point.collective, 0, self._x, self._y)
+        return lambda: collective_calls.call(self._comm, point.collective, 0, self._x, self._y)
 
 
 def _mode(point: Point) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tricomm.perf.bench import request
+from tricomm.perf import parsing
 from tricomm.perf.tuner.points import DTYPES, TUNABLE, Point, points
 
 MODES = ("eager", "graph")
@@ -39,10 +39,10 @@ class TuningRequest(msgspec.Struct, frozen=True):
 def parse(collective: str, bits: str, sizes: str, mode: str | None, budget: str, **rest: Any) -> TuningRequest:
     """A request of comma lists (or `all`). Raises `InvalidArgument` with the nearest names."""
     return TuningRequest(
-        request.parse_names(collective, TUNABLE, "collective"),
-        tuple(int(width) for width in request.parse_names(bits, _WIDTHS, "bits")),
-        request.parse_sizes(sizes),
-        request.parse_names(mode, MODES, "mode") if mode else (),
-        request.parse_budget(budget),
+        parsing.parse_names(collective, TUNABLE, "collective"),
+        tuple(int(width) for width in parsing.parse_names(bits, _WIDTHS, "bits")),
+        parsing.parse_sizes(sizes),
+        parsing.parse_names(mode, MODES, "mode") if mode else (),
+        parsing.parse_budget(budget),
         **rest,
     )

@@ -88,13 +88,15 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
 
 
 def _settings(options: dict[str, Any], world_size: int) -> Any:
+    from tricomm.perf import parsing
     from tricomm.perf.bench import request as plan
+    from tricomm.perf.units import DATA_COLLECTIVES
 
-    collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
+    collectives = parsing.parse_names(options["collective"], DATA_COLLECTIVES, "collective")
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
-    against = plan.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
+    against = parsing.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
     cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against)
-    sizes = plan.parse_sizes(options["sizes"])
-    modes = plan.parse_names(options["mode"], plan.MODES, "mode")
+    sizes = parsing.parse_sizes(options["sizes"])
+    modes = parsing.parse_names(options["mode"], plan.MODES, "mode")
     rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
     return plan.Settings(cases, sizes, options["op"], modes, **rest)

@@ -18,7 +18,7 @@ import triton
 from tricomm import Communicator, Options
 from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.kernels.launch import kernel_launch
-from tricomm.perf.bench import calling
+from tricomm.perf.bench import collective_calls
 from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Case, Data, Settings, Stage
 
@@ -92,8 +92,8 @@ def _kernel(settings: Settings, kernel: Kernel, world_size: int, nbytes: int) ->
 
 def repeating(comm: Communicator, kernel: Kernel, nbytes: int) -> Callable[[], None]:
     """What a rank calls, on a bf16 input of its own of `nbytes` bytes, all rows together."""
-    x, y = calling.tensors(comm, kernel.collective, _count(kernel, comm.world_size, nbytes), torch.bfloat16)
-    return lambda: _ignored(calling.call(comm, kernel.collective, 0, x, y, kernel))
+    x, y = collective_calls.tensors(comm, kernel.collective, _count(kernel, comm.world_size, nbytes), torch.bfloat16)
+    return lambda: _ignored(collective_calls.call(comm, kernel.collective, 0, x, y, kernel))
 
 
 def _ignored(result: Any) -> None:

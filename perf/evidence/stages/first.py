@@ -17,7 +17,7 @@ import torch
 from tricomm import Communicator, Options
 from tricomm.cuda_bindings import load_bindings
 from tricomm.kernels.collectives import registry
-from tricomm.perf.bench import calling
+from tricomm.perf.bench import collective_calls
 from tricomm.perf.evidence import checks, compiling, environment, machine
 from tricomm.perf.evidence.stage import (
     EIGHT,
@@ -136,10 +136,10 @@ def _all_reduce(settings: Settings, world_size: int) -> Data:
 
 def _graph(settings: Settings) -> Data:
     def make(comm: Communicator) -> Callable[[], None]:
-        x, y = calling.tensors(comm, "all_reduce", _COUNT, torch.float32)
+        x, y = collective_calls.tensors(comm, "all_reduce", _COUNT, torch.float32)
 
         def run() -> None:
-            calling.call(comm, "all_reduce", 0, x, y, _KERNEL)
+            collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
 
         return run
 

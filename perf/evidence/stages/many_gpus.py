@@ -17,8 +17,8 @@ import torch
 
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
-from tricomm.perf.bench import request
-from tricomm.perf.bench.contenders import OURS
+from tricomm.perf import units
+from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, compiling, machine
 from tricomm.perf.evidence.stage import KILL, Case, Data, Settings, Stage, Wrong
 from tricomm.perf.evidence.stages import peers, processes
@@ -153,15 +153,15 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
     """nccl-tests' rows, a time and two bandwidths for each contender; #wrong is 0, or it would be among the missing."""
     found = []
     for row in rows.values():
-        size = request.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
+        size = units.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
         line = {"size_bytes": size, "count": row["count"], "type": str(_DTYPE).removeprefix("torch."),
                 "choice": row["choice"]}  # fmt: skip
         for name, samples in row["times"].items():
             spread = machine.spread(samples)
             line |= {f"{name}_us": spread["median_us"], f"{name}_p90_us": spread["p90_us"], f"{name}_wrong": 0}
             if size:
-                speed = request.algorithm_bandwidth(size, spread["median_us"])
-                factor = request.bus_factor(collective, world_size)
+                speed = units.algorithm_bandwidth(size, spread["median_us"])
+                factor = units.bus_factor(collective, world_size)
                 line |= {f"{name}_algbw_gbps": round(speed, 4), f"{name}_busbw_gbps": round(speed * factor, 4)}
         found.append({**line, "missing": row["missing"]})
     flat = {key: value for key, value in found[0].items() if key.endswith("_us") and "_p90" not in key}

@@ -13,8 +13,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from tricomm.perf.bench.contenders import OURS, offered
+from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import machine
+from tricomm.perf.evidence.comparison import offered
 from tricomm.perf.evidence.stage import SLICE, Case, Data, Settings, Stage, Wrong
 from tricomm.perf.workers import RankFailed, talk
 

@@ -150,7 +150,7 @@ def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if '1' in sys.orig_argv[3:4]:\n"
-        "    from tricomm.perf import bench_data as d\n"
+        "    from tricomm.perf.bench import check_data as d\n"
         "    real = d.values\n"
         "    d.values = lambda *a: real(*a[:3], 0, *a[4:]) if a[3] == 1 else real(*a)\n"
     )

@@ -15,9 +15,8 @@ import torch
 
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreter
-from tricomm.perf.bench import contenders
-from tricomm.perf.bench.ground import Call
-from tricomm.perf.evidence import peer_ranks, stage_worker
+from tricomm.perf.bench.baselines import ComparedCall
+from tricomm.perf.evidence import comparison, peer_ranks, stage_worker
 from tricomm.perf.evidence.comparison import Race
 from tricomm.perf.evidence.stage import Case, Settings, Skip, Stage, Wrong
 from tricomm.perf.evidence.stage_workers import Outcome
@@ -123,8 +122,8 @@ def main(say, rank, world_size, url, nbytes):
         for collective in dict.fromkeys(kernel.collective for kernel in registry.KERNELS):
             count = 0 if collective == "barrier" else 5
             for root in range(world_size):
-                race = Race(Call(here, collective, torch.float32, count, root), 2, False, lambda *a, **k: None)
-                race.admit((name, make) for name, make in contenders.offered(collective, world_size, True).items()
+                race = Race(ComparedCall(here, collective, torch.float32, count, root), 2, False, lambda *a, **k: None)
+                race.admit((name, make) for name, make in comparison.offered(collective, world_size, True).items()
                            if name in ("tricomm", "gloo"))  # fmt: skip
                 say("race", collective=collective, ready=list(race.ready), missing=race.missing)
 

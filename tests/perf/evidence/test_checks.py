@@ -12,8 +12,8 @@ import tricomm
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
-from tricomm.perf.bench import calling, uneven
-from tricomm.perf.evidence import checks, compiling, machine, messages, small_calls
+from tricomm.perf.bench import collective_calls
+from tricomm.perf.evidence import checks, compiling, machine, messages, small_calls, uneven_splits
 from tricomm.perf.evidence.stage import Settings
 from tricomm.perf.evidence.stages import find
 
@@ -22,12 +22,12 @@ def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(mon
     kernel = registry.find("all_to_all_v", "one_shot", "ll")
 
     def body(comm):
-        right = uneven.wrong(comm, kernel, torch.int16, True)
+        right = uneven_splits.wrong(comm, kernel, torch.int16, True)
         with monkeypatch.context() as patch:
             patch.setattr(comm, "all_to_all_v", lambda x, *splits, out, **how: out)
-            return right, uneven.wrong(comm, kernel, torch.int16, True)
+            return right, uneven_splits.wrong(comm, kernel, torch.int16, True)
 
-    assert {n for rows in uneven.lengths(3, 0) for n in rows} == {0, 1, 2, 3}
+    assert {n for rows in uneven_splits.lengths(3, 0) for n in rows} == {0, 1, 2, 3}
     for right, spoilt in tricomm.simulate(body, 3, options=checks.FEW_OPTIONS):
         assert not right and len(spoilt) == 2 and "of 37 elements: " in spoilt[1], spoilt
 
@@ -35,7 +35,7 @@ def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(mon
 @pytest.mark.parametrize("kernel", registry.ZERO_COPY, ids=lambda kernel: kernel.name)
 def test_handles_are_passed_and_what_is_wrong_with_them_is_found(kernel, monkeypatch):
     handles, spoiled = [], set()
-    right = calling.call
+    right = collective_calls.call
 
     def made(comm, name, number, x, y, *more):
         result = right(comm, name, number, x, y, *more)
@@ -44,7 +44,7 @@ def test_handles_are_passed_and_what_is_wrong_with_them_is_found(kernel, monkeyp
             result.view(torch.uint8)[:1] ^= 1
         return result
 
-    monkeypatch.setattr(calling, "call", made)
+    monkeypatch.setattr(collective_calls, "call", made)
 
     def body(comm):
         wanted = checks.calls(kernel, comm.world_size, "int32", True)
@@ -139,10 +139,10 @@ def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
             spoil(x, y)
             return result
 
-        monkeypatch.setattr(calling, "call", made)
+        monkeypatch.setattr(collective_calls, "call", made)
         kernel = next(k for k in registry.KERNELS if k.collective == collective)
         found = checks.wrong(comm, kernel, dtype, [call] * comm.world_size)
-        monkeypatch.setattr(calling, "call", right)
+        monkeypatch.setattr(collective_calls, "call", right)
         return found
 
     def beside(y):
@@ -158,7 +158,7 @@ def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
             "in place": told(comm, "reduce", lambda x, y: y.zero_()),
         }
 
-    right = calling.call
+    right = collective_calls.call
     for rank, (nothing, found) in enumerate(tricomm.simulate(body, 2, options=checks.FEW_OPTIONS)):
         assert nothing == [[]] * len(COLLECTIVES)
         for texts in (found["result"], found["beside"], found["input"]):

@@ -14,11 +14,12 @@ from tests.perf.evidence.evidence_stages import Here
 from tricomm.kernels import reference
 from tricomm.kernels.collective_specs import COLLECTIVES, Collective
 from tricomm.kernels.collectives import registry
-from tricomm.perf.bench import contenders
-from tricomm.perf.bench.ground import Call, Contender, Ground
+from tricomm.perf.bench import baselines, timing
+from tricomm.perf.bench.baselines import BenchContext, ComparedCall, Implementation
+from tricomm.perf.bench.collective_calls import Unavailable
 from tricomm.perf.evidence import comparison, peer_ranks, result_schema, runner
 from tricomm.perf.evidence.comparison import Race
-from tricomm.perf.evidence.stage import Settings, Skip, Wrong
+from tricomm.perf.evidence.stage import Settings, Wrong
 from tricomm.perf.evidence.stages import STAGES, device_time, many_gpus, peers
 from tricomm.perf.workers import RankFailed, talk
 
@@ -142,7 +143,7 @@ def here(tmp_path, monkeypatch):
 
 def contender(result, change=lambda y: y):
     """What an all-reduce of one rank does: nothing; `change` makes it wrong."""
-    return lambda call: Contender(result.copy_, lambda: change(result))
+    return lambda call: Implementation(result.copy_, lambda: change(result))
 
 
 def test_ranks_with_gpus_of_their_own_keep_multicast(here):
@@ -151,10 +152,11 @@ def test_ranks_with_gpus_of_their_own_keep_multicast(here):
 
 def test_only_who_is_right_is_timed_and_all_take_turns(here):
     said, x = [], torch.zeros(8)
-    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 3, False, lambda what, name: said.append((what, name)))
+    call = ComparedCall(here, "all_reduce", torch.float32, 8)
+    race_ = Race(call, 3, False, lambda what, name: said.append((what, name)))
 
     def skips(call):
-        raise Skip("not on this box")
+        raise Unavailable("not on this box")
 
     def wrong_in(call, seen):
         def change(y):
@@ -165,7 +167,7 @@ def test_only_who_is_right_is_timed_and_all_take_turns(here):
 
     first, second = [], []
     race_.admit(
-        {"tricomm": contenders.offered("all_reduce", 1, True)["tricomm"], "skips": skips, "right": contender(x),
+        {"tricomm": comparison.offered("all_reduce", 1, True)["tricomm"], "skips": skips, "right": contender(x),
          "early": wrong_in(1, first), "late": wrong_in(2, second)}.items()
     )  # fmt: skip
     bad = "wrong result: 8 of 8 elements on rank 0"
@@ -181,19 +183,19 @@ def test_only_who_is_right_is_timed_and_all_take_turns(here):
 
 def test_few_rounds_where_a_round_takes_long(here, monkeypatch):
     monkeypatch.setattr(comparison, "told", lambda text, host: ["10.0", "20.0"])
-    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
+    race_ = Race(ComparedCall(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
     race_.ready["one"] = comparison.Timed(lambda: None, lambda: None, 1)
     assert len(race_.times(15, 100.0)["one"]) == 5
     assert len(race_.times(15, 1.0)["one"]) == 3 and len(race_.times(2, 1.0)["one"]) == 2
 
 
 def test_a_device_that_is_lost_ends_the_rank(here, monkeypatch):
-    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
+    race_ = Race(ComparedCall(here, "all_reduce", torch.float32, 8), 1, False, lambda *a, **k: None)
 
     def broken(ground):
         raise RuntimeError("illegal memory access")
 
-    monkeypatch.setattr(Ground, "sync", broken)
+    monkeypatch.setattr(BenchContext, "sync", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         race_.admit({"bad": contender(torch.zeros(8))}.items())
 
@@ -202,7 +204,7 @@ def test_a_device_that_is_lost_ends_the_rank(here, monkeypatch):
 def test_data_that_repeat_are_still_exact(monkeypatch, collective):
     monkeypatch.setattr(comparison, "_PERIOD", 7)
     comms = [SimpleNamespace(world_size=3, rank=rank) for rank in range(3)]
-    calls = [Call(SimpleNamespace(comm=c), collective, torch.bfloat16, 24, 2) for c in comms]
+    calls = [ComparedCall(SimpleNamespace(comm=c), collective, torch.bfloat16, 24, 2) for c in comms]
     trials = [comparison.trial(call, 4) for call in calls]
     parts = [data for data, _ in trials]
     assert all(len(part) == 24 * COLLECTIVES[collective].rows_in(3) for part in parts)
@@ -220,9 +222,8 @@ def test_what_ranks_tell_each_other_is_cut_and_never_breaks(here):
 def test_a_graph_holds_all_calls_and_is_replayed(monkeypatch):
     log = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, **more: log.append(more) or nullcontext())
-    replay = comparison.captured(lambda: log.append("call") or len(log), 3)
+    replay = timing.capture(lambda: log.append("call") or len(log), 3, "stream")
     assert log == [{"stream": "stream", "capture_error_mode": "thread_local"}, "call", "call", "call"]
     assert replay() == 4 and log[-1] == "replay"
 
@@ -230,16 +231,18 @@ def test_a_graph_holds_all_calls_and_is_replayed(monkeypatch):
 def test_on_a_gpu_one_call_in_a_graph_is_checked_and_many_are_timed(here, monkeypatch):
     graphs = []
 
-    def captured(run, calls):
+    def captured(run, calls, stream):
+        assert stream == "stream"
         graphs.append(calls)
         if len(graphs) > 2:
             raise RuntimeError("operation not permitted when stream is capturing")
-        return comparison.repeated(run, calls)
+        return timing.repeated(run, calls)
 
-    monkeypatch.setattr(comparison, "captured", captured)
+    monkeypatch.setattr(timing, "capture", captured)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     monkeypatch.setattr(here.comm, "simulated", False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    race_ = Race(Call(here, "all_reduce", torch.float32, 8), 5, True, lambda *a, **k: None)
+    race_ = Race(ComparedCall(here, "all_reduce", torch.float32, 8), 5, True, lambda *a, **k: None)
     counted, x = [], torch.zeros(8)
     race_.admit({"good": contender(x, lambda y: counted.append(1) or y), "eager": contender(torch.zeros(8))}.items())
     monkeypatch.setattr(here.comm, "simulated", True)
@@ -266,14 +269,14 @@ def test_on_a_gpu_one_call_in_a_graph_is_checked_and_many_are_timed(here, monkey
 def test_which_nccl_can_take_part(monkeypatch, there, version, one_gpu, words):
     monkeypatch.setattr(dist, "is_nccl_available", lambda: there)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    assert contenders.no_nccl(one_gpu) == words
+    assert baselines.no_nccl(one_gpu) == words
 
 
 def test_a_missing_kraken_says_where_it_was_looked_for(tmp_path):
     for folder, words in ((None, "no --peers folder was given"), (tmp_path, "kraken is no checkout of github.com")):
-        call = Call(Ground(None, None, True, folder), "all_reduce", torch.bfloat16, 8)
-        with pytest.raises(Skip, match=words):
-            contenders.kraken(call, "one_shot")
+        call = ComparedCall(BenchContext(None, None, True, folder), "all_reduce", torch.bfloat16, 8)
+        with pytest.raises(Unavailable, match=words):
+            baselines.kraken(call, "one_shot")
 
 
 def test_symmetric_memory_is_called_as_torch_names_it(here, monkeypatch):
@@ -286,10 +289,10 @@ def test_symmetric_memory_is_called_as_torch_names_it(here, monkeypatch):
     def op(name):
         return lambda x, op, group, out=None: calls.append((name, op, group)) or (x if out is None else out.copy_(x))
 
-    monkeypatch.setattr(contenders, "symmetric_memory", memory)
+    monkeypatch.setattr(baselines, "symmetric_memory", memory)
     monkeypatch.setattr(torch.ops, "symm_mem", SimpleNamespace(**{name: op(name) for name in names}))
-    race_ = Race(Call(here, "all_reduce", torch.bfloat16, 8), 1, False, lambda *a, **k: None)
-    offered = {n: m for n, m in contenders.offered("all_reduce", 1, False).items() if n.startswith("symm")}
+    race_ = Race(ComparedCall(here, "all_reduce", torch.bfloat16, 8), 1, False, lambda *a, **k: None)
+    offered = {n: m for n, m in comparison.offered("all_reduce", 1, False).items() if n.startswith("symm")}
     race_.admit(offered.items())
     assert list(race_.ready) == ["symm_mem_one_shot", "symm_mem_two_shot"]
     assert race_.missing == {"symm_mem_multimem": "multimem needs a multicast address, which this box lacks"}
@@ -390,12 +393,12 @@ def test_the_slowest_rank_counts_and_ratios_are_of_rounds(monkeypatch):
 
 def test_a_collective_that_torch_has_not_is_left_out_of_the_comparison_only(here, monkeypatch):
     monkeypatch.setitem(COLLECTIVES, "all_to_some", Collective("all_to_some"))
-    with pytest.raises(Skip, match="does not know how torch.distributed calls all_to_some"):
-        contenders.gloo(Call(here, "all_to_some", torch.float32, 8))
+    with pytest.raises(Unavailable, match="does not know how torch.distributed calls all_to_some"):
+        baselines.gloo(ComparedCall(here, "all_to_some", torch.float32, 8))
 
 
 def test_a_cube_kernel_is_offered_to_eight_ranks_only():
     for collective in COLLECTIVES:
-        names = {n: set(contenders.offered(collective, n, False)) for n in (4, 8)}
+        names = {n: set(comparison.offered(collective, n, False)) for n in (4, 8)}
         cube = {f"tricomm_{k.algorithm}_{k.protocol}" for k in registry.of(collective, 8) if k.needs_cube}
         assert names[8] - names[4] == cube and names[4] < names[8] or not cube
