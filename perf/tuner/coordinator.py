@@ -58,8 +58,8 @@ class Coordinator:
 
     def _publish(self, decisions: list[Decision]) -> None:
         earlier = user_tables.load(self._fingerprint)
-        rows = tuned_tables.rows(decisions, self._world_size)
-        rows = tuned_tables.replaced(earlier.rows if earlier is not None else (), rows)
+        tuned = tuned_tables.rows(decisions, self._world_size)
+        rows = tuned_tables.replaced(earlier.rows if earlier is not None else (), tuned)
         lines = tuned_tables.decision_lines(decisions, len(self._points), self._cpu)
         if not any(d.changed for d in decisions):
             self._emit("result", lines=lines, file=None)
