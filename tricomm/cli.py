@@ -55,16 +55,11 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
     """
     if topology is not None:
         return _topology(topology, as_json)
-    from rich.console import Console
-
     from tricomm.perf.system import info as facts
     from tricomm.perf.system import info_table
 
     found = facts.collect()
-    if as_json:
-        click.echo(json.dumps(found, indent=1))
-    else:
-        info_table.show(found, Console(), whole)
+    click.echo(json.dumps(found, indent=1) if as_json else "\n".join(info_table.lines(found, whole)))
 
 
 def _topology(file: str, as_json: bool) -> None:
@@ -96,29 +91,30 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     tricomm kernels --arch sm_90
     tricomm kernels --kernel all_reduce_one_shot_ll --json
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from tricomm.errors import ResourceError
     from tricomm.perf.machine_code import kernel_report, kernel_table
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = _usage(lambda: kernel_report.variants(archs, kernel, all_variants))
-    records, broken = [], 0
-    if not as_json:
-        click.echo(kernel_table.heading())
+    reports, console = [], Console(stderr=True)
+    examined = kernel_report.examine_all(variants)
     try:
-        for report in kernel_report.examine_all(variants):
-            record = kernel_table.record(report)
-            broken += bool(record["violations"])
-            records.append(record)
-            if not as_json:
-                click.echo(kernel_table.line(report))
-                for violation in record["violations"]:
-                    click.echo(f"    ! {violation}")
+        for report in track(
+            examined, "compiling", len(variants), console=console, transient=True, disable=not console.is_terminal
+        ):
+            reports.append(report)
     except ResourceError as error:
         click.echo(f"tricomm kernels: {error}", err=True)
         sys.exit(UNSUPPORTED)
+    records = [kernel_table.record(report) for report in reports]
+    broken = sum(bool(record["violations"]) for record in records)
     if as_json:
         click.echo(json.dumps({"schema": 1, "variants": records}, indent=1))
     else:
+        click.echo("\n".join(kernel_table.lines(reports)))
         click.echo(f"\n{kernel_table.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
     if broken:
         sys.exit(FAILED)

@@ -215,8 +215,7 @@ def _failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
     (tmp_path / "bad_rank.py").write_text(
         "import os, sys, time\n"
         "def main(emit, rank, world_size, url, settings):\n"
-        "    emit('pid', pid=os.getpid())\n"
-        + "".join(f"    {line}\n" for line in body.splitlines())
+        "    emit('pid', pid=os.getpid())\n" + "".join(f"    {line}\n" for line in body.splitlines())
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
     return "bad_rank:main"

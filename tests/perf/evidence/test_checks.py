@@ -25,7 +25,7 @@ def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(mon
         right = checks.wrong_uneven(comm, kernel, torch.int16, True)
         with monkeypatch.context() as patch:
             patch.setattr(comm, "all_to_all_v", lambda x, *splits, out, **how: out)
-            return right.wrong(comm, kernel, torch.int16, True)
+            return right, checks.wrong_uneven(comm, kernel, torch.int16, True)
 
     assert {n for rows in checks.uneven_rows(3, 0) for n in rows} == {0, 1, 2, 3}
     for right, spoilt in tricomm.simulate(body, 3, options=checks.FEW_OPTIONS):
