@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from tricomm.errors import TricommError
 
-Message = dict[str, Any]
+WorkerMessage = dict[str, Any]
 _GRACE = 2.0  # seconds in which the other workers can report their own errors
 _PR_SET_PDEATHSIG = 1
 
@@ -50,7 +50,7 @@ def json_lines_only() -> IO[str]:
     return out
 
 
-def run_workers(function: str, world_size: int, settings: Any, timeout: float) -> Iterator[tuple[int, Message]]:
+def run_workers(function: str, world_size: int, settings: Any, timeout: float) -> Iterator[tuple[int, WorkerMessage]]:
     """Run `function` ("module:name") as `world_size` workers and yield (rank, message); no worker outlives this.
 
     The function is called as `function(emit, rank, world_size, url, settings)`, where `url` is for `tricomm.init` and
@@ -58,21 +58,21 @@ def run_workers(function: str, world_size: int, settings: Any, timeout: float) -
     a message for `timeout` seconds.
     """
     with _started(function, world_size, settings) as workers:
-        waiting, done, errors = set(range(world_size)), set[int](), dict[int, Message]()
+        waiting, done, errors = set(range(world_size)), set[int](), dict[int, WorkerMessage]()
         limit = time.monotonic() + timeout
         while waiting:
             try:
                 rank, line = workers.lines.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 break
-            message: Message = json.loads(line) if line is not None else {"event": "end"}
+            message: WorkerMessage = json.loads(line) if line is not None else {"event": "end"}
             if message["event"] == "error":
                 errors[rank] = message
             elif message["event"] == "end":
                 waiting.discard(rank)
                 if rank not in done and rank not in errors:
-                    code = workers.processes[rank].wait()
-                    errors[rank] = {"error": "", "text": f"exit code {code}; it said: {_tail(workers.logs[rank])}"}
+                    code, output = workers.processes[rank].wait(), _tail(workers.logs[rank])
+                    errors[rank] = {"error": "", "text": f"exit code {code}; its last output: {output}"}
             elif message["event"] == "done":
                 done.add(rank)
             elif not errors:
@@ -83,13 +83,13 @@ def run_workers(function: str, world_size: int, settings: Any, timeout: float) -
         _raise_failures(errors, waiting, timeout)
 
 
-def _raise_failures(errors: dict[int, Message], waiting: set[int], timeout: float) -> None:
+def _raise_failures(errors: dict[int, WorkerMessage], waiting: set[int], timeout: float) -> None:
     if errors:
         lines = [": ".join(filter(None, (f"rank {r}", e["error"], e["text"]))) for r, e in errors.items()]
         raise RankFailed("\n".join(lines), next(iter(errors.values()))["error"] == "ResourceError")
     if waiting:
         silent = ", ".join(str(r) for r in sorted(waiting))
-        raise RankFailed(f"rank {silent}: nothing was heard for {timeout:g} s; all ranks have been ended")
+        raise RankFailed(f"rank {silent}: no message for {timeout:g} s; all ranks have been ended")
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.session import Results
 from tricomm.perf.bench_row import PLACES
 from tricomm.perf.history import database
-from tricomm.perf.workers import Message
+from tricomm.perf.workers import WorkerMessage
 
 _OF_ROW = (
     "library", "collective", "algorithm", "protocol", "dtype", "op", "mode", "size_bytes", "count", "ranks",
@@ -51,7 +51,7 @@ class Files:
             raise InvalidArgument(f"--csv {csv_file}: {error.strerror}") from None
         self._run: database.Run | None = None
 
-    def header(self, header: Message) -> None:
+    def header(self, header: WorkerMessage) -> None:
         """What the rows of the history have in common."""
         self._run = database.Run(
             database.now(),
@@ -62,7 +62,7 @@ class Files:
             provenance.commit(),
         )
 
-    def row(self, row: Message) -> None:
+    def row(self, row: WorkerMessage) -> None:
         """Write a merged row."""
         for place in PLACES:
             if row[place] is None:
@@ -88,7 +88,7 @@ class Files:
         self._open.close()
 
 
-def _measurement(row: Message, place: str) -> database.Measurement:
+def _measurement(row: WorkerMessage, place: str) -> database.Measurement:
     times = {name: row[place][name] for name in ("p50_us", "p99_us", "max_us", "skew_us")}
     names = ("library", "collective", "algorithm", "protocol", "dtype", "op", "mode", "simulated")
     shape = {"blocks": row.get("blocks", 0), "warps": row.get("warps", 0), "tile": row.get("tile_words", 0)}

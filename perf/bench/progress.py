@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tricomm.perf.bench import nccl_table
 from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.session import Results
-from tricomm.perf.workers import Message
+from tricomm.perf.workers import WorkerMessage
 
 
 class Output:
@@ -39,12 +39,12 @@ class Output:
         """Take the progress bar away. May be called twice."""
         self._progress.stop()
 
-    def header(self, header: Message) -> None:
+    def header(self, header: WorkerMessage) -> None:
         """Print the head of the table."""
         for text in nccl_table.heading(header, self._settings.to_json()):
             self._console.print(text)
 
-    def row(self, row: Message) -> None:
+    def row(self, row: WorkerMessage) -> None:
         """Print a row and move the bar on."""
         if row["collective"] != self._collective:
             self._collective = row["collective"]

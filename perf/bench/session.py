@@ -19,7 +19,7 @@ from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.timing import over_ranks
 from tricomm.perf.bench_row import OURS, PLACES
 from tricomm.perf.units import algorithm_bandwidth, bus_factor
-from tricomm.perf.workers import Message, run_workers
+from tricomm.perf.workers import WorkerMessage, run_workers
 
 _CARRIED = ("time_us", "p50_us", "p99_us", "max_us", "wrong")
 
@@ -28,15 +28,15 @@ _CARRIED = ("time_us", "p50_us", "p99_us", "max_us", "wrong")
 class Results:
     """The header and the merged rows of a run."""
 
-    header: Message = field(default_factory=dict)
-    rows: list[Message] = field(default_factory=list)
+    header: WorkerMessage = field(default_factory=dict)
+    rows: list[WorkerMessage] = field(default_factory=list)
 
     @property
     def wrong(self) -> int:
         """Wrong elements of all rows and ranks."""
         return sum(row[p]["wrong"] or 0 for row in self.rows for p in PLACES if row[p] is not None)
 
-    def to_json(self, settings: Settings) -> Message:
+    def to_json(self, settings: Settings) -> WorkerMessage:
         """What `--json` writes."""
         return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": self.rows}
 
@@ -45,15 +45,15 @@ class Results:
 class Listener:
     """Who is told of a run as it goes on."""
 
-    header: Callable[[Message], None]
-    row: Callable[[Message], None]
+    header: Callable[[WorkerMessage], None]
+    row: Callable[[WorkerMessage], None]
     note: Callable[[str], None]
 
 
 def run(settings: Settings, world_size: int, listener: Listener, results: Results) -> None:
     """Start `world_size` ranks of this node and collect their rows into `results`, which are whole rows whenever this
     ends. Raises `RankFailed`; leaves no rank behind."""
-    parts: dict[int, list[Message]] = {}
+    parts: dict[int, list[WorkerMessage]] = {}
     seen = [0] * world_size
     for rank, message in run_workers(
         "tricomm.perf.bench.bench_rank:main", world_size, settings.to_json(), settings.timeout
@@ -73,7 +73,7 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
                 listener.row(results.rows[-1])
 
 
-def merge(parts: list[Message], world_size: int, simulated: bool) -> Message:
+def merge(parts: list[WorkerMessage], world_size: int, simulated: bool) -> WorkerMessage:
     """One record of all ranks' records of a row. Times in microseconds, bandwidths in 1e9 bytes per second.
 
     Times of another library on a CPU are its own, and not simulated.
@@ -113,11 +113,11 @@ def join(settings: Settings, listener: Listener, results: Results) -> None:
         comm.barrier()
 
 
-def _unpack(row: Message, numbers: list[int]) -> Message:
+def _unpack(row: WorkerMessage, numbers: list[int]) -> WorkerMessage:
     part = dict(row)
     for i, place in enumerate(PLACES):
         if row[place] is None:
             continue
-        found: Message = {name: numbers[len(_CARRIED) * i + j] / 1000 for j, name in enumerate(_CARRIED)}
+        found: WorkerMessage = {name: numbers[len(_CARRIED) * i + j] / 1000 for j, name in enumerate(_CARRIED)}
         part[place] = found | {"wrong": None if row[place]["wrong"] is None else int(found["wrong"])}
     return part

@@ -73,7 +73,7 @@ def options(dry_run: bool) -> Options:
 
 
 def tier(part: str, smallest: bool) -> int:
-    """The tier of a part of the checks (see `stage.Case`); larger groups come later than the `smallest` one."""
+    """The tier of a part of the checks (see `stage.StageCase`); larger groups come later than the `smallest` one."""
     if part == PARTS[0]:
         return 0 if smallest else 2
     return 2 * PARTS.index(part) - 1 + (0 if smallest else 3)

@@ -69,15 +69,15 @@ class Journal:
             return f"goes on with {len(self.ended)} cases of an earlier run" + (
                 f"; {len(again)} that went wrong are tried again" if again else ""
             )
-        said = ""
+        note = ""
         if self.path.exists():
-            said = f"starts anew: {', '.join(other) or 'the journal'} changed; the journal before is in {ASIDE}"
+            note = f"starts anew: {', '.join(other) or 'the journal'} changed; the journal before is in {ASIDE}"
             with zipfile.ZipFile(self.folder / ASIDE, "a", zipfile.ZIP_DEFLATED) as aside:
                 aside.write(self.path, f"{len(aside.namelist()) + 1}.jsonl")
             self.path.unlink()
         self.environment, self.ended, self.cut = environment, {}, {}
         self._write({"environment": environment})
-        return said
+        return note
 
     def begin(self, stage: str, key: str) -> None:
         self._write({"stage": stage, "begin": key})

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 
-from tricomm.perf.evidence.stage import FIRST, Case, Stage
+from tricomm.perf.evidence.stage import FIRST, Stage, StageCase
 
 START = 5.0  # seconds that a stage's process needs before its first case
 Key = tuple[str, str]  # of a case: the stage's name and its own
@@ -22,7 +22,7 @@ class PendingCase:
     """A case that has not run yet."""
 
     stage: Stage
-    case: Case
+    case: StageCase
 
     @property
     def key(self) -> Key:
@@ -44,7 +44,7 @@ class Schedule:
     _shares: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, stages: Sequence[tuple[Stage, Sequence[Case]]], done: Sequence[Key] = ()) -> Schedule:
+    def of(cls, stages: Sequence[tuple[Stage, Sequence[StageCase]]], done: Sequence[Key] = ()) -> Schedule:
         """All cases but those that are done, by tier, and by stage within a tier."""
         entries = [PendingCase(stage, case) for stage, cases in stages for case in cases]
         tiers = {entry.key: entry.case.tier for entry in entries}

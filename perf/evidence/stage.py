@@ -42,7 +42,7 @@ class EvidenceSettings:
 
 
 @dataclass(frozen=True)
-class Case:
+class StageCase:
     """One check or one measurement. `key` is its name, the same in every run; `limit` is in seconds.
 
     All stages' cases of one `tier` run before the first case of the next one. `jobs` lists the kernels that it
@@ -69,7 +69,7 @@ class Stage:
 
     name: str
     title: str
-    cases: Callable[[EvidenceSettings], Iterable[Case]]
+    cases: Callable[[EvidenceSettings], Iterable[StageCase]]
     missing: Callable[[EvidenceSettings], str | None] = field(default=lambda settings: None)
     columns: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)

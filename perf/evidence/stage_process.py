@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import tricomm
 from tricomm.perf.evidence import compiling
-from tricomm.perf.evidence.stage import Case, EvidenceSettings, Skip, Stage
+from tricomm.perf.evidence.stage import EvidenceSettings, Skip, Stage, StageCase
 from tricomm.perf.evidence.stages import find
 from tricomm.perf.workers import end_with_parent, json_lines_only
 
@@ -46,7 +46,7 @@ class StageProcesses:
         self._settings = settings
         self._processes: dict[str, _StageProcess] = {}
 
-    def run(self, stage: Stage, case: Case, remaining: float) -> CaseOutcome:
+    def run(self, stage: Stage, case: StageCase, remaining: float) -> CaseOutcome:
         """Run a case within its limit and within `remaining` seconds, the start of the process included."""
         process = self._processes.get(stage.name)
         if process is None:
@@ -97,7 +97,7 @@ class _StageProcess:
             self._lines.put(line)
         self._lines.put("")  # the end
 
-    def run(self, case: Case, remaining: float) -> CaseOutcome:
+    def run(self, case: StageCase, remaining: float) -> CaseOutcome:
         end = time.monotonic() + remaining
         try:
             self._input.write(json.dumps(case.key) + "\n")
@@ -148,7 +148,7 @@ def environment(stage: Stage) -> dict[str, str]:
     return {**os.environ, **stage.environment, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
-def run_case(case: Case, settings: EvidenceSettings) -> dict[str, Any]:
+def run_case(case: StageCase, settings: EvidenceSettings) -> dict[str, Any]:
     """Run a case in this process: its status, reason and data."""
     data, status, reason = {}, "ok", ""
     began = time.monotonic()

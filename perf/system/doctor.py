@@ -223,7 +223,7 @@ def _extras() -> Iterator[ProbeResult]:
 
 
 def _call() -> Iterator[ProbeResult]:
-    if interpreter.supported() is not None:  # told under versions
+    if interpreter.supported() is not None:  # reported under versions
         return
 
     def body(comm: tricomm.Communicator) -> bool:

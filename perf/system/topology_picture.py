@@ -21,7 +21,7 @@ _MEANINGS = {
     "=": "the same device",
     "NV#": "so many NVLinks",
     "NVS": "NVLinks through NVSwitches",
-    "PCI": "peer access without NVLink (PIX to SYS; not told which)",
+    "PCI": "peer access without NVLink (PIX to SYS; which one is unknown)",
     "-": "no peer access",
     "!": "linked, but without peer access",
 }

@@ -21,7 +21,7 @@ from tricomm.perf.tuner.sample_log import Round, SampleLog
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.successive_halving import BudgetExceeded
 from tricomm.perf.tuner.tuning_request import TuningRequest
-from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, Worker
+from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import table_json, user_tables
 from tricomm.policy.tables import Tuned
 
@@ -29,7 +29,7 @@ from tricomm.policy.tables import Tuned
 class Coordinator:
     """Searches within the request's budget. Emits `note`, `round` and at last `result`."""
 
-    def __init__(self, emit: Callable[..., None], worker: Worker, request: TuningRequest) -> None:
+    def __init__(self, emit: Callable[..., None], worker: TuningWorker, request: TuningRequest) -> None:
         self._emit, self._worker = emit, worker
         comm = worker.comm
         self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm.fingerprint
@@ -100,7 +100,7 @@ class Coordinator:
 class CheckedTimes:
     """Times of candidates by all ranks, after their results were right on all ranks. Emits a `note` on the others."""
 
-    def __init__(self, emit: Callable[..., None], worker: Worker) -> None:
+    def __init__(self, emit: Callable[..., None], worker: TuningWorker) -> None:
         self._emit, self._worker = emit, worker
         self._right: set[tuple[Point, Candidate]] = set()
 
@@ -150,7 +150,7 @@ class CheckedTimes:
         }
 
 
-def adopt(worker: Worker, table: Tuned) -> Path:
+def adopt(worker: TuningWorker, table: Tuned) -> Path:
     """Have all ranks use the table, and save it; the file. Raises `RankLost` instead if a rank has another table."""
     for rank, answer in enumerate(worker.broadcast(TuningTask("table", table=table_json.dumps(table).decode()))):
         if answer.digest != table.digest.hex():

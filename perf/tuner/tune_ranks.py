@@ -14,7 +14,7 @@ from tricomm import InvalidArgument, ResourceError, env
 from tricomm.perf.bench.measure import pick_device
 from tricomm.perf.tuner.coordinator import Coordinator
 from tricomm.perf.tuner.tuning_request import TuningRequest
-from tricomm.perf.tuner.worker import Worker
+from tricomm.perf.tuner.worker import TuningWorker
 from tricomm.perf.workers import run_workers
 from tricomm.store.rendezvous import open_store
 
@@ -67,7 +67,7 @@ def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, r
         prefixed = PrefixStore(f"tricomm-tune-{number}", store)
         return tricomm.Communicator(prefixed, rank, world_size, device, options=options, meeting_timeout=_RENDEZVOUS)
 
-    worker = Worker(store, rank, world_size, open_group, 2 * request.timeout + _RENDEZVOUS)
+    worker = TuningWorker(store, rank, world_size, open_group, 2 * request.timeout + _RENDEZVOUS)
     try:
         if rank:
             worker.serve()

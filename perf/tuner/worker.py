@@ -47,7 +47,7 @@ class TuningAnswer(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
-class Worker:
+class TuningWorker:
     """One rank of a tuning run. `open_group(n)` makes the n-th communicator, because a candidate that hangs costs one.
 
     A rank waits `timeout` seconds for a task or an answer.
@@ -95,13 +95,13 @@ class Worker:
             data = bytes(self._store.get(key))
         except RuntimeError as error:  # torch's DistError among them
             raise RankLost(
-                f"rank {rank} has said nothing for {self._timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
+                f"rank {rank} has sent nothing for {self._timeout.total_seconds():g} s: {str(error).splitlines()[0]}"
             ) from None
         return records.parse_long(data, self._record(kind, rank), env.token())
 
     def _record(self, kind: str, rank: int) -> records.Record:
-        said = records.Said(self._number, kind, b"")
-        return records.Record(rank, self._world_size, 1, bytes(records.NONCE_BYTES), said)
+        nonce = bytes(records.NONCE_BYTES)
+        return records.Record(rank, self._world_size, 1, nonce, records.Said(self._number, kind, b""))
 
     def _key(self, kind: str, rank: int) -> str:
         return f"{kind}{self._number}/{rank}"

@@ -19,7 +19,7 @@ from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.kernels.launch import kernel_launch
 from tricomm.perf.bench import collective_calls
 from tricomm.perf.evidence import checks, compiling, hardware
-from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Case, Data, EvidenceSettings, Stage
+from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Data, EvidenceSettings, Stage, StageCase
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 FIRST_SIZE = SIZES[2]
@@ -31,17 +31,17 @@ def empty(x_ptr):  # type: ignore[no-untyped-def]
     """A kernel that does nothing."""
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     dry = settings.dry_run
-    yield Case("limit/launch", lambda: _launch(settings))
-    yield Case("limit/l2 copy", lambda: _copy(settings, 1 << (12 if dry else 22)))
-    yield Case("limit/memory copy", lambda: _copy(settings, 1 << (12 if dry else 30)))
+    yield StageCase("limit/launch", lambda: _launch(settings))
+    yield StageCase("limit/l2 copy", lambda: _copy(settings, 1 << (12 if dry else 22)))
+    yield StageCase("limit/memory copy", lambda: _copy(settings, 1 << (12 if dry else 30)))
     for world_size in (2,) if dry else (2, 4, 8):
         for kernel in checks.kernels(world_size, dry):
             smallest = world_size == 2 or kernel.needs_cube
             for nbytes in (0,) if kernel.collective == "barrier" else (256,) if dry else SIZES:
                 first_size = dry or nbytes in (0, FIRST_SIZE)
-                yield Case(
+                yield StageCase(
                     f"{kernel.name}/{world_size} ranks/{nbytes} bytes",
                     partial(_kernel, settings, kernel, world_size, nbytes),
                     tier=(0 if smallest else 2) if first_size else (3 if smallest else 5),

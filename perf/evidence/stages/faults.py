@@ -19,7 +19,7 @@ import torch
 import tricomm
 from tricomm.errors import TricommError
 from tricomm.perf.evidence import hardware
-from tricomm.perf.evidence.stage import KILL, Case, Data, EvidenceSettings, Stage, Wrong
+from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.workers import RankFailed, run_workers
 
 # The fault of rank 1: the error that rank 0 must get, and within how many seconds.
@@ -34,10 +34,10 @@ FAULTS = {
 _SLACK = 1.0  # seconds more in a dry run, whose processes share the cores with other work
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     for name in FAULTS:
         if name != KILLED:  # which is a case of stage `first`
-            yield Case(f"{name}/2 ranks", partial(run, name, settings))
+            yield StageCase(f"{name}/2 ranks", partial(run, name, settings))
 
 
 def run(name: str, settings: EvidenceSettings) -> Data:
@@ -51,7 +51,7 @@ def run(name: str, settings: EvidenceSettings) -> Data:
             pass
         outcome = Path(folder) / "rank0.json"
         if not outcome.exists():
-            raise Wrong("rank 0 has not said what it got")
+            raise Wrong("rank 0 has reported no outcome")
         return judged(name, json.loads(outcome.read_text()), settings.dry_run)
 
 

@@ -28,10 +28,10 @@ from tricomm.perf.evidence.stage import (
     SLICE,
     STREAMS,
     TWO,
-    Case,
     Data,
     EvidenceSettings,
     Stage,
+    StageCase,
     Wrong,
 )
 from tricomm.perf.evidence.stages import faults
@@ -44,9 +44,9 @@ _KERNEL = registry.find("all_reduce", "one_shot", "ll")
 _COUNT = 1000
 
 
-def _processes(settings: EvidenceSettings) -> Iterable[Case]:
-    def case(name: str, run: Callable[[], Data], **more: Any) -> Case:
-        return Case(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
+def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
+    def case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
+        return StageCase(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
 
     yield case("first/versions", partial(_versions, settings))
     yield case(GIL, partial(_gil, settings))
@@ -54,13 +54,13 @@ def _processes(settings: EvidenceSettings) -> Iterable[Case]:
     yield case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
 
 
-def _streams(settings: EvidenceSettings) -> Iterable[Case]:
+def _streams(settings: EvidenceSettings) -> Iterable[StageCase]:
     for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
-        yield Case(
+        yield StageCase(
             name.partition("/")[2], partial(_all_reduce, settings, world_size), limit=60.0, tier=FIRST, needs=needs,
             jobs=partial(_jobs, settings, world_size),
         )  # fmt: skip
-    yield Case(
+    yield StageCase(
         GRAPH.partition("/")[2], partial(_graph, settings), limit=60.0, tier=FIRST, needs=(TWO,),
         jobs=partial(_jobs, settings, 2),
     )  # fmt: skip

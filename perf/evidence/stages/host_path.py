@@ -21,17 +21,17 @@ from tricomm import Options
 from tricomm.kernels.collectives import registry
 from tricomm.perf import null_launch
 from tricomm.perf.evidence import hardware
-from tricomm.perf.evidence.stage import Case, Data, EvidenceSettings, Skip, Stage
+from tricomm.perf.evidence.stage import Data, EvidenceSettings, Skip, Stage, StageCase
 
 _CALLS, _ROUNDS = 300, 15  # few enough that the GPU's queue of launches never fills
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
-    yield Case("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
-    yield Case("all_reduce, direct", lambda: _direct(settings))
-    yield Case("torch.distributed tricomm, world size 1", lambda: _torch(settings, "tricomm"))
-    yield Case("Triton's launcher", lambda: _triton(settings))
-    yield Case("torch.distributed NCCL, world size 1", lambda: _torch(settings, "nccl"))
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
+    yield StageCase("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
+    yield StageCase("all_reduce, direct", lambda: _direct(settings))
+    yield StageCase("torch.distributed tricomm, world size 1", lambda: _torch(settings, "tricomm"))
+    yield StageCase("Triton's launcher", lambda: _triton(settings))
+    yield StageCase("torch.distributed NCCL, world size 1", lambda: _torch(settings, "nccl"))
 
 
 def null_against_fake(settings: EvidenceSettings) -> Data:

@@ -20,7 +20,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, compiling, hardware
-from tricomm.perf.evidence.stage import KILL, Case, Data, EvidenceSettings, Stage, Wrong
+from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.evidence.stages import peers, processes
 from tricomm.perf.workers import run_workers
 
@@ -48,16 +48,16 @@ def worlds(gpus: int) -> tuple[int, ...]:
     return (*(n for n in (2, 4) if n < most), most)
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     gpus = 2 if settings.dry_run else torch.cuda.device_count()
-    yield Case("peer access", lambda: matrix(gpus, _reaches(settings)))
-    yield Case("copies", lambda: copies(_devices(settings, gpus), 4096 if settings.dry_run else _COPY))
-    yield Case("latency", lambda: _latency(settings, worlds(gpus)[-1]))
+    yield StageCase("peer access", lambda: matrix(gpus, _reaches(settings)))
+    yield StageCase("copies", lambda: copies(_devices(settings, gpus), 4096 if settings.dry_run else _COPY))
+    yield StageCase("latency", lambda: _latency(settings, worlds(gpus)[-1]))
     lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
     for world_size in worlds(gpus):
         for collective in _DRY_COLLECTIVES if settings.dry_run else COLLECTIVES:
             first = settings.dry_run or collective == "all_reduce"
-            yield Case(
+            yield StageCase(
                 f"table/{collective}/{world_size} ranks",
                 partial(_table, settings, collective, world_size, lost[world_size]),
                 tier=0 if first else 2 if world_size == worlds(gpus)[-1] else 3,
@@ -67,7 +67,7 @@ def _cases(settings: EvidenceSettings) -> Iterable[Case]:
     world_size = worlds(gpus)[-1]
     for kernel in checks.of_processes(world_size, False):
         ranks = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
-        yield Case(
+        yield StageCase(
             f"sweep/{kernel.name}/{world_size} ranks", partial(processes.run, ranks, world_size), limit=240.0,
             tier=1, jobs=partial(compiling.sweep, kernel, world_size, settings, checks.PARTS),
         )  # fmt: skip
@@ -131,7 +131,7 @@ def latencies(measured: list[dict[str, Any]], world_size: int) -> Data:
         pair = pairs.setdefault((a, b), {"from": a, "to": b})
         pair[f"{record['way']}_us"] = round(median(record["samples"]), 3)
     if len(pairs) != world_size * (world_size - 1) // 2:
-        raise Wrong(f"{len(pairs)} pairs of {world_size} ranks have said how long it takes")
+        raise Wrong(f"{len(pairs)} pairs of {world_size} ranks have reported their times")
     data: Data = {}
     for way in ("ll", "flag"):
         times = [pair[f"{way}_us"] for pair in pairs.values()]

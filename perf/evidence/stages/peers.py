@@ -16,7 +16,7 @@ from typing import Any
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import hardware
 from tricomm.perf.evidence.comparison import offered
-from tricomm.perf.evidence.stage import SLICE, Case, Data, EvidenceSettings, Stage, Wrong
+from tricomm.perf.evidence.stage import SLICE, Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.workers import RankFailed, run_workers
 
 SIZES = (8 << 10, 64 << 10, 512 << 10, 4 << 20)
@@ -32,12 +32,12 @@ Lost = dict[str, str]  # implementations that cost their ranks, with the errors
 Row = dict[str, Any]  # the ranks' result for one size: count, choice, missing, times by implementation
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     dry = settings.dry_run
     for world_size in (2,) if dry else (2, 4):
         lost: Lost = {}  # an implementation that cost one case its ranks is left out of the others
         for nbytes in (64,) if dry else SIZES:
-            yield Case(
+            yield StageCase(
                 f"all_reduce/{world_size} ranks/{nbytes} bytes",
                 partial(_run, settings, world_size, nbytes, lost),
                 tier=(0 if world_size == 2 else 2) if nbytes in (64, FIRST_SIZE) else 3 if world_size == 2 else 5,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tricomm.kernels.collectives import registry
 from tricomm.perf.evidence import checks, compiling, hardware
-from tricomm.perf.evidence.stage import SLICE, Case, Data, EvidenceSettings, Stage, Wrong
+from tricomm.perf.evidence.stage import SLICE, Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.workers import run_workers
 
 _RANKS = "tricomm.perf.evidence.process_checks:rank_main"
@@ -20,7 +20,7 @@ _EVERY = "every kernel"
 _RARE, _SWEEP = ("graphs", "epochs"), ("sweep",)  # tasks of a kernel's ranks
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     dry = settings.dry_run
     for world_size in (2,) if dry else (2, 4):
         later, kernels = 0 if world_size == 2 else 3, checks.of_processes(world_size, dry)
@@ -38,11 +38,11 @@ def _cases(settings: EvidenceSettings) -> Iterable[Case]:
 def _case(
     name: str, tasks: tuple[str, ...], world_size: int, settings: EvidenceSettings, tier: int,
     kernels: Iterable[registry.Kernel],
-) -> Case:  # fmt: skip
+) -> StageCase:  # fmt: skip
     ranks = {"tasks": tasks, "kernel": name, "dry_run": settings.dry_run, "slice_us": settings.slice_us}
     parts = checks.PARTS if "sweep" in tasks else checks.PARTS[:1]
     key = f"{name}/{world_size} ranks" if name in tasks else f"{name}/{world_size} ranks/{' and '.join(tasks)}"
-    return Case(
+    return StageCase(
         key, partial(run, ranks, world_size), limit=240.0, tier=tier,
         jobs=lambda: [job for k in kernels for job in compiling.sweep(k, world_size, settings, parts)],
     )  # fmt: skip

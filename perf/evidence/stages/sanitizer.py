@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tricomm.kernels.collectives.registry import CUBE_RANKS
 from tricomm.perf.evidence import hardware
-from tricomm.perf.evidence.stage import SLICE, Case, Data, EvidenceSettings, Skip, Stage, Wrong
+from tricomm.perf.evidence.stage import SLICE, Data, EvidenceSettings, Skip, Stage, StageCase, Wrong
 
 TOOL = "compute-sanitizer"
 _PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
@@ -31,10 +31,10 @@ def missing(settings: EvidenceSettings) -> str | None:
     return "a dry run has no GPU to watch" if settings.dry_run else hardware.no_gpu(settings)
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     for tool, tier in (("memcheck", 1), ("racecheck", 2)):
         for world_size, collective, later in ((2, _FIRST, 0), (2, "", 2), (CUBE_RANKS, "", 5)):
-            yield Case(
+            yield StageCase(
                 f"{tool}/{collective or 'every kernel'}/{world_size} ranks",
                 partial(_run, tool, world_size, collective), limit=_LIMIT, tier=tier + later,
             )  # fmt: skip

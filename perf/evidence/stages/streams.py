@@ -7,15 +7,15 @@ from functools import partial
 
 from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.perf.evidence import checks, compiling, hardware
-from tricomm.perf.evidence.stage import EIGHT, STREAMS, TWO, Case, Data, EvidenceSettings, Stage, Wrong
+from tricomm.perf.evidence.stage import EIGHT, STREAMS, TWO, Data, EvidenceSettings, Stage, StageCase, Wrong
 
 
-def _cases(settings: EvidenceSettings) -> Iterable[Case]:
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     for world_size in (3,) if settings.dry_run else (2, 4, 8):
         for kernel in checks.kernels(world_size, settings.dry_run):
             smallest = world_size <= 3 or kernel.needs_cube
             for part in checks.parts(kernel):
-                yield Case(
+                yield StageCase(
                     f"{kernel.name}/{world_size} ranks/{part}",
                     partial(_run, kernel, world_size, part, settings),
                     tier=checks.tier(part, smallest),

@@ -18,7 +18,7 @@ from tricomm.kernels.launch import interpreter
 from tricomm.perf.bench.baselines import ComparedCall
 from tricomm.perf.evidence import comparison, stage_process
 from tricomm.perf.evidence.comparison import Comparison
-from tricomm.perf.evidence.stage import Case, EvidenceSettings, Skip, Stage, Wrong
+from tricomm.perf.evidence.stage import EvidenceSettings, Skip, Stage, StageCase, Wrong
 from tricomm.perf.evidence.stage_process import CaseOutcome
 from tricomm.perf.evidence.stages import device_time
 
@@ -32,7 +32,7 @@ def case(key, settings, act=lambda: None, **more):
         act()
         return {"value_us": 1.5, "key": key}
 
-    return Case(key, run, **more)
+    return StageCase(key, run, **more)
 
 
 def raising(error):

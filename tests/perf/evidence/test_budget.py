@@ -8,7 +8,7 @@ import pytest
 
 from tricomm.perf.evidence import result_schema, runner
 from tricomm.perf.evidence.schedule import START, Schedule
-from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, Case, EvidenceSettings, Stage
+from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, EvidenceSettings, Stage, StageCase
 from tricomm.perf.evidence.stage_process import CaseOutcome
 from tricomm.perf.evidence.stages import STAGES
 
@@ -48,7 +48,7 @@ class Fake:
 
 def stage(name, *tiers, share=1.0, limit=100.0, **more):
     def cases(settings):
-        return [Case(f"{tier}-{n}", lambda: {}, limit=limit, tier=tier) for n, tier in enumerate(tiers)]
+        return [StageCase(f"{tier}-{n}", lambda: {}, limit=limit, tier=tier) for n, tier in enumerate(tiers)]
 
     return Stage(name, name, cases, share=share, **more)
 

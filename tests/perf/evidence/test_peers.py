@@ -338,7 +338,7 @@ SLOWER = {"tricomm": [1.0, 5.0, 6.0], "nccl": [4.0, 2.0, 12.0]}
 def test_silence_costs_the_contender_at_which_it_fell(monkeypatch):
     names, lost = [], {}
     script = [
-        ([at("tricomm"), at("nccl_graph")], "rank 0: nothing was heard for 45 s"),
+        ([at("tricomm"), at("nccl_graph")], "rank 0: no message for 45 s"),
         ([at("tricomm"), at("tricomm"), at("kraken_one_shot", "trying")], "rank 1: exit code -11"),
         ([(0, done({"tricomm": [1.0]})), at("tricomm"), (1, done({"tricomm": [2.0]}, {"x": "why"}))], "too late"),
     ]
@@ -346,7 +346,7 @@ def test_silence_costs_the_contender_at_which_it_fell(monkeypatch):
     row = peers.compare(QUESTION, 2, lost)[8]
     assert names == [QUESTION["names"], [n for n in QUESTION["names"] if n != "nccl"], QUESTION["names"][:2]]
     assert row["times"] == {"tricomm": [2.0]} and row["missing"] == lost
-    assert lost["nccl"].endswith("nothing was heard for 45 s") and lost["kraken_one_shot"].endswith("exit code -11")
+    assert lost["nccl"].endswith("no message for 45 s") and lost["kraken_one_shot"].endswith("exit code -11")
     monkeypatch.setattr(peers, "run_workers", played([([(r, done(TIMES)) for r in (0, 1)], "")], names))
     assert peers.compare(QUESTION, 2, lost)[8]["missing"] == lost and names[-1] == QUESTION["names"][:2]
 

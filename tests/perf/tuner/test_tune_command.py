@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.perf.bench.test_bench import _children, _gone
+from tests.perf.test_workers import children, gone
 from tricomm.cli import cli
 from tricomm.policy import table_json, user_tables
 from tricomm.policy.tables import Fingerprint, Row, Tuned
@@ -76,13 +76,13 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
         end = time.monotonic() + 90
         while _rounds(_folder) < 2 and time.monotonic() < end:
             time.sleep(0.1)
-        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(task)})
+        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in children(task)})
         named = {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4]): pid for pid in ranks}
         os.kill(named[1], signal.SIGKILL)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "rank 1" in said and "What was measured is kept in" in said, said
     kept = _rounds(_folder)
-    assert kept >= 2 and all(map(_gone, ranks))
+    assert kept >= 2 and all(map(gone, ranks))
     again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:64K:4")
     assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
 

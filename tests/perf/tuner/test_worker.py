@@ -19,7 +19,7 @@ from tricomm.perf.tuner import worker
 from tricomm.perf.tuner.coordinator import CheckedTimes, adopt
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sample_log import Round, SampleLog
-from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, Worker
+from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import table_json
 from tricomm.policy.tables import Fingerprint, Row, Tuned
 
@@ -67,7 +67,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ranks(
-    on_rank_0: Callable[[Worker], Any], world_size: int = 3, stop: int | None = None
+    on_rank_0: Callable[[TuningWorker], Any], world_size: int = 3, stop: int | None = None
 ) -> tuple[Any, list[list[_Comm]]]:
     """`on_rank_0(worker)`, while the others serve; rank `stop` is not started. Its result, and every rank's groups."""
     made = [list[_Comm]() for _ in range(world_size)]
@@ -83,14 +83,14 @@ def _ranks(
 
     def serve(rank: int) -> None:
         try:
-            Worker(stores[rank], rank, world_size, open_group(rank), _TIMEOUT).serve()  # type: ignore[arg-type]
+            TuningWorker(stores[rank], rank, world_size, open_group(rank), _TIMEOUT).serve()  # type: ignore[arg-type]
         except RankLost:
             pass
 
     others = [threading.Thread(target=serve, args=(rank,)) for rank in range(1, world_size) if rank != stop]
     for thread in others:
         thread.start()
-    worker_0 = Worker(stores[0], 0, world_size, open_group(0), _TIMEOUT)  # type: ignore[arg-type]
+    worker_0 = TuningWorker(stores[0], 0, world_size, open_group(0), _TIMEOUT)  # type: ignore[arg-type]
     try:
         result = on_rank_0(worker_0)
         worker_0.broadcast(TuningTask("end"))
@@ -102,7 +102,7 @@ def _ranks(
     return result, made
 
 
-def _checked_times(worker_0: Worker) -> CheckedTimes:
+def _checked_times(worker_0: TuningWorker) -> CheckedTimes:
     return CheckedTimes(lambda event, **_: None, worker_0)
 
 
@@ -121,7 +121,7 @@ def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
     lost = CollectiveTimeout("no answer")
     _Sampler.faults = {(rank, _B): lost for rank in range(3)}
 
-    def on_rank_0(worker_0: Worker) -> Any:
+    def on_rank_0(worker_0: TuningWorker) -> Any:
         times = _checked_times(worker_0)
         return times.right(_POINT, [_A, _B, _C]), times.times(_POINT, [_A, _B, _C], 1)
 
@@ -131,7 +131,7 @@ def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
 
 
 def test_a_rank_that_never_comes_ends_it_in_time() -> None:
-    with pytest.raises(RankLost, match="rank 2 has said nothing for 3 s"):
+    with pytest.raises(RankLost, match="rank 2 has sent nothing for 3 s"):
         _ranks(lambda t: t.broadcast(TuningTask("time", _POINT, (_A,), 1)), stop=2)
 
 
