@@ -45,26 +45,26 @@ def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "timeout", "said"),
     [
-        ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", "rank 1: ValueError: no good"),
+        ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", 40.0, "rank 1: ValueError: no good"),
         ("time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\ntime.sleep(60)",
-         "rank 2: exit code 7; its last output: last words"),
-        ("time.sleep(60)", "rank 0, 1, 2: no message for 8 s"),
+         40.0, "rank 2: exit code 7; its last output: last words"),
+        ("time.sleep(60)", 10.0, "rank 0, 1, 2: no message for 10 s"),
     ],
     ids=["raises", "dies", "hangs"],
 )  # fmt: skip
 def test_a_bad_rank_is_named_and_all_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout: float, said: str
 ) -> None:
     start = time.monotonic()
-    pids, error = _pids_and_error(_failing(tmp_path, monkeypatch, body), 8.0)
+    pids, error = _pids_and_error(_failing(tmp_path, monkeypatch, body), timeout)
     assert said in error
     assert len(pids) >= 1 and all(gone(pid) for pid in pids)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
 
 
 def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nemit('value', value=rank)")
-    records = [record for _, record in run_workers(module, 2, {}, 30.0)]
+    records = [record for _, record in run_workers(module, 2, {}, 60.0)]
     assert sorted(r["value"] for r in records if r["event"] == "value") == [0, 1]
