@@ -18,8 +18,10 @@ from typing import Any
 
 import click
 
+from tricomm.perf.bench_row import Measurement
 from tricomm.perf.dashboard import collect, render
-from tricomm.perf.history.database import Entry, Measurement, Run
+from tricomm.perf.history.database import Entry
+from tricomm.perf.history.schema import Run
 
 _LINES = (("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple"), ("nccl", "nccl"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")

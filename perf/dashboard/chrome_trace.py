@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.perf.dashboard.jobs import Communicator, Job
+from tricomm.metrics.counters import Statistics
+from tricomm.metrics.publish import Job
 
 
 def trace(jobs: Sequence[Job]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def _spans(comm: Communicator, zero: float, pid: int, tid: int) -> list[dict[str, Any]]:
+def _spans(comm: Statistics, zero: float, pid: int, tid: int) -> list[dict[str, Any]]:
     return [
         {
             "ph": "X", "name": span.collective, "cat": f"{span.algorithm}/{span.protocol}", "pid": pid, "tid": tid,

@@ -1,4 +1,4 @@
-"""The history as the page wants it: small enough to embed, and grouped so that nothing is mixed that must not be.
+"""The history as the page needs it: small enough to embed, and grouped so that a chart compares only like with like.
 
 A *scene* is what may share a chart: one device, topology, world size, collective, type, operation, mode, place, and
 either simulated or not. It has a *line* per library and kernel, a line has points by size, and a point has its past.
@@ -7,22 +7,27 @@ either simulated or not. It has a *line* per library and kernel, a line has poin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
 from tricomm.kernels.collectives import registry
-from tricomm.perf import units
+from tricomm.metrics.publish import Job
+from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.dashboard import change_points, selected
-from tricomm.perf.dashboard.jobs import Job
 from tricomm.perf.history.database import Entry, now
 
-SCENE = ("device", "simulated", "topology", "world_size", "collective", "dtype", "op", "mode", "place")
+_OF_RUN = ("device", "topology", "world_size")
+_OF_ROW = bench_row.chart_keys(bench_row.SCENE)
+SCENE = (*_OF_RUN, *_OF_ROW)
 _PAST = 256  # runs of a point that are shown, the latest
 _LIVE = 200  # rows of jobs
 
 Record = dict[str, Any]
 _Key = tuple[Any, ...]
+_run_key, _row_key = attrgetter(*_OF_RUN), attrgetter(*_OF_ROW)
+_line_key = attrgetter(*bench_row.chart_keys(bench_row.LINE))  # library, algorithm, protocol
 _Point = dict[int, list[Entry]]  # by run
 
 
@@ -35,12 +40,8 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[Job] = (), source: str = 
         run, row = entry.run, entry.measurement
         count += 1
         number = runs.setdefault((run.date, run.commit), len(runs))
-        scene = (
-            run.device, row.simulated, run.topology, run.world_size, row.collective, row.dtype, row.op, row.mode,
-            row.place,
-        )  # fmt: skip
-        line = (row.library, row.algorithm, row.protocol)
-        sizes = scenes.setdefault(scene, {}).setdefault(line, {})
+        scene = (*_run_key(run), *_row_key(row))
+        sizes = scenes.setdefault(scene, {}).setdefault(_line_key(row), {})
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
     dates = [date for date, _ in runs]
     return {

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tricomm.errors import ResourceError
-from tricomm.perf.dashboard.jobs import Calls, Communicator, Job
+from tricomm.metrics.counters import Calls, Statistics
+from tricomm.metrics.publish import Job
 from tricomm.perf.units import bus_factor
 
 _INSTALL = "metrics need prometheus-client: pip install 'tricomm[metrics]'"
@@ -90,7 +91,7 @@ class _Collector:
         yield from (calls, nbytes, updated)
 
 
-def _owner(job: Job, comm: Communicator) -> list[str]:
+def _owner(job: Job, comm: Statistics) -> list[str]:
     simulated = "true" if comm.simulated else "false"
     return [job.host, str(job.pid), comm.group, str(comm.rank), str(comm.world_size), comm.device, simulated]
 

@@ -25,7 +25,7 @@ class Source:
         self._lock = threading.Lock()  # requests come in threads of their own
         self._made: tuple[Any, str] = (None, "")
 
-    def jobs(self) -> jobs.Found:
+    def jobs(self) -> jobs.PublishedJobs:
         """What jobs publish now."""
         found = jobs.read()
         for note in found.notes:

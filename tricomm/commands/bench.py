@@ -44,8 +44,7 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
     """
     from tricomm.errors import ResourceError, TricommError
     from tricomm.perf.bench import session as runner
-    from tricomm.perf.bench.outputs import Files
-    from tricomm.perf.bench.progress import Output
+    from tricomm.perf.bench.outputs import Files, Output
     from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
@@ -62,9 +61,9 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
             output.header(record)
             written.header(record)
 
-        def row(record: dict[str, Any]) -> None:
-            written.row(record)
-            output.row(record)
+        def row(rows: Any) -> None:
+            written.row(rows)
+            output.row(rows)
 
         listener = runner.Listener(header, row, output.note)
         try:

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from tests.perf.test_workers import children, gone
-from tricomm.perf.bench import nccl_table, session
+from tricomm.perf import bench_row
+from tricomm.perf.bench import outputs, session
+from tricomm.perf.bench_row import BenchRow, Measurement
 from tricomm.perf.history import database
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
@@ -55,7 +57,7 @@ def test_the_table_has_the_columns_of_nccl_tests(run: Any) -> None:
     assert head.lstrip("# ").split() == _HEAD
     rows = [line.split() for line in lines if line.startswith(" ")]
     assert len(rows) == 12 and all(len(row) == len(_HEAD) for row in rows)
-    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({nccl_table.SIMULATED})"
+    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({outputs.SIMULATED})"
     assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
 
 
@@ -80,20 +82,39 @@ def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
         assert place["busbw_gbs"] == pytest.approx(place["algbw_gbs"] * factor)
 
 
-def _part(time_us: float, wrong: int | None) -> dict[str, Any]:
-    return {"time_us": time_us, "p50_us": time_us, "p99_us": 2 * time_us, "max_us": 3 * time_us, "wrong": wrong}
+def _part(place: str, time_us: float, wrong: int | None, library: str = "tricomm") -> BenchRow:
+    names = (library, "all_reduce", "one_shot", "ll", "float32", "sum", "eager", place)
+    measured = Measurement(*names, 1000, time_us, 2 * time_us, 3 * time_us, 0.0, library == "tricomm", 4, 8, 512)
+    return BenchRow(measured, 250, 3, 1000, 4000.0, 1000.0, 1, 0, time_us=time_us, wrong=wrong)
 
 
 def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
-    row = {"library": "tricomm", "collective": "all_reduce", "size_bytes": 1000, "in_place": _part(1.0, None)}
-    parts = [{**row, "out_of_place": _part(t, w)} for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
-    merged = session.merge(parts, 3, True)
-    assert merged["in_place"]["wrong"] is None and merged["simulated"] is True
-    place = merged["out_of_place"]
-    assert (place["time_us"], place["avg_us"], place["wrong"], place["algbw_gbs"]) == (4.0, 2.0, 5, 0.25)
-    assert (place["p99_us"], place["max_us"], place["skew_us"], place["slowest_rank"]) == (8.0, 12.0, 3.0, 1)
-    others = session.merge([{**p, "library": "gloo", "in_place": None} for p in parts], 3, True)
-    assert others["in_place"] is None and others["simulated"] is False
+    ranks = [(_part("out_of_place", t, w), _part("in_place", 1.0, None)) for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
+    row, in_place = session.merged(ranks)
+    assert in_place.wrong is None and in_place.measured.simulated is True
+    assert (row.time_us, row.avg_us, row.wrong, row.algbw_gbs) == (4.0, 2.0, 5, 0.25)
+    assert (row.measured.p99_us, row.measured.max_us, row.measured.skew_us, row.slowest_rank) == (8.0, 12.0, 3.0, 1)
+    assert session.merged([session.merged([rank]) for rank in ranks]) == (row, in_place)
+
+
+def test_a_row_is_the_same_in_csv_json_and_history() -> None:
+    """The columns are promises: files that were written before have them."""
+    row, gloo = _part("out_of_place", 4.0, 5), _part("in_place", 4.0, None, "gloo")
+    columns = row.columns()
+    assert (
+        ",".join(columns)
+        == ",".join(bench_row.CSV_HEADER)
+        == (
+            "library,collective,algorithm,protocol,dtype,op,mode,size_bytes,count,ranks,simulated,blocks,warps,tile_words,"
+            "moved_bytes,least_bytes,hops,barriers,place,time_us,avg_us,p50_us,p99_us,max_us,skew_us,slowest_rank,"
+            "algbw_gbs,busbw_gbs,wrong,input_bytes,reason"
+        )
+    )
+    assert (columns["size_bytes"], columns["tile_words"], columns["p99_us"], columns["count"]) == (1000, 512, 8.0, 250)
+    assert gloo.columns()["blocks"] is None and bench_row.to_json((gloo,))["out_of_place"] is None
+    data = bench_row.to_json((row,))
+    assert data["out_of_place"]["wrong"] == 5 and data["in_place"] is None and data["moved_bytes"] == 4000.0
+    assert sorted([*data, *data["out_of_place"], "place"]) == sorted([*columns, "out_of_place", "in_place"])
 
 
 def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_user: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tricomm.perf.history.database import Entry, Measurement, Run, open_history
+from tricomm.perf.bench_row import Measurement
+from tricomm.perf.history.database import Entry, open_history
+from tricomm.perf.history.schema import Run
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 _LINES = (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.perf.dashboard import dashboard_data
-from tests.perf.dashboard.test_jobs import publish
+from tests.perf.dashboard.test_jobs import job_file
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history.database import Entry
@@ -249,7 +249,7 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
             dashboard_data.written(path, dashboard_data.entries(1))
             page.until(lambda: page.run("return document.querySelectorAll('#latency svg').length"))
             page.choose("past-line", "2")
-            publish(tmp_path / "live")
+            job_file(tmp_path / "live")
             page.until(lambda: "all_reduce" in page.text("#jobs"))
             assert page.run("return document.querySelector('#past-line').value") == "2"
             assert "(simulated)" in page.text("#jobs") and set(page.requests()) == {f"{server.url}data"}

@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.perf.dashboard import dashboard_data
-from tests.perf.dashboard.test_jobs import publish
+from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.perf.dashboard import collect, render, selected, serve
@@ -180,7 +180,7 @@ def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path
     dashboard_data.written(path, dashboard_data.entries(1))
     second = _unpacked(source.packed())
     assert second["rows"] == 2 * _unpacked(first)["rows"] and second["jobs"] == []
-    publish(tmp_path / "live")
+    job_file(tmp_path / "live")
     assert {row["route"] for row in _unpacked(source.packed())["jobs"]} == {"kernels", "gloo", "waited"}
 
 
@@ -203,7 +203,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = _dashboard("--html", str(page))
     assert done.exit_code == 0 and "MB written to" in done.output and page.stat().st_size > 1e6
     assert json.loads(_dashboard("--grafana").output)["title"] == "tricomm"
-    publish(tmp_path / "live")
+    job_file(tmp_path / "live")
     assert "tricomm_calls_total{" in _dashboard("--prometheus").output
     done = _dashboard("--trace", str(tmp_path / "trace.json"))
     assert done.exit_code == 0 and done.output.startswith("2 timed calls written")

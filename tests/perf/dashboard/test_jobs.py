@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
-from tricomm.metrics.counters import Activity
+from tricomm.metrics.counters import Activity, Statistics
 from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
 from tricomm.perf.history.database import open_history
 from tricomm.store import process
@@ -67,13 +67,13 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps(publish.snapshot()))
+    (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
     found = jobs.read(tmp_path)
     assert found.notes == () and found.jobs[0].live
 
 
 def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> None:
-    live, ended = job_file(tmp_path / "live"), publish(tmp_path / "live", pid=1 << 22, started=7)
+    live, ended = job_file(tmp_path / "live"), job_file(tmp_path / "live", pid=1 << 22, started=7)
     history = open_history(tmp_path / "history.sqlite")
     assert history is not None
     with history:
@@ -138,7 +138,7 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 @settings(deadline=None, max_examples=60)
 def test_any_name_survives_the_exposition_format(name: str) -> None:
-    comm = jobs.Communicator(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
+    comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
     job = jobs.Job(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
     found = [s for f in text_string_to_metric_families(text) for s in f.samples]

@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tricomm.errors import InvalidArgument
+from tricomm.perf.bench_row import Measurement
 from tricomm.perf.history import database, schema
-from tricomm.perf.history.database import Measurement, Run, open_history
+from tricomm.perf.history.database import open_history
+from tricomm.perf.history.schema import Run
 
 _RUN = Run("2026-11-21T12:00:00+00:00", "a box", "nvswitch", 8, {"tricomm": "0.1.0"}, "abc")
 _ROW = Measurement(
@@ -82,7 +84,7 @@ import sys
 from pathlib import Path
 from dataclasses import replace
 from tests.perf.history.test_history import _ROW, _RUN
-from tricomm.perf.history import open_history
+from tricomm.perf.history.database import open_history
 found = open_history(Path(sys.argv[1]), print)
 for number in range(int(sys.argv[2])):
     assert found.append(_RUN, replace(_ROW, library=sys.argv[3], nbytes=number))
