@@ -41,9 +41,21 @@ def rows(count: int) -> list[Entry]:
         p50 = (5 + size / 1e5) * draw.gauss(1, 0.02)
         library = "nccl" if algorithm == "nccl" else "tricomm"
         row = Measurement(
-            library, collective, algorithm, protocol, dtype, "sum", "graph", "in_place", size, p50, 1.2 * p50,
-            2 * p50, 0.1 * p50, False,
-        )  # fmt: skip
+            library,
+            collective,
+            algorithm,
+            protocol,
+            dtype,
+            "sum",
+            "graph",
+            "in_place",
+            size,
+            p50,
+            1.2 * p50,
+            2 * p50,
+            0.1 * p50,
+            False,
+        )
         entries.append(Entry(run, row))
     return entries
 

@@ -49,11 +49,13 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
                 x = torch.ones(nbytes // 4)
                 outs = [torch.empty_like(x) for _ in range(world_size)]
                 ours: dict[str, Callable[[], Any]] = {
-                    "all_reduce": partial(dist.all_reduce, x), "all_gather": partial(dist.all_gather, outs, x),
-                }  # fmt: skip
+                    "all_reduce": partial(dist.all_reduce, x),
+                    "all_gather": partial(dist.all_gather, outs, x),
+                }
                 theirs: dict[str, Callable[[], Any]] = {
-                    "all_reduce": partial(gloo.allreduce, [x]), "all_gather": partial(gloo.allgather, [outs], [x]),
-                }  # fmt: skip
+                    "all_reduce": partial(gloo.allreduce, [x]),
+                    "all_gather": partial(gloo.allgather, [outs], [x]),
+                }
 
                 def plain(call: Callable[[], Any] = theirs[collective]) -> None:
                     call().wait()

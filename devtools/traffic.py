@@ -130,17 +130,26 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
 
 
 def _count(
-    comm: tricomm.Communicator, ranges: list[tuple[int, int]], emit: Callable[..., None], kernel: registry.Kernel,
+    comm: tricomm.Communicator,
+    ranges: list[tuple[int, int]],
+    emit: Callable[..., None],
+    kernel: registry.Kernel,
     call: Callable[[], object],
-) -> None:  # fmt: skip
+) -> None:
     arena = comm.arena_layout
     counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.lines, arena.slots))
     with interpreter.observe(counter):
         call()
     emit(
-        "moved", collective=kernel.collective, algorithm=kernel.algorithm, protocol=kernel.protocol,
-        written=counter.written, read=counter.read, headers=counter.headers, links=counter.links,
-    )  # fmt: skip
+        "moved",
+        collective=kernel.collective,
+        algorithm=kernel.algorithm,
+        protocol=kernel.protocol,
+        written=counter.written,
+        read=counter.read,
+        headers=counter.headers,
+        links=counter.links,
+    )
 
 
 @click.command()

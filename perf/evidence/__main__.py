@@ -67,11 +67,17 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tricomm.perf.evidence", description=_ABOUT)
     parser.add_argument("--budget", metavar="TIME", help="time for this command, such as 90s, 9m, 25m; default: no end")
     parser.add_argument("--stage", action="append", metavar="NAME", help="only this stage; may be given several times")
-    parser.add_argument("--out", type=Path, default=Path("evidence"), metavar="DIR",
-                        help="folder for results, where a run goes on; default: evidence")  # fmt: skip
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("evidence"),
+        metavar="DIR",
+        help="folder for results, where a run goes on; default: evidence",
+    )
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with checkouts to compare with: kraken")
-    parser.add_argument("--dry-run", action="store_true",
-                        help="run every stage's code without a GPU; no number means anything")  # fmt: skip
+    parser.add_argument(
+        "--dry-run", action="store_true", help="run every stage's code without a GPU; no number means anything"
+    )
     parser.add_argument("--list", action="store_true", help="name the stages")
     return parser.parse_args(arguments)
 

@@ -68,8 +68,14 @@ def rank_main(emit: Emit, rank: int, world_size: int, url: str, data: Any) -> No
             comparison.prepare((name, makers[name]) for name in data["names"])
             choice = context.comm.explain(data["collective"], call.rows_in * count * dtype.itemsize)
             times = comparison.times(data["rounds"], data["seconds"])
-            emit("times", size=nbytes, count=count, choice=f"{choice.algorithm}/{choice.protocol}", times=times,
-                 missing=comparison.missing)  # fmt: skip
+            emit(
+                "times",
+                size=nbytes,
+                count=count,
+                choice=f"{choice.algorithm}/{choice.protocol}",
+                times=times,
+                missing=comparison.missing,
+            )
 
 
 @contextmanager

@@ -43,9 +43,15 @@ def device() -> list[dict[str, Any]] | str:
     for index in range(torch.cuda.device_count()):
         it = torch.cuda.get_device_properties(index)
         devices.append(
-            {"name": it.name, "architecture": f"sm_{it.major}{it.minor}", "processors": it.multi_processor_count,
-             "memory_bytes": it.total_memory, "l2_bytes": it.L2_cache_size, "driver": driver}
-        )  # fmt: skip
+            {
+                "name": it.name,
+                "architecture": f"sm_{it.major}{it.minor}",
+                "processors": it.multi_processor_count,
+                "memory_bytes": it.total_memory,
+                "l2_bytes": it.L2_cache_size,
+                "driver": driver,
+            }
+        )
     return devices
 
 

@@ -159,5 +159,9 @@ def spread(samples: list[float]) -> dict[str, Any]:
     """Median, and 10th and 90th percentile, of times in microseconds."""
     ordered = sorted(samples)
     low, high = (ordered[min(len(ordered) - 1, int(len(ordered) * at))] for at in (0.1, 0.9))
-    return {"median_us": round(median(ordered), 3), "p10_us": round(low, 3), "p90_us": round(high, 3),
-            "samples": len(ordered)}  # fmt: skip
+    return {
+        "median_us": round(median(ordered), 3),
+        "p10_us": round(low, 3),
+        "p90_us": round(high, 3),
+        "samples": len(ordered),
+    }

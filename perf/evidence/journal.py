@@ -83,9 +83,7 @@ class Journal:
         self._write({"stage": stage, "begin": key})
 
     def end(self, stage: str, key: str, status: str, reason: str, seconds: float, data: dict[str, Any]) -> None:
-        self._write(
-            {"stage": stage, "key": key, "status": status, "reason": reason, "seconds": seconds, "data": data}
-        )  # fmt: skip
+        self._write({"stage": stage, "key": key, "status": status, "reason": reason, "seconds": seconds, "data": data})
 
     def cut_off(self, stage: str, key: str, seconds: float) -> None:
         """The budget ended before the case; it runs again if there is more time than `seconds`."""

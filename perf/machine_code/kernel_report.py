@@ -196,6 +196,9 @@ def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line]) -> Cou
     wide = [a for a in body if a.bits >= 128]
     narrow = [a for a in body if a.bits < 128]
     return Counts(
-        sum(not a.store for a in wide), sum(a.store for a in wide), len(narrow), **other,
+        sum(not a.store for a in wide),
+        sum(a.store for a in wide),
+        len(narrow),
+        **other,
         narrow_lines=tuple(dict.fromkeys(f"{a.mnemonic} at {place(a.line)}" for a in narrow)),
-    )  # fmt: skip
+    )

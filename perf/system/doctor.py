@@ -77,14 +77,18 @@ def _devices() -> Iterator[ProbeResult]:
     elif Path("/dev/nvidiactl").exists():
         built = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no device"
         yield ProbeResult(
-            "devices", FAIL, f"there is an NVIDIA driver here, but {built}",
+            "devices",
+            FAIL,
+            f"there is an NVIDIA driver here, but {built}",
             "install torch with CUDA; in a container pass the devices (--gpus all); look at CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
+        )
     else:
         yield ProbeResult(
-            "devices", WARN, "no CUDA device: kernels run under Triton's interpreter, and times are simulated",
+            "devices",
+            WARN,
+            "no CUDA device: kernels run under Triton's interpreter, and times are simulated",
             "use a machine with NVIDIA GPUs for anything about speed",
-        )  # fmt: skip
+        )
 
 
 def _bindings() -> Iterator[ProbeResult]:
@@ -104,14 +108,18 @@ def _peers(count: int) -> Iterator[ProbeResult]:
     shut = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if env.peer_access_disabled():
         yield ProbeResult(
-            "peer access", WARN, "TRICOMM_P2P_DISABLE or NCCL_P2P_DISABLE refuses it: everything goes to NCCL",
+            "peer access",
+            WARN,
+            "TRICOMM_P2P_DISABLE or NCCL_P2P_DISABLE refuses it: everything goes to NCCL",
             "unset both, unless that is what you want",
-        )  # fmt: skip
+        )
     elif shut:
         yield ProbeResult(
-            "peer access", WARN, f"{len(shut)} of {len(pairs)} ordered pairs have none, such as {shut[0]}",
+            "peer access",
+            WARN,
+            f"{len(shut)} of {len(pairs)} ordered pairs have none, such as {shut[0]}",
             "links to peers need NVLink or one PCIe root, and no IOMMU or ACS between them; NCCL serves other groups",
-        )  # fmt: skip
+        )
     else:
         yield ProbeResult("peer access", PASS, f"all {len(pairs)} ordered pairs")
 

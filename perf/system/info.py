@@ -76,10 +76,16 @@ def _devices() -> list[dict[str, Any]] | str:
     for index in range(count):
         p = torch.cuda.get_device_properties(index)
         architecture, gib = f"sm_{p.major}{p.minor}", round(p.total_memory / (1 << 30), 1)
-        devices.append({
-            "index": index, "name": p.name, "architecture": architecture, "memory_gib": gib,
-            "processors": p.multi_processor_count, "uuid": str(getattr(p, "uuid", "not available")),
-        })  # fmt: skip
+        devices.append(
+            {
+                "index": index,
+                "name": p.name,
+                "architecture": architecture,
+                "memory_gib": gib,
+                "processors": p.multi_processor_count,
+                "uuid": str(getattr(p, "uuid", "not available")),
+            }
+        )
     return devices
 
 
@@ -165,10 +171,17 @@ def _selection() -> list[dict[str, Any]]:
             world_size = site.world_size
             for nbytes in SIZES:
                 choice = selection.choose(site, collective, nbytes)
-                choices.append({
-                    "device": site.device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
-                    "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
-                })  # fmt: skip
+                choices.append(
+                    {
+                        "device": site.device,
+                        "collective": collective,
+                        "ranks": world_size,
+                        "nbytes": nbytes,
+                        "algorithm": choice.algorithm,
+                        "protocol": choice.protocol,
+                        "reason": choice.reason,
+                    }
+                )
     return choices
 
 
@@ -184,9 +197,14 @@ def _ranges_of(collective: str, site: selection.Site) -> list[dict[str, Any]]:
     for most in (*selection.limits(site, collective), None):
         choice = selection.choose(site, collective, least)
         kernel = {
-            "device": site.device, "collective": collective, "ranks": site.world_size, "algorithm": choice.algorithm,
-            "protocol": choice.protocol, "table": choice.table, "row": choice.row,
-        }  # fmt: skip
+            "device": site.device,
+            "collective": collective,
+            "ranks": site.world_size,
+            "algorithm": choice.algorithm,
+            "protocol": choice.protocol,
+            "table": choice.table,
+            "row": choice.row,
+        }
         if ranges and all(ranges[-1][name] == value for name, value in kernel.items()):
             ranges[-1]["to"] = most
         else:
@@ -205,7 +223,11 @@ def _site(world_size: int) -> selection.Site:
         topology = topology.of(range(world_size)) if world_size <= len(topology) else None
     mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
     return selection.Site(
-        kind, world_size, layout.plan(world_size, Options().arena_bytes), layout.MAX_BLOCKS,
+        kind,
+        world_size,
+        layout.plan(world_size, Options().arena_bytes),
+        layout.MAX_BLOCKS,
         topology=topology.kind if topology is not None else "",
-        tuned=mine.rows if mine is not None else (), tuned_name=mine.name if mine is not None else "",
-    )  # fmt: skip
+        tuned=mine.rows if mine is not None else (),
+        tuned_name=mine.name if mine is not None else "",
+    )

@@ -57,13 +57,21 @@ def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
 def _streams(settings: EvidenceSettings) -> Iterable[StageCase]:
     for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
         yield StageCase(
-            name.partition("/")[2], partial(_all_reduce, settings, world_size), limit=60.0, tier=FIRST, needs=needs,
+            name.partition("/")[2],
+            partial(_all_reduce, settings, world_size),
+            limit=60.0,
+            tier=FIRST,
+            needs=needs,
             jobs=partial(_jobs, settings, world_size),
-        )  # fmt: skip
+        )
     yield StageCase(
-        GRAPH.partition("/")[2], partial(_graph, settings), limit=60.0, tier=FIRST, needs=(TWO,),
+        GRAPH.partition("/")[2],
+        partial(_graph, settings),
+        limit=60.0,
+        tier=FIRST,
+        needs=(TWO,),
         jobs=partial(_jobs, settings, 2),
-    )  # fmt: skip
+    )
 
 
 def _versions(settings: EvidenceSettings) -> Data:
@@ -147,11 +155,28 @@ def _graph(settings: EvidenceSettings) -> Data:
 
 
 STAGE = Stage(
-    "first", "The first minute: what this machine does", _processes, hardware.no_gpu,
-    columns=("driver", "cuda", "torch", "triton", "cuda-bindings", "blocked_s", "ticks", "slice_us", "error",
-             "after_s"),
-)  # fmt: skip
+    "first",
+    "The first minute: what this machine does",
+    _processes,
+    hardware.no_gpu,
+    columns=(
+        "driver",
+        "cuda",
+        "torch",
+        "triton",
+        "cuda-bindings",
+        "blocked_s",
+        "ticks",
+        "slice_us",
+        "error",
+        "after_s",
+    ),
+)
 ON_STREAMS = Stage(
-    "first_streams", "The first minute: ranks as streams", _streams, hardware.no_gpu,
-    columns=("ranks", "took_s", "median_us"), environment=STREAMS,
-)  # fmt: skip
+    "first_streams",
+    "The first minute: ranks as streams",
+    _streams,
+    hardware.no_gpu,
+    columns=("ranks", "took_s", "median_us"),
+    environment=STREAMS,
+)

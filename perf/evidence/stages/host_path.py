@@ -39,12 +39,18 @@ def null_against_fake(settings: EvidenceSettings) -> Data:
     x = torch.ones(4096)
     with _fake_backend(), null_launch.communicator() as comm:
         calls_by_name: dict[str, Callable[[], Any]] = {
-            "tricomm": lambda: comm.all_reduce(x), "fake": lambda: dist.all_reduce(x)}  # fmt: skip
+            "tricomm": lambda: comm.all_reduce(x),
+            "fake": lambda: dist.all_reduce(x),
+        }
         times = in_turns(calls_by_name, 100 if settings.dry_run else 2000, 15)
     ours, theirs = (hardware.spread(times[name]) for name in ("tricomm", "fake"))
     ratios = sorted(a / b for a, b in zip(times["tricomm"], times["fake"], strict=True))
-    return {"median_us": ours["median_us"], "p90_us": ours["p90_us"], "fake_us": theirs["median_us"],
-            "ratio": round(ratios[len(ratios) // 2], 3)}  # fmt: skip
+    return {
+        "median_us": ours["median_us"],
+        "p90_us": ours["p90_us"],
+        "fake_us": theirs["median_us"],
+        "ratio": round(ratios[len(ratios) // 2], 3),
+    }
 
 
 def in_turns(calls_by_name: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
@@ -128,6 +134,9 @@ def _torch(settings: EvidenceSettings, backend: str) -> Data:
 
 
 STAGE = Stage(
-    "host_path", "The host's part of a call", _cases, columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
+    "host_path",
+    "The host's part of a call",
+    _cases,
+    columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
     share=0.5,
-)  # fmt: skip
+)

@@ -68,9 +68,12 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     for kernel in checks.of_processes(world_size, False):
         ranks = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
         yield StageCase(
-            f"sweep/{kernel.name}/{world_size} ranks", partial(processes.run, ranks, world_size), limit=240.0,
-            tier=1, jobs=partial(compiling.sweep, kernel, world_size, settings, checks.PARTS),
-        )  # fmt: skip
+            f"sweep/{kernel.name}/{world_size} ranks",
+            partial(processes.run, ranks, world_size),
+            limit=240.0,
+            tier=1,
+            jobs=partial(compiling.sweep, kernel, world_size, settings, checks.PARTS),
+        )
 
 
 def _reaches(settings: EvidenceSettings) -> Callable[[int, int], bool]:
@@ -154,8 +157,12 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
     lines: list[Data] = []
     for row in rows.values():
         size = units.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
-        line = {"size_bytes": size, "count": row["count"], "type": str(_DTYPE).removeprefix("torch."),
-                "choice": row["choice"]}  # fmt: skip
+        line = {
+            "size_bytes": size,
+            "count": row["count"],
+            "type": str(_DTYPE).removeprefix("torch."),
+            "choice": row["choice"],
+        }
         for name, samples in row["times"].items():
             spread = hardware.spread(samples)
             line |= {f"{name}_us": spread["median_us"], f"{name}_p90_us": spread["p90_us"], f"{name}_wrong": 0}
@@ -170,6 +177,11 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
 
 
 STAGE = Stage(
-    "many_gpus", "Several GPUs: links, latency, all collectives", _cases, missing, columns=_SHOWN,
-    needs=(KILL,), share=8.0,
-)  # fmt: skip
+    "many_gpus",
+    "Several GPUs: links, latency, all collectives",
+    _cases,
+    missing,
+    columns=_SHOWN,
+    needs=(KILL,),
+    share=8.0,
+)

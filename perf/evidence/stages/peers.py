@@ -135,8 +135,9 @@ def described(times: dict[str, list[float]]) -> Data:
     data: Data = {"rounds": len(times[OURS])}
     for name, samples in times.items():
         spread = hardware.spread(samples)
-        data |= {f"{name}_{key}us": spread[f"{long}_us"] for key, long in
-                 (("", "median"), ("p10_", "p10"), ("p90_", "p90"))}  # fmt: skip
+        data |= {
+            f"{name}_{key}us": spread[f"{long}_us"] for key, long in (("", "median"), ("p10_", "p10"), ("p90_", "p90"))
+        }
         base = f"{OURS}_graph" if name.endswith("_graph") else OURS
         if name != base:
             data[f"{name}_ratio"] = round(median(a / b for a, b in zip(samples, times[base], strict=True)), 3)
@@ -144,7 +145,11 @@ def described(times: dict[str, list[float]]) -> Data:
 
 
 STAGE = Stage(
-    "peers", "All-reduce beside other libraries, ranks as processes on one GPU", _cases, hardware.no_gpu,
+    "peers",
+    "All-reduce beside other libraries, ranks as processes on one GPU",
+    _cases,
+    hardware.no_gpu,
     columns=("choice", *(f"{name}_graph_us" for name in _SHOWN), *(f"{name}_graph_ratio" for name in _SHOWN[1:])),
-    needs=(SLICE,), share=1.5,
-)  # fmt: skip
+    needs=(SLICE,),
+    share=1.5,
+)

@@ -36,16 +36,23 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
 
 
 def _case(
-    name: str, tasks: tuple[str, ...], world_size: int, settings: EvidenceSettings, tier: int,
+    name: str,
+    tasks: tuple[str, ...],
+    world_size: int,
+    settings: EvidenceSettings,
+    tier: int,
     kernels: Iterable[registry.Kernel],
-) -> StageCase:  # fmt: skip
+) -> StageCase:
     ranks = {"tasks": tasks, "kernel": name, "dry_run": settings.dry_run, "slice_us": settings.slice_us}
     parts = checks.PARTS if "sweep" in tasks else checks.PARTS[:1]
     key = f"{name}/{world_size} ranks" if name in tasks else f"{name}/{world_size} ranks/{' and '.join(tasks)}"
     return StageCase(
-        key, partial(run, ranks, world_size), limit=240.0, tier=tier,
+        key,
+        partial(run, ranks, world_size),
+        limit=240.0,
+        tier=tier,
         jobs=lambda: [job for k in kernels for job in compiling.sweep(k, world_size, settings, parts)],
-    )  # fmt: skip
+    )
 
 
 def run(ranks: dict[str, Any], world_size: int) -> Data:
@@ -62,6 +69,11 @@ def run(ranks: dict[str, Any], world_size: int) -> Data:
 
 
 STAGE = Stage(
-    "processes", "Right results, ranks as processes", _cases, hardware.no_gpu,
-    columns=("kind", "calls", "variants", "compile_s"), needs=(SLICE,), share=3.0,
-)  # fmt: skip
+    "processes",
+    "Right results, ranks as processes",
+    _cases,
+    hardware.no_gpu,
+    columns=("kind", "calls", "variants", "compile_s"),
+    needs=(SLICE,),
+    share=3.0,
+)

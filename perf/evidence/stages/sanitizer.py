@@ -36,8 +36,10 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
         for world_size, collective, later in ((2, _FIRST, 0), (2, "", 2), (CUBE_RANKS, "", 5)):
             yield StageCase(
                 f"{tool}/{collective or 'every kernel'}/{world_size} ranks",
-                partial(_run, tool, world_size, collective), limit=_LIMIT, tier=tier + later,
-            )  # fmt: skip
+                partial(_run, tool, world_size, collective),
+                limit=_LIMIT,
+                tier=tier + later,
+            )
 
 
 def command(tool: str, program: str, log: Path, world_size: int, collective: str) -> list[str]:
@@ -70,6 +72,11 @@ def judged(code: int, logs: list[str], output: str, world_size: int) -> Data:
 
 
 STAGE = Stage(
-    "sanitizer", "compute-sanitizer finds nothing", _cases, missing, columns=("summary",),
-    environment={"CUDA_MODULE_LOADING": "LAZY"}, needs=(SLICE,),
-)  # fmt: skip
+    "sanitizer",
+    "compute-sanitizer finds nothing",
+    _cases,
+    missing,
+    columns=("summary",),
+    environment={"CUDA_MODULE_LOADING": "LAZY"},
+    needs=(SLICE,),
+)
