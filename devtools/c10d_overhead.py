@@ -1,8 +1,8 @@
 """Host time of a small all_reduce over a launch that does nothing: python -m devtools.c10d_overhead
 
-What a call costs the host before a kernel runs, on this machine: all that tricomm does, with CUDA's last step left
-out. Compared with `dist.all_reduce` on torch's own `fake` backend in the same run, which does nothing at all: only
-the ratio says something about another machine. Nothing here is GPU time.
+The host's part of a call on this machine, which is everything but CUDA's own launch, beside `dist.all_reduce` on
+torch's `fake` backend, which communicates nothing. Only the ratio says anything about another machine. Nothing here is
+GPU time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tricomm import Communicator
 from tricomm.c10d.capabilities import agree
 from tricomm.c10d.dispatch import Place
 from tricomm.c10d.process_group import TricommGroup
+from tricomm.perf import text_table
 from tricomm.perf.null_launch import communicator
 from tricomm.policy.backend_choice import Site
 
 
 def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, Any]:
-    """Microseconds per call, the best of `rounds` of `calls` each, and ratios to the fake backend. fp32, `count`.
+    """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
 
-    A ratio is of one round, the median of all: the two best may be of moments when the machine was not the same.
+    A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
     """
     x = torch.ones(count)
     fake = _fake()
@@ -47,7 +48,7 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
     took: dict[str, list[float]] = {name: [] for name in ways}
     counting = float("inf")
     try:
-        for _ in range(rounds):  # in turn, so that a busy moment of the machine hits all
+        for _ in range(rounds):  # in turn, so that another load on the machine hits all
             for name, call in ways.items():
                 began = time.perf_counter()
                 for _ in range(calls):
@@ -69,7 +70,7 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
 
 
 def _counting(comm: Communicator, calls: int) -> float:
-    """Microseconds that the statistics add to a call, at most: the line of `Group._launch` and a loop around it."""
+    """An upper limit of the microseconds that the statistics add to a call: their line of code and a loop around it."""
     chosen = next(iter(comm._plans.values()))
     began = time.perf_counter()
     for _ in range(calls):
@@ -90,16 +91,17 @@ def _fake() -> Any:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(count: int, calls: int, as_json: bool) -> None:
     """Print the host time of an all_reduce whose kernel is never launched."""
-    found = measure(count, calls)
+    times = measure(count, calls)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(times, indent=1))
         return
     click.echo(f"# all_reduce of {count} float32, host time of a call, kernel not launched; no GPU time")
-    click.echo(f"{'dist.all_reduce, fake backend':<36}{found['fake_us']:>8.2f} us")
+    rows = [("dist.all_reduce, fake backend", f"{times['fake_us']:.2f}", "")]
     for name, text in (("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce")):
-        click.echo(f"{text:<36}{found[f'{name}_us']:>8.2f} us{found[f'{name}_over_fake']:>8.2f} x")
-    share = found["counting_share"]
-    click.echo(f"{'of that, counting it (comm.stats())':<36}{found['counting_us']:>8.2f} us{share:>10.2%}")
+        rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))
+    share = f"{times['counting_share']:.2%}"
+    rows.append(("of that, counting it (comm.stats())", f"{times['counting_us']:.2f}", share))
+    click.echo("\n".join(text_table.lines(("call", "us", "ratio"), rows, right=("us", "ratio"))))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.session import Results
 from tricomm.perf.bench_row import CSV_HEADER, PLACES, BenchRow
 from tricomm.perf.history import database, schema
-from tricomm.perf.workers import Record
+from tricomm.perf.workers import WorkerMessage
 
 SIMULATED = "simulated: Triton's interpreter on a CPU"
 _NAMES = (("type", 8), ("redop", 5), ("mode", 6), ("algorithm", 9), ("protocol", 8))
@@ -66,7 +66,7 @@ class Files:
         except OSError as error:
             raise InvalidArgument(f"--csv {csv_file}: {error.strerror}") from None
 
-    def header(self, header: Record) -> None:
+    def header(self, header: WorkerMessage) -> None:
         """Take the facts that all rows of the history share."""
         facts = {"device": header["device"], "topology": header["topology"], "world_size": header["ranks"]}
         self._run = schema.Run(database.now(), **facts, versions=header["versions"], commit=provenance.commit())
@@ -121,7 +121,7 @@ class Output:
         """Take the progress bar away. May be called twice."""
         self._progress.stop()
 
-    def header(self, header: Record) -> None:
+    def header(self, header: WorkerMessage) -> None:
         """Print the head of the table."""
         for text in heading(header, self._settings):
             self._console.print(text)
@@ -145,7 +145,7 @@ class Output:
         self._console.print(f"\n{summary(results, self._settings)}")
 
 
-def heading(header: Record, settings: Settings) -> list[str]:
+def heading(header: WorkerMessage, settings: Settings) -> list[str]:
     """Comment lines, from `# tricomm bench` down to the column names."""
     versions = ", ".join(f"{name} {value}" for name, value in header["versions"].items())
     lines = [

@@ -1,12 +1,11 @@
 """A run of `tricomm bench`: its ranks, and their rows put together.
 
-As `python -m` this module is one rank (see `perf.workers`). A row is complete when every rank has sent it: its time is
+`rank_main` is one rank (see `perf.workers`). A row is complete when every rank has sent it: its time is
 the largest of the ranks' times, its wrong elements are their sum.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,9 +22,10 @@ from tricomm.perf.bench.baselines import Baselines
 from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
 from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench_row import BenchRow, to_json
-from tricomm.perf.workers import Record, speak, talk
+from tricomm.perf.workers import WorkerMessage, run_workers
 from tricomm.store.rendezvous import open_store
 
+_RANK = "tricomm.perf.bench.session:rank_main"
 _TIMES = ("time_us", "p50_us", "p99_us", "max_us")  # of a rank
 
 
@@ -33,7 +33,7 @@ _TIMES = ("time_us", "p50_us", "p99_us", "max_us")  # of a rank
 class Results:
     """The header and the complete rows of a run."""
 
-    header: Record = field(default_factory=dict)
+    header: WorkerMessage = field(default_factory=dict)
     rows: list[Rows] = field(default_factory=list)
 
     @property
@@ -41,7 +41,7 @@ class Results:
         """Wrong elements of all rows and ranks."""
         return sum(row.wrong or 0 for rows in self.rows for row in rows)
 
-    def to_json(self, settings: Settings) -> Record:
+    def to_json(self, settings: Settings) -> WorkerMessage:
         """What `--json` writes."""
         results = [to_json(rows) for rows in self.rows]
         return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": results}
@@ -51,7 +51,7 @@ class Results:
 class Listener:
     """Called as a run goes on."""
 
-    header: Callable[[Record], None]
+    header: Callable[[WorkerMessage], None]
     row: Callable[[Rows], None]
     note: Note
 
@@ -63,14 +63,14 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
     """
     parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
-    for rank, message in talk("tricomm.perf.bench.session", world_size, settings.to_json(), settings.timeout):
-        what = message.pop("what")
-        if what == "header" and rank == 0:
+    for rank, message in run_workers(_RANK, world_size, settings.to_json(), settings.timeout):
+        event = message.pop("event")
+        if event == "header" and rank == 0:
             results.header = message
             listener.header(message)
-        elif what == "note" and rank == 0:
+        elif event == "note" and rank == 0:
             listener.note(message["text"])
-        elif what == "row":
+        elif event == "row":
             ranks = parts.setdefault(seen[rank], [])
             ranks.append(msgspec.convert(message["places"], Rows))
             seen[rank] += 1
@@ -139,16 +139,12 @@ def open_group(
             baselines.close()
 
 
-def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
+def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Be one rank that `run` has started: send a header, the rows, and notes."""
     settings = Settings.from_json(data)
     torch.set_num_threads(1)
     with open_group(settings, url, rank, world_size) as (comm, baselines):
-        say("header", **provenance.header(comm))
-        for rows in measure(comm, settings, baselines, lambda text: say("note", text=text)):
-            say("row", places=[asdict(row) for row in rows])
+        emit("header", **provenance.header(comm))
+        for rows in measure(comm, settings, baselines, lambda text: emit("note", text=text)):
+            emit("row", places=[asdict(row) for row in rows])
         comm.barrier()
-
-
-if __name__ == "__main__":
-    sys.exit(speak(main))

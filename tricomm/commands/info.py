@@ -23,16 +23,11 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
     """
     if topology is not None:
         return _topology(topology, as_json)
-    from rich.console import Console
-
     from tricomm.perf.system import info as facts
     from tricomm.perf.system import info_table
 
     collected = facts.collect()
-    if as_json:
-        click.echo(json.dumps(collected, indent=1))
-    else:
-        info_table.show(collected, Console(), whole)
+    click.echo(json.dumps(collected, indent=1) if as_json else "\n".join(info_table.lines(collected, whole)))
 
 
 def _topology(file: str, as_json: bool) -> None:

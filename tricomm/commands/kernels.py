@@ -22,25 +22,24 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     tricomm kernels --arch sm_90
     tricomm kernels --kernel all_reduce_one_shot_ll --json
     """
+    from rich.console import Console
+    from rich.progress import track
+
     from tricomm.perf.machine_code import kernel_report, kernel_table
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = usage(lambda: kernel_report.variants(archs, kernel, all_variants))
-    records, broken = [], 0
-    if not as_json:
-        click.echo(kernel_table.heading())
+    console = Console(stderr=True)
     with errors_told("kernels"):
-        for report in kernel_report.examine_all(variants):
-            record = kernel_table.record(report)
-            broken += bool(record["violations"])
-            records.append(record)
-            if not as_json:
-                click.echo(kernel_table.line(report))
-                for violation in record["violations"]:
-                    click.echo(f"    ! {violation}")
+        examined = kernel_report.examine_all(variants)
+        hidden = not console.is_terminal
+        reports = list(track(examined, "compiling", len(variants), console=console, transient=True, disable=hidden))
+    records = [kernel_table.record(report) for report in reports]
+    broken = sum(bool(record["violations"]) for record in records)
     if as_json:
         click.echo(json.dumps({"schema": 1, "variants": records}, indent=1))
     else:
+        click.echo("\n".join(kernel_table.lines(reports)))
         click.echo(f"\n{kernel_table.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
     if broken:
         sys.exit(FAILED)

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.perf.test_workers import children, gone
 from tricomm.perf import bench_row
 from tricomm.perf.bench import outputs, session
 from tricomm.perf.bench_row import BenchRow, Measurement
 from tricomm.perf.history import database
-from tricomm.perf.workers import RankFailed, talk
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
 _HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
@@ -229,63 +229,6 @@ def test_the_ranks_of_torchrun_are_joined() -> None:
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 
 
-# Ranks that fail. Each is a module that `talk` runs in place of a benchmark.
-
-
-def _failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
-    (tmp_path / "bad_rank.py").write_text(
-        "import os, sys, time\nfrom tricomm.perf.workers import speak\n"
-        "def main(say, rank, world_size, url, settings):\n"
-        "    say('pid', pid=os.getpid())\n"
-        + "".join(f"    {line}\n" for line in body.splitlines())
-        + "sys.exit(speak(main))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
-    return "bad_rank"
-
-
-def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
-    pids = []
-    with pytest.raises(RankFailed) as failed:
-        for _, record in talk(module, 3, {}, timeout):
-            pids.append(record["pid"])
-    return pids, str(failed.value)
-
-
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", "rank 1: ValueError: no good"),
-        ("time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\ntime.sleep(60)",
-         "rank 2: exit code 7; it said: last words"),
-        ("time.sleep(60)", "rank 0, 1, 2: nothing was heard for 8 s"),
-    ],
-    ids=["raises", "dies", "hangs"],
-)  # fmt: skip
-def test_a_bad_rank_is_named_and_all_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
-) -> None:
-    start = time.monotonic()
-    pids, error = _pids_and_error(_failing(tmp_path, monkeypatch, body), 8.0)
-    assert said in error
-    assert len(pids) >= 1 and all(_gone(pid) for pid in pids)
-    assert time.monotonic() - start < 30
-
-
-def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nsay('value', value=rank)")
-    records = [record for _, record in talk(module, 2, {}, 30.0)]
-    assert sorted(r["value"] for r in records if r["what"] == "value") == [0, 1]
-
-
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_a_command_that_is_stopped_leaves_no_rank_behind(how: signal.Signals) -> None:
     command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1000000"]
@@ -294,19 +237,12 @@ def test_a_command_that_is_stopped_leaves_no_rank_behind(how: signal.Signals) ->
         while "#wrong" not in process.stdout.readline():
             assert process.poll() is None
         ranks = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        ranks += [c for t in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(t)]
+        ranks += [c for t in Path(f"/proc/{process.pid}/task").iterdir() for c in children(t)]
         assert len(set(ranks)) >= 2
         process.send_signal(how)
         code = process.wait(timeout=20)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     end = time.monotonic() + 10
-    while not all(_gone(pid) for pid in ranks) and time.monotonic() < end:
+    while not all(gone(pid) for pid in ranks) and time.monotonic() < end:
         time.sleep(0.05)
-    assert all(_gone(pid) for pid in ranks)
-
-
-def _children(task: Path) -> list[int]:
-    try:
-        return [int(p) for p in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
+    assert all(gone(pid) for pid in ranks)

@@ -1,4 +1,4 @@
-"""What a tuning run is asked for, worked out and refused before anything is started."""
+"""A request for a tuning run, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ MODES = ("eager", "graph")
 _WIDTHS = tuple(str(bits) for bits in DTYPES)
 
 
-class Settings(msgspec.Struct, frozen=True):
-    """`budget` and `timeout` in seconds; an empty `modes` is all that the device has. `patience` is how long a rank may
-    say nothing."""
+class TuningRequest(msgspec.Struct, frozen=True):
+    """`budget` and `timeout` (of a call) in seconds; an empty `modes` means all modes of the device."""
 
     collectives: tuple[str, ...]
     bits: tuple[int, ...]
@@ -28,20 +27,18 @@ class Settings(msgspec.Struct, frozen=True):
     timeout: float = 60.0
 
     def points(self, cpu: bool) -> list[Point]:
-        """Every decision to be made on a CPU, which has no graphs, or on GPUs."""
+        """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
         return points(self.collectives, self.bits, self.modes or (MODES[:1] if cpu else MODES), self.sizes)
 
     def key(self, *facts: object) -> str:
-        """Names a run: what it asks for and `facts`. Not its budget: a run may go on with another one."""
+        """Names a run by the request and `facts`; not by the budget, because a run may continue with another one."""
         asked = (self.collectives, self.bits, self.sizes, self.modes, facts)
         return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
-def settings(
-    collective: str, bits: str, sizes: str, mode: str | None, budget: str, **rest: Any
-) -> Settings:  # fmt: skip
-    """Settings of comma lists (or `all`). Raises `InvalidArgument` with the nearest names."""
-    return Settings(
+def parse(collective: str, bits: str, sizes: str, mode: str | None, budget: str, **rest: Any) -> TuningRequest:
+    """A request of comma lists (or `all`). Raises `InvalidArgument` with the nearest names."""
+    return TuningRequest(
         parsing.parse_names(collective, TUNABLE, "collective"),
         tuple(int(width) for width in parsing.parse_names(bits, _WIDTHS, "bits")),
         parsing.parse_sizes(sizes),
