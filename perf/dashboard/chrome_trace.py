@@ -34,19 +34,24 @@ def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
 def _spans(comm: Statistics, zero: float, pid: int, tid: int) -> list[dict[str, Any]]:
     return [
         {
-            "ph": "X", "name": span.collective, "cat": f"{span.algorithm}/{span.protocol}", "pid": pid, "tid": tid,
-            "ts": span.start_us - zero, "dur": span.time_us,
+            "ph": "X",
+            "name": span.collective,
+            "cat": f"{span.algorithm}/{span.protocol}",
+            "pid": pid,
+            "tid": tid,
+            "ts": span.start_us - zero,
+            "dur": span.time_us,
             "args": {"bytes": span.nbytes, "kernel": f"{span.algorithm}/{span.protocol}", "simulated": comm.simulated},
         }
         for span in comm.spans
-    ]  # fmt: skip
+    ]
 
 
 def write(jobs: Sequence[Job], file: Path) -> int:
-    """Write the trace of `jobs`; returns how many calls are in it. Raises `InvalidArgument` where it cannot."""
-    found = trace(jobs)
+    """Write the trace of `jobs`; returns the number of calls in it. Raises `InvalidArgument` if the file is refused."""
+    events = trace(jobs)
     try:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(events))
     except OSError as error:
         raise InvalidArgument(f"--trace {file}: {error.strerror}") from None
-    return sum(event["ph"] == "X" for event in found["traceEvents"])
+    return sum(event["ph"] == "X" for event in events["traceEvents"])

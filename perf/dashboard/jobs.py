@@ -67,12 +67,28 @@ def activities(job: Job) -> list[Activity]:
     date = datetime.fromtimestamp(job.written, UTC).isoformat(timespec="seconds")
     rows = [
         Activity(
-            job.name, date, comm.device, comm.group, comm.rank, comm.world_size, comm.simulated, "kernels",
-            c.collective, c.algorithm, c.protocol, c.bucket, c.calls, c.nbytes, c.timed, c.seconds, c.p50_us, c.p99_us,
+            job.name,
+            date,
+            comm.device,
+            comm.group,
+            comm.rank,
+            comm.world_size,
+            comm.simulated,
+            "kernels",
+            c.collective,
+            c.algorithm,
+            c.protocol,
+            c.bucket,
+            c.calls,
+            c.nbytes,
+            c.timed,
+            c.seconds,
+            c.p50_us,
+            c.p99_us,
         )
         for comm in job.communicators
         for c in comm.calls
-    ]  # fmt: skip
+    ]
     rows += [
         Activity(job.name, date, "", "", -1, 0, False, r.route, r.collective, "", "", r.bucket, r.calls, r.nbytes)
         for r in job.routed

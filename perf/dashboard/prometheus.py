@@ -1,6 +1,6 @@
-"""What live jobs do, as metrics in Prometheus' exposition format, by the official client.
+"""The counts of live jobs as metrics in Prometheus' exposition format, by the official client.
 
-Everything is read anew at each scrape; a job that ended is gone from it, and Prometheus keeps what it scraped.
+Everything is read anew at each scrape. A job that has ended is no longer in it; Prometheus keeps its old samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
 
 
 def exposition(jobs: Sequence[Job]) -> bytes:
-    """The text of a scrape. Raises `ResourceError` where the client is not installed."""
+    """The text of a scrape. Raises `ResourceError` if the client is not installed."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError:
@@ -46,7 +46,7 @@ class _Collector:
         self._jobs = jobs
 
     def collect(self) -> Iterator[Any]:
-        """Families of metrics, as the client asks for them."""
+        """The families of metrics, in the client's form."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         def family(kind: type[Any], name: str, labels: tuple[str, ...]) -> Any:

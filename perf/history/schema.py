@@ -107,8 +107,11 @@ ACTIVITY = Table("activity", Activity, (), (_KEY,))
 _STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create)
 VERSION = len(_STEPS)
 
-COLUMN = {name: f"{table.name}.{quoted}" for table in (RUN, MEASUREMENT)
-          for name, quoted in zip(table.names, table.quoted, strict=True)}  # fmt: skip
+COLUMN = {
+    name: f"{table.name}.{quoted}"
+    for table in (RUN, MEASUREMENT)
+    for name, quoted in zip(table.names, table.quoted, strict=True)
+}
 ROWS = f"SELECT runs.id, {', '.join(COLUMN.values())} FROM measurements JOIN runs ON runs.id = measurements.run"
 ORDER = "ORDER BY measurements.rowid"
 SAME_RUN = f"SELECT id FROM runs WHERE {' AND '.join(f'{name} = ?' for name in RUN.quoted)}"

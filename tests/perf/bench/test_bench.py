@@ -44,9 +44,23 @@ def run(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "rows.json"
     done = _bench(
-        "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
-        "--sizes", "512,2K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
-    )  # fmt: skip
+        "--nproc",
+        "3",
+        "--collective",
+        "all_reduce,all_gather",
+        "--algorithm",
+        "all",
+        "--protocol",
+        "all",
+        "--sizes",
+        "512,2K",
+        "--iters",
+        "2",
+        "--dtype",
+        "bfloat16",
+        "--json",
+        str(file),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
 
@@ -214,17 +228,39 @@ def test_a_device_that_is_not_there_is_reported() -> None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run(
         [sys.executable, "-m", "tricomm", "bench", "--device", "cuda", "--sizes", "1K"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
 
 
 def test_the_ranks_of_torchrun_are_joined() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm",
-         "bench", "--device", "cpu", "--sizes", "1K", "--iters", "2", "--collective", "all"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tricomm",
+            "bench",
+            "--device",
+            "cpu",
+            "--sizes",
+            "1K",
+            "--iters",
+            "2",
+            "--collective",
+            "all",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 

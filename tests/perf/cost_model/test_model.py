@@ -42,9 +42,12 @@ def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:
 
 
 @given(
-    st.sampled_from(sorted(MACHINES)), st.sampled_from(registry.KERNELS), st.integers(2, 8),
-    st.integers(0, 1 << 34), st.sampled_from(["graph", "eager"]),
-)  # fmt: skip
+    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from(registry.KERNELS),
+    st.integers(2, 8),
+    st.integers(0, 1 << 34),
+    st.sampled_from(["graph", "eager"]),
+)
 def test_more_bytes_never_take_less_and_nothing_beats_the_limit(
     gpu: str, kernel: registry.Kernel, world_size: int, nbytes: int, mode: str
 ) -> None:

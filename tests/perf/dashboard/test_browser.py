@@ -118,9 +118,7 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
         drawn = page.run("return document.querySelectorAll(`#${arguments[0]} .chart svg.main-svg`).length", name)
         assert drawn > 0, name
     latency = [t for t in page.traces("latency") if t.get("fill") is None]
-    assert [t["name"] for t in latency] == [
-        "one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"
-    ]  # fmt: skip
+    assert [t["name"] for t in latency] == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"]
     rows = [e.measurement for e in _rows() if e.run.commit == f"{29:07x}" and e.measurement.library == "nccl"]
     assert latency[-1]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
     axes = page.run("const l = document.querySelector('#latency .chart').layout; return [l.xaxis.type, l.yaxis.type]")

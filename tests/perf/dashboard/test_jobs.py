@@ -39,9 +39,13 @@ def _communicator() -> dict[str, Any]:
     tally.total = 3 * ((1 << 96) + 1000)
     tally.took(2e-6)
     span = {
-        "start_us": 5.0, "time_us": 2.0, "collective": "all_reduce", "algorithm": "one_shot", "protocol": "ll",
+        "start_us": 5.0,
+        "time_us": 2.0,
+        "collective": "all_reduce",
+        "algorithm": "one_shot",
+        "protocol": "ll",
         "nbytes": 1000,
-    }  # fmt: skip
+    }
     return {**msgspec.to_builtins(found.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 
@@ -49,11 +53,15 @@ def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     """A file as a job writes it; of this process unless a pid is given."""
     mine = os.getpid()
     record = {
-        "schema": 1, "pid": pid or mine, "started": started or process.start_time(mine), "written": 1000.0,
-        "host": publish.socket.gethostname(), "every": 5.0,
+        "schema": 1,
+        "pid": pid or mine,
+        "started": started or process.start_time(mine),
+        "written": 1000.0,
+        "host": publish.socket.gethostname(),
+        "every": 5.0,
         "routed": [{"route": "gloo", "collective": "broadcast", "bucket": 16, "calls": 2, "nbytes": 20}],
         "communicators": [_communicator()],
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{record['pid']}-{record['started']}.json"
     file.write_text(json.dumps(record))

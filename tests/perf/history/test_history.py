@@ -24,15 +24,13 @@ from tricomm.perf.history.schema import Run
 _RUN = Run("2026-11-21T12:00:00+00:00", "a box", "nvswitch", 8, {"tricomm": "0.1.0"}, "abc")
 _ROW = Measurement(
     "tricomm", "all_reduce", "one_shot", "ll", "float32", "sum", "eager", "in_place", 1024, 5.0, 6.0, 7.0, 0.5, True
-)  # fmt: skip
+)
 
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _time = st.floats(0, 1e15)
 _count = st.integers(0, (1 << 63) - 1)
 _runs = st.builds(Run, _text, _text, _text, _count, st.dictionaries(_text, _text, max_size=3), _text)
-_rows = st.builds(
-    Measurement, *[_text] * 8, _count, *[_time] * 4, st.booleans(), *[_count] * 3
-)  # fmt: skip
+_rows = st.builds(Measurement, *[_text] * 8, _count, *[_time] * 4, st.booleans(), *[_count] * 3)
 
 
 class Said(list[str]):
