@@ -9,10 +9,10 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.metrics.counters import Statistics
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 
 
-def trace(jobs: Sequence[Job]) -> dict[str, Any]:
+def trace(jobs: Sequence[JobStatistics]) -> dict[str, Any]:
     """Trace events in the JSON format of Chrome's tracer: a process per job, a thread per communicator."""
     spans = [span for job in jobs for comm in job.communicators for span in comm.spans]
     zero = min((span.start_us for span in spans), default=0.0)
@@ -47,7 +47,7 @@ def _spans(comm: Statistics, zero: float, pid: int, tid: int) -> list[dict[str, 
     ]
 
 
-def write(jobs: Sequence[Job], file: Path) -> int:
+def write(jobs: Sequence[JobStatistics], file: Path) -> int:
     """Write the trace of `jobs`; returns the number of calls in it. Raises `InvalidArgument` if the file is refused."""
     events = trace(jobs)
     try:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from tricomm.kernels.collectives import registry
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.dashboard import change_points, selected
@@ -31,7 +31,7 @@ _line_key = attrgetter(*bench_row.chart_keys(bench_row.LINE))  # library, algori
 _Point = dict[int, list[Entry]]  # by run
 
 
-def page_data(entries: Iterable[Entry], jobs: Sequence[Job] = (), source: str = "") -> Record:
+def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), source: str = "") -> Record:
     """All data of a page as plain JSON values. Times in microseconds, to four digits."""
     runs: dict[tuple[str, str], int] = {}
     scenes: dict[_Key, dict[_Key, dict[int, _Point]]] = {}
@@ -104,7 +104,7 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _job(job: Job) -> list[Record]:
+def _job(job: JobStatistics) -> list[Record]:
     owner = {"job": f"pid {job.pid} on {job.host}"}
     rows: list[Record] = []
     for comm in job.communicators:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tricomm.errors import ResourceError
 from tricomm.metrics.counters import Calls, Statistics
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.units import bus_factor
 
 _INSTALL = "metrics need prometheus-client: pip install 'tricomm[metrics]'"
@@ -30,7 +30,7 @@ NAMES = {
 }
 
 
-def exposition(jobs: Sequence[Job]) -> bytes:
+def exposition(jobs: Sequence[JobStatistics]) -> bytes:
     """The text of a scrape. Raises `ResourceError` if the client is not installed."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
@@ -42,7 +42,7 @@ def exposition(jobs: Sequence[Job]) -> bytes:
 
 
 class _Collector:
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[JobStatistics]) -> None:
         self._jobs = jobs
 
     def collect(self) -> Iterator[Any]:
@@ -91,7 +91,7 @@ class _Collector:
         yield from (calls, nbytes, updated)
 
 
-def _owner(job: Job, comm: Statistics) -> list[str]:
+def _owner(job: JobStatistics, comm: Statistics) -> list[str]:
     simulated = "true" if comm.simulated else "false"
     return [job.host, str(job.pid), comm.group, str(comm.rank), str(comm.world_size), comm.device, simulated]
 

@@ -11,12 +11,12 @@ from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.perf import units
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.policy import selection, user_tables
 from tricomm.policy.tables import Row
 
 
-def machine(device: str) -> Machine | None:
+def machine(device: str) -> MachineSpec | None:
     """The GPU generation in a device's name; None if there is none that is known."""
     words = device.lower().replace("-", " ").split()
     return next((m for name, m in MACHINES.items() if name in words), None)

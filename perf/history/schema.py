@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Activity:
+class ActivityRow:
     """The calls of one kernel and bucket of sizes by a process (`job`), as in `tricomm.metrics.counters.Calls`.
 
     `route` is kernels, nccl or gloo; the last two are counted for a process, so `rank` is -1 and `group` is empty.
@@ -57,7 +57,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Table:
+class SqlTable:
     """A table with a column for each field of `row`, after the columns `first`; `last` are its constraints."""
 
     name: str
@@ -99,10 +99,10 @@ def _declared(annotation: Any) -> str:
     return _TYPES[kind] + ("" if optional else " NOT NULL")
 
 
-RUN = Table("runs", Run, ("id INTEGER PRIMARY KEY",))
-MEASUREMENT = Table("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
+RUN = SqlTable("runs", Run, ("id INTEGER PRIMARY KEY",))
+MEASUREMENT = SqlTable("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
 _KEY = 'PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)'
-ACTIVITY = Table("activity", Activity, (), (_KEY,))
+ACTIVITY = SqlTable("activity", ActivityRow, (), (_KEY,))
 # A column that is added later needs a step of its own, and must not be in the step that made its table.
 _STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create)
 VERSION = len(_STEPS)

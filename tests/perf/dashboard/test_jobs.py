@@ -26,6 +26,7 @@ from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
 from tricomm.perf.history.database import open_history
 from tricomm.store import process
@@ -98,7 +99,7 @@ def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("age", "live"), [(0, True), (70, True), (80, False)])
 def test_a_job_of_another_host_lives_as_long_as_it_writes(age: float, live: bool) -> None:
-    assert jobs.Job(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
+    assert JobStatistics(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
 
 
 def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=60)
 def test_any_name_survives_the_exposition_format(name: str) -> None:
     comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
-    job = jobs.Job(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
+    job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
     found = [s for f in text_string_to_metric_families(text) for s in f.samples]
     assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]
