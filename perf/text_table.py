@@ -22,15 +22,16 @@ def lines(
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in header:
         table.add_column(Text(name), justify="right" if name in right else "left", no_wrap=True, min_width=cell or None)
-    return _rendered(table, rows, indent)
+    return rendered(table, rows, indent)
 
 
 def grid(rows: Iterable[Sequence[object]]) -> list[str]:
     """A line a row without a heading, one space between columns."""
-    return _rendered(Table.grid(padding=(0, 1, 0, 0)), rows)
+    return rendered(Table.grid(padding=(0, 1, 0, 0)), rows)
 
 
-def _rendered(table: Table, rows: Iterable[Sequence[object]], indent: int = 0) -> list[str]:
+def rendered(table: Table, rows: Iterable[Sequence[object]], indent: int = 0) -> list[str]:
+    """The lines of `table` with `rows` added, whose cells are not taken for markup."""
     for row in rows:
         table.add_row(*(Text(str(value)) for value in row))
     console = Console(file=io.StringIO(), width=_WIDEST, color_system=None)

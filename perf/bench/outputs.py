@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tricomm.errors import InvalidArgument
-from tricomm.perf import provenance
+from tricomm.perf import provenance, text_table
 from tricomm.perf.bench.measure import Rows
 from tricomm.perf.bench.request import Settings
 from tricomm.perf.bench.session import Results
@@ -197,11 +196,7 @@ def _line(cells: list[Any], mark: str) -> str:
     table.add_column(min_width=1)
     for _, width, _ in _COLUMNS:
         table.add_column(justify="right", min_width=width, no_wrap=True)
-    table.add_row(mark, *map(str, cells))
-    console = Console(file=io.StringIO(), width=1000, color_system=None, markup=False, highlight=False)
-    with console.capture() as text:
-        console.print(table)
-    return text.get().rstrip()
+    return text_table.rendered(table, [(mark, *cells)])[0]
 
 
 def _half(row: BenchRow | None) -> tuple[str, ...]:

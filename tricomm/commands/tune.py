@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, joined, usage
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, errors_told, joined, usage
 
 _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -37,7 +37,6 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from tricomm.errors import ResourceError, TricommError
     from tricomm.perf.tuner import tune_ranks, tuning_request
 
     world_size, started, quiet = joined(nproc)
@@ -55,13 +54,11 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
             click.echo(f"written to {message['file']}" if message["file"] else "nothing to change; no table is written")
 
     try:
-        if started:
-            tune_ranks.join(request, on_message)
-        else:
-            tune_ranks.run(request, world_size, on_message)
-    except TricommError as error:
-        click.echo(f"tricomm tune: {error}", err=True)
-        sys.exit(UNSUPPORTED if isinstance(error, ResourceError) or getattr(error, "unsupported", False) else FAILED)
+        with errors_told("tune"):
+            if started:
+                tune_ranks.join(request, on_message)
+            else:
+                tune_ranks.run(request, world_size, on_message)
     except KeyboardInterrupt:
         click.echo("interrupted; what was measured is kept, tune again to go on", err=True)
         sys.exit(INTERRUPTED)
