@@ -160,10 +160,9 @@ def test_only_right_implementations_are_timed_and_all_take_turns(here):
         return contender(torch.zeros(8), change)
 
     first, second = [], []
-    compared.prepare(
-        {"tricomm": comparison.offered("all_reduce", 1, True)["tricomm"], "skips": skips, "raises": raises, "right": contender(x),
-         "early": wrong_in(1, first), "late": wrong_in(2, second)}.items()
-    )  # fmt: skip
+    makers = {"tricomm": comparison.offered("all_reduce", 1, True)["tricomm"], "skips": skips, "raises": raises}
+    makers |= {"right": contender(x), "early": wrong_in(1, first), "late": wrong_in(2, second)}
+    compared.prepare(makers.items())
     bad = "wrong result: 8 of 8 elements on rank 0"
     error = "RuntimeError: no such luck"
     assert compared.missing == {"skips": "not on this box", "raises": error, "early": bad, "late": bad}
