@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -24,6 +25,7 @@ from tricomm.c10d.capabilities import agree
 from tricomm.c10d.dispatch import Place
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf import text_table
+from tricomm.perf.evidence.stages import host_path
 from tricomm.perf.null_launch import communicator
 from tricomm.policy.backend_choice import Site
 
@@ -34,32 +36,14 @@ def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, 
     A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
     """
     x = torch.ones(count)
-    fake = _fake()
-    comm = communicator()
-    place = Place(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
-    group = TricommGroup(place, agree(place.store, 0, 1, 60.0), {})
-    group._quick.use(comm, Site("cpu", 1, 1, None, None))  # stands for a GPU here
-    dist.distributed_c10d._world.pg_group_ranks[group] = {0: 0}
-    ways: dict[str, Callable[[], Any]] = {
-        "fake": lambda: dist.all_reduce(x, group=fake),
-        "c10d": lambda: dist.all_reduce(x, group=group),
-        "communicator": lambda: comm.all_reduce(x),
-    }
-    took: dict[str, list[float]] = {name: [] for name in ways}
-    counting = float("inf")
-    try:
-        for _ in range(rounds):  # in turn, so that another load on the machine hits all
-            for name, call in ways.items():
-                began = time.perf_counter()
-                for _ in range(calls):
-                    call()
-                took[name].append((time.perf_counter() - began) / calls * 1e6)
-            counting = min(counting, _counting(comm, calls))
-    finally:
-        del dist.distributed_c10d._world.pg_group_ranks[group]
-        group._engine.close()
-        comm.close()
-        dist.destroy_process_group()
+    with host_path.fake_backend(1), communicator() as comm, _group(comm) as group:
+        calls_by_name: dict[str, Callable[[], Any]] = {
+            "fake": lambda: dist.all_reduce(x),
+            "c10d": lambda: dist.all_reduce(x, group=group),
+            "communicator": lambda: comm.all_reduce(x),
+        }
+        took = host_path.in_turns(calls_by_name, calls, rounds)
+        counting = min(_counting(comm, calls) for _ in range(rounds))
     best = {name: min(all_us) for name, all_us in took.items()} | {"counting": counting}
     ratios = {
         f"{name}_over_fake": median(ours / fake for ours, fake in zip(took[name], took["fake"], strict=True))
@@ -78,11 +62,19 @@ def _counting(comm: Communicator, calls: int) -> float:
     return (time.perf_counter() - began) / calls * 1e6
 
 
-def _fake() -> Any:
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    return dist.group.WORLD
+@contextmanager
+def _group(comm: Communicator) -> Iterator[TricommGroup]:
+    """A c10d group of one rank whose calls go to `comm`."""
+    place = Place(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
+    group = TricommGroup(place, agree(place.store, 0, 1, 60.0), {})
+    group._quick.use(comm, Site("cpu", 1, 1, None, None))  # as if the kernels ran on a GPU
+    ranks = dist.distributed_c10d._world.pg_group_ranks
+    ranks[group] = {0: 0}
+    try:
+        yield group
+    finally:
+        del ranks[group]
+        group._engine.close()
 
 
 @click.command()

@@ -37,7 +37,7 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
 def null_against_fake(settings: EvidenceSettings) -> Data:
     """Both on a CPU tensor of 4096 floats; a `ratio` below 1 means that tricomm takes less time."""
     x = torch.ones(4096)
-    with _fake_backend(), null_launch.communicator() as comm:
+    with fake_backend(8), null_launch.communicator() as comm:
         calls_by_name: dict[str, Callable[[], Any]] = {
             "tricomm": lambda: comm.all_reduce(x),
             "fake": lambda: dist.all_reduce(x),
@@ -75,10 +75,11 @@ def clocked(run: Callable[[], Any], calls: int) -> float:
 
 
 @contextmanager
-def _fake_backend() -> Iterator[None]:
+def fake_backend(world_size: int) -> Iterator[None]:
+    """torch's `fake` backend as the default group, which communicates nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:

@@ -17,20 +17,24 @@ from tricomm.perf.workers import run_workers
 
 _RANKS = "tricomm.perf.evidence.process_checks:rank_main"
 _EVERY = "every kernel"
+_OF_ALL = {_EVERY: "one size", "messages": "messages", "two groups": "two groups"}  # tasks of several kernels, by case
 _RARE, _SWEEP = ("graphs", "epochs"), ("sweep",)  # tasks of a kernel's ranks
 
 
 def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
-    dry = settings.dry_run
-    for world_size in (2,) if dry else (2, 4):
-        later, kernels = 0 if world_size == 2 else 3, checks.of_processes(world_size, dry)
-        for name, task in ((_EVERY, "one size"), ("messages", "messages"), ("two groups", "two groups")):
-            yield _case(name, (task,), world_size, settings, later, kernels if task == "one size" else ())
-        for kernel in kernels if not dry else [k for k in kernels if k.kind.root]:  # in a dry run one, once
-            for tasks, tier in (((*_RARE, *_SWEEP), 1),) if dry else ((_RARE, 1), (_SWEEP, 4)):
+    if settings.dry_run:  # all tasks once
+        kernel = next(k for k in checks.kernels(2, True) if k.kind.root)
+        tasks = (*_OF_ALL.values(), *_RARE, *_SWEEP)
+        yield _case(kernel.name, tasks, 2, settings, 0, checks.of_processes(2, True))
+        return
+    for world_size in (2, 4):
+        later, kernels = 0 if world_size == 2 else 3, checks.of_processes(world_size, False)
+        for name, task in _OF_ALL.items():
+            yield _case(name, (task,), world_size, settings, later, kernels if name == _EVERY else ())
+        for kernel in kernels:
+            for tasks, tier in ((_RARE, 1), (_SWEEP, 4)):
                 yield _case(kernel.name, tasks, world_size, settings, tier + later, (kernel,))
-    cube = [] if dry else [k for k in checks.kernels(registry.CUBE_RANKS, dry) if k.needs_cube]
-    for kernel in cube:
+    for kernel in (k for k in checks.kernels(registry.CUBE_RANKS, False) if k.needs_cube):
         for tasks, tier in ((_RARE, 2), (_SWEEP, 5)):
             yield _case(kernel.name, tasks, registry.CUBE_RANKS, settings, tier, (kernel,))
 
