@@ -1,8 +1,8 @@
-"""How large the page of a long history is and how soon a browser shows it: python -m devtools.dashboard_benchmark
+"""Size of the dashboard's page for a long history, and its time in a browser: python -m devtools.dashboard_benchmark
 
-The rows are made up: 10 boxes, 5 collectives of 2 types, 5 lines, 8 sizes, and as many runs as make the rows. The bars
-are 10 MB and 3 s for 100,000 rows. Needs selenium, chromium and chromedriver; without them only the size is told. The
-first opening is that of a browser that has just started.
+The rows are made up: 10 boxes, 5 collectives of 2 types, 5 lines, 8 sizes, and enough runs. The limits are 10 MB and
+3 s for 100,000 rows. Without selenium, chromium and chromedriver only the size is measured. The first opening is of
+a browser that has just started.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 
 import click
 
+from tricomm.perf.bench_row import Measurement
 from tricomm.perf.dashboard import collect, render
-from tricomm.perf.history.database import Entry, Measurement, Run
+from tricomm.perf.history.database import Entry
+from tricomm.perf.history.schema import Run
 
 _LINES = (("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple"), ("nccl", "nccl"))
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
@@ -31,7 +33,7 @@ def rows(count: int) -> list[Entry]:
     draw = random.Random(0)
     boxes = [f"made-up box {n}" for n in range(10)]
     points = list(itertools.product(boxes, _COLLECTIVES, ("float32", "bfloat16"), _LINES, _SIZES))
-    found = []
+    entries = []
     for number in range(count):
         turn, place = divmod(number, len(points))
         box, collective, dtype, (algorithm, protocol), size = points[place]
@@ -39,11 +41,23 @@ def rows(count: int) -> list[Entry]:
         p50 = (5 + size / 1e5) * draw.gauss(1, 0.02)
         library = "nccl" if algorithm == "nccl" else "tricomm"
         row = Measurement(
-            library, collective, algorithm, protocol, dtype, "sum", "graph", "in_place", size, p50, 1.2 * p50,
-            2 * p50, 0.1 * p50, False,
-        )  # fmt: skip
-        found.append(Entry(run, row))
-    return found
+            library,
+            collective,
+            algorithm,
+            protocol,
+            dtype,
+            "sum",
+            "graph",
+            "in_place",
+            size,
+            p50,
+            1.2 * p50,
+            2 * p50,
+            0.1 * p50,
+            False,
+        )
+        entries.append(Entry(run, row))
+    return entries
 
 
 def measure(count: int, opens: int = 5) -> dict[str, Any]:
@@ -51,11 +65,11 @@ def measure(count: int, opens: int = 5) -> dict[str, Any]:
     entries = rows(count)
     began = time.perf_counter()
     page = render.page(render.packed(collect.page_data(entries)))
-    found: dict[str, Any] = {"rows": count, "make_s": time.perf_counter() - began, "mb": len(page.encode()) / 1e6}
+    size: dict[str, Any] = {"rows": count, "make_s": time.perf_counter() - began, "mb": len(page.encode()) / 1e6}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
         file.write_text(page, encoding="utf-8")
-        return found | {"open_s": _opened(file.as_uri(), opens)}
+        return size | {"open_s": _opened(file.as_uri(), opens)}
 
 
 def _opened(url: str, opens: int) -> list[float]:
@@ -94,14 +108,14 @@ def _once(driver: Any, url: str) -> float:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(count: int, as_json: bool) -> None:
     """Make the page of a long history and open it."""
-    found = measure(count)
+    page = measure(count)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps(page, indent=1))
         return
-    click.echo(f"{count} made-up rows: {found['mb']:.1f} MB (bar 10), made in {found['make_s']:.1f} s")
-    opened = found["open_s"]
+    click.echo(f"{count} made-up rows: {page['mb']:.1f} MB (limit 10), made in {page['make_s']:.1f} s")
+    opened = page["open_s"]
     times = ", ".join(f"{seconds:.2f}" for seconds in opened)
-    click.echo(f"opened in {times} s (bar 3)" if opened else "not opened: no selenium, chromium or chromedriver here")
+    click.echo(f"opened in {times} s (limit 3)" if opened else "not opened: no selenium, chromium or chromedriver here")
 
 
 if __name__ == "__main__":

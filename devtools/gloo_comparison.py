@@ -1,13 +1,12 @@
-"""Collectives of the c10d backend on the CPU against ProcessGroupGloo's own: python -m devtools.gloo_comparison
+"""The c10d backend's collectives on a CPU beside ProcessGroupGloo's own: python -m devtools.gloo_comparison
 
-Both in the same processes, in turn, so that only the ratio says something about another machine. `checked` is Gloo with
-an all-gather of fixed-size records before each call, the comparison that tricomm makes; `plain` is Gloo alone.
+Both run in the same processes in turn, and only their ratio says anything about another machine. `plain` is Gloo alone,
+`checked` is Gloo with an all-gather of fixed-size records before each call, as tricomm compares calls.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,22 +19,24 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from tricomm.perf.workers import speak, talk
+from tricomm.perf import text_table
+from tricomm.perf.workers import run_workers
 
 _RECORD = 192  # bytes, of a comparison before a call
 _SIZES = (1024, 64 * 1024, 4 * 1024 * 1024)
 _LIMIT = timedelta(seconds=60)
 _ROUNDS = 9
+_WAYS = ("ours", "plain", "checked")
 
 
 def measure(world_size: int, sizes: tuple[int, ...] = _SIZES, rounds: int = _ROUNDS) -> list[dict[str, Any]]:
     """A record per collective and size (bytes of a rank's input): microseconds, and ratios; medians of the rounds."""
     settings = {"sizes": sizes, "rounds": rounds}
-    said = talk("devtools.gloo_comparison", world_size, settings, 120.0)
-    return [record for rank, record in said if rank == 0]
+    messages = run_workers("devtools.gloo_comparison:rank_main", world_size, settings, 120.0)
+    return [message for rank, message in messages if rank == 0]
 
 
-def _rank(say: Callable[..., None], rank: int, world_size: int, url: str, settings: dict[str, Any]) -> None:
+def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=_LIMIT)
     store = PrefixStore("comparison", dist.distributed_c10d._get_default_store())
@@ -48,11 +49,13 @@ def _rank(say: Callable[..., None], rank: int, world_size: int, url: str, settin
                 x = torch.ones(nbytes // 4)
                 outs = [torch.empty_like(x) for _ in range(world_size)]
                 ours: dict[str, Callable[[], Any]] = {
-                    "all_reduce": partial(dist.all_reduce, x), "all_gather": partial(dist.all_gather, outs, x),
-                }  # fmt: skip
+                    "all_reduce": partial(dist.all_reduce, x),
+                    "all_gather": partial(dist.all_gather, outs, x),
+                }
                 theirs: dict[str, Callable[[], Any]] = {
-                    "all_reduce": partial(gloo.allreduce, [x]), "all_gather": partial(gloo.allgather, [outs], [x]),
-                }  # fmt: skip
+                    "all_reduce": partial(gloo.allreduce, [x]),
+                    "all_gather": partial(gloo.allgather, [outs], [x]),
+                }
 
                 def plain(call: Callable[[], Any] = theirs[collective]) -> None:
                     call().wait()
@@ -63,7 +66,7 @@ def _rank(say: Callable[..., None], rank: int, world_size: int, url: str, settin
 
                 ways = {"ours": ours[collective], "plain": plain, "checked": checked}
                 times = _timed(ways, nbytes, settings["rounds"])
-                say("row", ranks=world_size, collective=collective, nbytes=nbytes, **_compared(times))
+                emit("row", ranks=world_size, collective=collective, nbytes=nbytes, **_compared(times))
     finally:
         dist.destroy_process_group()
 
@@ -84,10 +87,10 @@ def _timed(ways: dict[str, Callable[[], Any]], nbytes: int, rounds: int) -> dict
 
 
 def _compared(took: dict[str, list[float]]) -> dict[str, float]:
-    found = {f"{name}_us": median(times) for name, times in took.items()}
+    record = {f"{name}_us": median(times) for name, times in took.items()}
     for name in ("plain", "checked"):
-        found[f"over_{name}"] = median(a / b for a, b in zip(took["ours"], took[name], strict=True))
-    return found
+        record[f"over_{name}"] = median(a / b for a, b in zip(took["ours"], took[name], strict=True))
+    return record
 
 
 @click.command()
@@ -100,15 +103,14 @@ def main(nproc: tuple[int, ...], rounds: int, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
-    columns = ("ours us", "gloo us", "gloo, checked us", "over gloo", "over checked")
-    click.echo(f"{'ranks':<7}{'collective':<12}{'bytes':>9}" + "".join(f"{name:>18}" for name in columns))
-    for row in rows:
-        times = "".join(f"{row[name]:>18.0f}" for name in ("ours_us", "plain_us", "checked_us"))
-        ratios = "".join(f"{row[name]:>18.2f}" for name in ("over_plain", "over_checked"))
-        click.echo(f"{row['ranks']:<7}{row['collective']:<12}{row['nbytes']:>9}{times}{ratios}")
+    header = ("ranks", "collective", "bytes", "ours us", "gloo us", "gloo, checked us", "over gloo", "over checked")
+    cells = [
+        (row["ranks"], row["collective"], row["nbytes"], *(f"{row[f'{name}_us']:.0f}" for name in _WAYS),
+         *(f"{row[f'over_{name}']:.2f}" for name in _WAYS[1:]))
+        for row in rows
+    ]  # fmt: skip
+    click.echo("\n".join(text_table.lines(header, cells, right=("ranks", *header[2:]))))
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 5 and sys.argv[1].isdigit():  # as `ranks.talk` starts one
-        sys.exit(speak(_rank))
     main()

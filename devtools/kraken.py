@@ -1,9 +1,9 @@
-"""What a loop of tricomm's kernels costs beside kraken's, which do the same over memory that peers reach.
+"""Instructions of tricomm's all-reduce loops over symmetric memory beside those of kraken's kernels, which do the same.
 
     python -m devtools.kraken DIR        DIR: a checkout of github.com/meta-pytorch/kraken, never committed
 
 Kraken's two all-reduce kernels are compiled as ours are (8 warps, 16 bytes a thread, 8 ranks, no fused multiply-add),
-with fp32 accumulation where they have another. No GPU is needed. Kraken's own set-up, which needs one, is not run.
+always with fp32 accumulation. No GPU is needed, because kraken's own set-up is not run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _WIDER = (
 @click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
     """Print instructions for each 16 bytes, ours and kraken's."""
-    theirs = measured(folder)
+    try:
+        theirs = measured(folder)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
     for name, number in theirs.items():
         kernel = f"all_reduce_{name}_zero_copy"
         ours = kernel_report.examine(Variant(kernel, "sm_90")).steady
@@ -51,9 +54,9 @@ def main(folder: Path) -> None:
 
 
 def measured(folder: Path) -> dict[str, int]:
-    """Instructions for each 16 bytes of kraken's kernels: of the loop that reads the peers, the largest there is.
+    """Instructions for each 16 bytes in kraken's largest loops, which read the peers.
 
-    Raises `InvalidArgument` for what is no checkout, or one whose kernels are others than those known here.
+    Raises `InvalidArgument` if `folder` is no checkout, or one with other kernels.
     """
     source = folder / "kraken" / "comm" / "one_shot_all_reduce.py"
     if not source.exists():
@@ -73,7 +76,7 @@ def measured(folder: Path) -> dict[str, int]:
 
 
 def _packages(folder: Path) -> None:
-    """Kraken's packages without their set-up."""
+    """Make kraken's packages importable without their set-up."""
     for name in _FOLDERS:
         package = ModuleType(name)
         package.__path__ = [str(folder.joinpath(*name.split(".")))]

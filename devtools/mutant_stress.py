@@ -1,20 +1,20 @@
-"""Each mutant the ordinary way: a process per rank over shared memory, many calls, results compared, no explorer.
+"""Which mutants of the kernels an ordinary stress test catches, beside those that the explorer catches.
 
     python -m devtools.mutant_stress [--unchanged] [K01 ...]
 
-Prints a row of a Markdown table per mutant: what this finds, beside what the explorer finds. With `--unchanged` the
-shipped kernels make the same calls, and nothing must be caught.
+The stress test is a process per rank over shared memory, many calls, and a comparison of the results. Prints a row of a
+Markdown table per mutant. With `--unchanged` the shipped kernels make the same calls, and nothing must be caught.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
+import click
 import torch
 
 import tricomm
@@ -30,7 +30,7 @@ _LATE = ("CollectiveTimeout", "PeerStalled")
 
 
 def calls(rank: int, world_size: int, tell: Any, url: str, mutant: Mutant) -> str:
-    """One rank: says the number of each call that has ended; returns what was wrong, or nothing."""
+    """One rank: sends the number of each call that has ended; returns the wrong result in words, or an empty string."""
     options = replace(mutant.options, timeout=_TIMEOUT)
     with loaded(mutant.edits) as pads, tricomm.init(url, rank, world_size, "cpu", options=options) as comm:
         body = mutant.body or bodies.in_turn
@@ -63,7 +63,7 @@ def stress(mutant: Mutant) -> str:
 
 
 def _watch(running: ranks.Ranks) -> tuple[int, dict[int, ranks.Outcome]]:
-    """The number of calls that every rank has ended, and how those ranks ended that have."""
+    """The number of calls that all ranks have ended, and the outcome of the ranks that have ended."""
     numbers = dict.fromkeys(range(len(running.pipes)), 0)
     ends: dict[int, ranks.Outcome] = {}
     last = time.monotonic()
@@ -83,19 +83,21 @@ def _watch(running: ranks.Ranks) -> tuple[int, dict[int, ranks.Outcome]]:
     return min(numbers.values()), ends
 
 
-def main(names: list[str]) -> None:
-    print("| mutant | change | stands for | separate processes, 150 calls | explorer | schedule |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for name in [n for n in names if n != "--unchanged"] or MUTANTS:
-        mutant = MUTANTS[name]
-        if "--unchanged" in names:
-            mutant = replace(mutant, edits=())
+@click.command()
+@click.option("--unchanged", is_flag=True, help="The shipped kernels instead of the mutants.")
+@click.argument("names", nargs=-1, type=click.Choice(list(MUTANTS)), metavar="[NAMES]...")
+def main(names: tuple[str, ...], unchanged: bool) -> None:
+    """Print what the stress test and the explorer find in the mutants NAMES, or in all of them."""
+    click.echo(f"| mutant | change | stands for | separate processes, {CALLS} calls | explorer | schedule |")
+    click.echo("|---|---|---|---|---|---|")
+    for name in names or MUTANTS:
+        mutant = replace(MUTANTS[name], edits=()) if unchanged else MUTANTS[name]
         report = explore(mutant)
         kinds = ", ".join(sorted({f.kind for f in report.findings})) or "missed"
         number = report.findings[0].schedule + 1 if report.findings else f"none of {report.ran}"
         row = (name, mutant.title, mutant.bug, stress(mutant), kinds, str(number))
-        print("| " + " | ".join(row) + " |", flush=True)
+        click.echo("| " + " | ".join(row) + " |")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

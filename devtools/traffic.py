@@ -1,31 +1,39 @@
-"""Bytes that every kernel moves between ranks, counted from its own accesses: python -m devtools.traffic
+"""The bytes that every kernel moves between ranks, counted from its own accesses: python -m devtools.traffic
 
-Each rank is a process whose kernels are interpreted; every load, store and atomic that falls into another rank's arena
-is counted, headers apart. The counts are exact and say the same about a GPU; there is no time in them.
+Each rank is a process whose kernels are interpreted. Every load, store and atomic in another rank's arena is counted,
+headers separately. The counts are exact and hold for a GPU, too; they say nothing about time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import click
 import numpy as np
+import torch
 
+import tricomm
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.perf import units
-from tricomm.perf.workers import talk
+from tricomm.kernels.launch import interpreter
+from tricomm.perf import text_table, units
+from tricomm.perf.bench import check_data
+from tricomm.perf.workers import run_workers
 
 WORLDS = (2, 3, 4)
+# Small mailboxes: the first epoch clears one, and an interpreted kernel takes seconds for a large one.
+_OPTIONS = tricomm.Options(arena_bytes=1 << 20)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes one rank moved in one call of `nbytes` input (of the root's where there is one): to and from peers'
-    mailboxes, in their headers, and of all that over the link to each rank."""
+    """The bytes that one rank moved in one call of `nbytes` input (the root's input if there is one): `written` to and
+    `read` from peers' mailboxes, in `headers`, and all of them by link."""
 
     collective: str
     algorithm: str
@@ -45,7 +53,7 @@ class Moved:
 
     @property
     def formula(self) -> Fraction:
-        """Bytes written and read as the registry promises them."""
+        """The bytes written and read that the registry promises."""
         return units.moved(self.kernel, self.world_size) * self.nbytes
 
     @property
@@ -58,14 +66,14 @@ class Moved:
 
     @property
     def optimum(self) -> Fraction:
-        """The least that the busiest rank must send without in-network reduction, whatever the links."""
+        """The least that the busiest rank must send without in-network reduction, over any links."""
         return units.least(self.collective, self.world_size) * self.nbytes
 
 
 class Counter:
-    """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers apart.
+    """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers separately.
 
-    Headers are what lies in one of `flags`, (offset, end) in an arena.
+    Headers lie in one of `flags`, (offset, end) in an arena.
     """
 
     def __init__(self, peers: list[tuple[int, int]], *flags: tuple[int, int]) -> None:
@@ -87,40 +95,85 @@ class Counter:
 
 
 def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Moved]:
-    """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield what each rank moved; on eight
-    ranks those of a cube mesh only. A message goes from rank 0 to rank 1, and is rank 0's.
+    """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield the bytes by rank.
+
+    Eight ranks run the kernels for a cube mesh only. A message goes from rank 0 to rank 1 and is counted for rank 0.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
     """
-    for rank, record in talk("devtools.traffic_rank", world_size, {"nbytes": nbytes}, timeout):
-        record.pop("what")
-        record["links"] = tuple(record["links"])
-        yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **record)
+    for rank, message in run_workers("devtools.traffic:rank_main", world_size, {"nbytes": nbytes}, timeout):
+        message.pop("event")
+        message["links"] = tuple(message["links"])
+        yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **message)
+
+
+def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
+    """One rank: emits a message per kernel; rank 0 is the root if there is one."""
+    torch.set_num_threads(1)
+    count = data["nbytes"] // 4
+    with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:
+        ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(comm.peer_ranges)]
+        x = torch.arange(count, dtype=torch.float32)
+        for kernel in registry.KERNELS:
+            if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
+                continue
+            names = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+            row = count // kernel.kind.rows_in(world_size)
+            how = {**names, **check_data.options(kernel.collective, "sum", world_size, 0, row)}
+            _count(comm, ranges, emit, kernel, partial(getattr(comm, kernel.collective), x, **how))
+        for kernel in registry.of("send", world_size) if world_size < registry.CUBE_RANKS else []:
+            if rank == 0:
+                _count(comm, ranges, emit, kernel, partial(comm.send, x, 1, protocol=kernel.protocol))
+            elif rank == 1:
+                comm.recv(torch.empty_like(x), 0, protocol=kernel.protocol)
+        comm.barrier()
+
+
+def _count(
+    comm: tricomm.Communicator,
+    ranges: list[tuple[int, int]],
+    emit: Callable[..., None],
+    kernel: registry.Kernel,
+    call: Callable[[], object],
+) -> None:
+    arena = comm.arena_layout
+    counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.lines, arena.slots))
+    with interpreter.observe(counter):
+        call()
+    emit(
+        "moved",
+        collective=kernel.collective,
+        algorithm=kernel.algorithm,
+        protocol=kernel.protocol,
+        written=counter.written,
+        read=counter.read,
+        headers=counter.headers,
+        links=counter.links,
+    )
 
 
 @click.command()
 @click.option("--nbytes", type=int, help="Input bytes per rank, a multiple of 16 W [default: 3072 W].")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(nbytes: int | None, as_json: bool) -> None:
-    """Print what every kernel moves on its busiest rank, for 2, 3 and 4 ranks (8 for those of a cube mesh), against
-    the formula and the optimum."""
-    found = [moved for w in (*WORLDS, registry.CUBE_RANKS) for moved in count(w, nbytes or 3072 * w)]
+    """Print the bytes of every kernel's busiest rank, for 2, 3 and 4 ranks (8 for a cube mesh), against the formula and
+    the optimum."""
+    moved = [one for w in (*WORLDS, registry.CUBE_RANKS) for one in count(w, nbytes or 3072 * w)]
     if as_json:
-        records = [{**asdict(m), "ratio": m.ratio, "optimum": float(m.optimum)} for m in found]
+        records = [{**asdict(m), "ratio": m.ratio, "optimum": float(m.optimum)} for m in moved]
         click.echo(json.dumps(records, indent=1))
         return
     click.echo("# bytes to and from peers per rank and call, counted under Triton's interpreter (simulated: true)")
-    click.echo(
-        f"{'kernel':<44}{'W':>3}{'input':>9}{'written':>9}{'read':>9}{'formula':>9}{'ratio':>7}{'optimum':>9}"
-        f"{'x opt.':>7}{'headers':>9}{'hops':>6}"
-    )
-    for key in dict.fromkeys(_key(m) for m in found):
-        m = max((m for m in found if _key(m) == key), key=lambda m: m.written + m.read)
-        moved = m.written + m.read
-        click.echo(
-            f"{m.kernel.name:<44}{m.world_size:>3}{m.nbytes:>9}{m.written:>9}{m.read:>9}{float(m.formula):>9.0f}"
-            f"{m.ratio:>7.2f}{float(m.optimum):>9.0f}{moved / float(m.optimum):>7.2f}{m.headers:>9}{m.kernel.hops:>6}"
-        )
+    header = ("kernel", "W", "input", "written", "read", "formula", "ratio", "optimum", "x opt.", "headers", "hops")
+    rows = []
+    for key in dict.fromkeys(_key(m) for m in moved):
+        m = max((m for m in moved if _key(m) == key), key=lambda m: m.written + m.read)
+        relative = f"{(m.written + m.read) / float(m.optimum):.2f}"
+        rows.append(
+            (m.kernel.name, m.world_size, m.nbytes, m.written, m.read, f"{float(m.formula):.0f}", f"{m.ratio:.2f}",
+             f"{float(m.optimum):.0f}", relative, m.headers, m.kernel.hops)
+        )  # fmt: skip
+    click.echo("\n".join(text_table.lines(header, rows, right=header[1:])))
 
 
 def _key(moved: Moved) -> tuple[str, int]:

@@ -1,28 +1,108 @@
-"""How good the search is: against the best of everything, on made-up boxes: python -m devtools.tuner_benchmark"""
+"""How close the tuner's search comes to the best of all candidates on made-up boxes, and its cost against a grid's.
+
+    python -m devtools.tuner_benchmark
+
+The boxes are the cost model with unknown errors and noise; no time here is a measurement.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import click
 
-from devtools.made_up_boxes import Surface
+from tricomm.kernels import layout
+from tricomm.perf import text_table
+from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.machines import MACHINES
 from tricomm.perf.tuner import search
-from tricomm.perf.tuner.points import Candidate, Point, points
-from tricomm.perf.tuner.successive_halving import Measure, Spent
+from tricomm.perf.tuner.coordinator import predicted_us
+from tricomm.perf.tuner.points import Candidate, Point, points, pool
+from tricomm.perf.tuner.successive_halving import BudgetExceeded, Measure
 
 BOXES = (("h100", 8), ("h100", 4), ("a100", 8), ("b200", 2), ("v100", 8), ("pcie4", 4))
 SIZES = tuple(1 << n for n in range(10, 25, 2))
 EXHAUSTIVE = 10  # samples that a grid takes of each candidate
 SHARE = 0.1  # of the grid's samples, that the search gets
+_JITTER, _OUTLIERS, _DRIFT = 0.02, 0.03, 0.03
+
+
+@dataclass
+class MadeUpBox:
+    """The cost model of a machine, bent in ways that the search's prior does not know, with noise.
+
+    Every family is off by a factor of its own that drifts with size, shapes matter in ways that the model does not
+    cover, and samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.
+    """
+
+    gpu: str
+    world_size: int
+    seed: int
+    measured: int = 0
+    _draw: random.Random = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+        self._machine = MACHINES[self.gpu]
+        self._layout = layout.plan(self.world_size, 64 << 20)
+        self._true: dict[tuple[Point, Candidate], float] = {}
+
+    def pool(self, point: Point) -> list[Candidate]:
+        """All candidates."""
+        kernels = kernel_time.kernels(self._machine, point.collective, self.world_size)
+        return pool(kernels, self._layout, layout.MAX_BLOCKS, cpu=False)
+
+    def prior(self, point: Point, candidate: Candidate) -> float:
+        """The cost model's time in microseconds."""
+        return predicted_us(self._machine, self.world_size, point, candidate)
+
+    def true(self, point: Point, candidate: Candidate) -> float:
+        """Microseconds without noise."""
+        key = (point, candidate)
+        if key not in self._true:
+            self._true[key] = self.prior(point, candidate) * math.exp(self._bend(point, candidate))
+        return self._true[key]
+
+    def _bend(self, point: Point, candidate: Candidate) -> float:
+        size = math.log2(point.nbytes + 1)
+        whole = (point.group, candidate.family)
+        family = 0.25 * self._fixed(whole) + 0.1 * math.sin(size / 4 + 7 * self._fixed("phase", whole))
+        tile = abs(math.log2(candidate.tile) - 8.5 - size / 12 - self._fixed("tile", whole))
+        warps = abs(math.log2(candidate.warps) - 2.5 - self._fixed("warps", whole))
+        crowd = 0.03 * max(0.0, math.log2(candidate.blocks) - max(0.0, size - 12) - 1 - self._fixed("blocks", whole))
+        return family + 0.03 * tile + 0.04 * warps + crowd
+
+    def _fixed(self, *what: object) -> float:
+        """A normally distributed number that depends on the box and `what` only."""
+        text = repr((self.gpu, self.world_size, self.seed, what)).encode()
+        return random.Random(hashlib.sha256(text).digest()).gauss(0, 1)
+
+    def sample(self, point: Point, candidate: Candidate) -> float:
+        """One noisy measurement."""
+        self.measured += 1
+        drift = 1 + _DRIFT * math.sin(self.measured / 300)
+        noise = math.exp(self._draw.gauss(0, _JITTER))
+        if self._draw.random() < _OUTLIERS:
+            noise *= self._draw.uniform(1.5, 4.0)
+        return self.true(point, candidate) * drift * noise
+
+    def measure(self, point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
+        """As `successive_halving.Measure`: in turns."""
+        times: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
+        for _ in range(repeats):
+            for candidate in candidates:
+                times[candidate].append(self.sample(point, candidate))
+        return times
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One box: samples, and how much slower than the best of all the chosen candidates are, worst and on average, with
-    the grid's own choice beside (it is fooled by noise, too)."""
+class SearchOutcome:
+    """One box: numbers of samples, and by how much the chosen candidates are slower than the best of all, at worst and
+    on average. `grid_worst` is the same for the grid's choices, which noise misleads, too."""
 
     box: str
     points: int
@@ -38,40 +118,40 @@ class Outcome:
         return self.measured / self.exhaustive
 
 
-def run(gpu: str, world_size: int, seed: int, share: float = SHARE) -> Outcome:
+def run(gpu: str, world_size: int, seed: int, share: float = SHARE) -> SearchOutcome:
     """Search a box with `share` of the samples of a grid."""
-    box, todo = Surface(gpu, world_size, seed), points(("all_reduce", "all_gather"), (16,), ("graph",), SIZES)
+    box, todo = MadeUpBox(gpu, world_size, seed), points(("all_reduce", "all_gather"), (16,), ("graph",), SIZES)
     grid = sum(len(box.pool(point)) for point in todo) * EXHAUSTIVE
     chosen = search.search(todo, box.pool, _first(box), box.prior, _bounded(box, int(grid * share)))
     measured = box.measured
     regrets = [_regret(box, d.point, d.best) for d in chosen]
     missing = len(todo) - len(chosen)
     grid_regrets = [_regret(box, point, _grid_choice(box, point)) for point in todo]
-    return Outcome(
+    return SearchOutcome(
         f"{world_size} x {gpu}", len(todo), grid // EXHAUSTIVE, grid, measured,
         math.inf if missing else max(regrets), math.inf if missing else sum(regrets) / len(regrets), max(grid_regrets),
     )  # fmt: skip
 
 
-def _first(box: Surface) -> Callable[[Point], Candidate]:
+def _first(box: MadeUpBox) -> Callable[[Point], Candidate]:
     return lambda point: box.pool(point)[0]
 
 
-def _bounded(box: Surface, most: int) -> Measure:
+def _bounded(box: MadeUpBox, most: int) -> Measure:
     def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
         if box.measured + repeats * len(candidates) > most:
-            raise Spent
+            raise BudgetExceeded
         return box.measure(point, candidates, repeats)
 
     return measure
 
 
-def _grid_choice(box: Surface, point: Point) -> Candidate:
+def _grid_choice(box: MadeUpBox, point: Point) -> Candidate:
     found = box.measure(point, box.pool(point), EXHAUSTIVE)
     return min(found, key=lambda c: sorted(found[c])[EXHAUSTIVE // 2])
 
 
-def _regret(box: Surface, point: Point, chosen: Candidate) -> float:
+def _regret(box: MadeUpBox, point: Point, chosen: Candidate) -> float:
     return box.true(point, chosen) / min(box.true(point, c) for c in box.pool(point)) - 1
 
 
@@ -81,18 +161,15 @@ def main(seeds: int) -> None:
     """Search made-up boxes with a tenth of the measurements that a grid takes, and print both results."""
     click.echo("# simulated: surfaces made by the cost model with noise, no time here is a measurement")
     click.echo(f"# a grid takes {EXHAUSTIVE} samples of each candidate; slower: than the best of all candidates")
-    columns = f"{'box':<12}{'seed':>5}{'points':>8}{'grid':>8}{'search':>8}{'share':>7}"
-    click.echo(f"{columns}{'worst':>8}{'mean':>7}{'grid worst':>12}")
-    outcomes = []
-    for gpu, world_size in BOXES:
-        for seed in range(seeds):
-            o = run(gpu, world_size, seed)
-            outcomes.append(o)
-            click.echo(
-                f"{o.box:<12}{seed:>5}{o.points:>8}{o.exhaustive:>8}{o.measured:>8}{o.share:>7.1%}{o.worst:>8.1%}"
-                f"{o.mean:>7.1%}{o.grid_worst:>12.1%}"
-            )
-    worst, share = max(o.worst for o in outcomes), max(o.share for o in outcomes)
+    header = ("box", "seed", "points", "grid", "search", "share", "worst", "mean", "grid worst")
+    outcomes = [(seed, run(gpu, world_size, seed)) for gpu, world_size in BOXES for seed in range(seeds)]
+    rows = [
+        (o.box, seed, o.points, o.exhaustive, o.measured, f"{o.share:.1%}", f"{o.worst:.1%}", f"{o.mean:.1%}",
+         f"{o.grid_worst:.1%}")
+        for seed, o in outcomes
+    ]  # fmt: skip
+    click.echo("\n".join(text_table.lines(header, rows, right=header[1:])))
+    worst, share = max(o.worst for _, o in outcomes), max(o.share for _, o in outcomes)
     click.echo(f"worst {worst:.1%} slower than the best, at most {share:.1%} of a grid's measurements")
 
 

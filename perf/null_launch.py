@@ -63,9 +63,16 @@ class NullRuntime(Processes):
     """Ranks whose kernels are compiled for a GPU and never run."""
 
     def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+        self,
+        kernel: Any,
+        blocks: int,
+        constexprs: dict[str, Any],
+        bits: int | None,
+        aligned: bool,
+        more: Sequence[int | torch.Tensor],
+        group: torch.Tensor,
+        timeout: float,
+    ) -> kernel_launch.Call:
         options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
         return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())

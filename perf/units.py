@@ -1,25 +1,69 @@
-"""What a collective costs whoever runs it: the least that must cross links, and what each shipped kernel sends.
-
-All in bytes per byte of a rank's input (of the message where there is a root), for the busiest rank.
-"""
+"""Sizes and bandwidths as nccl-tests counts them, and the bytes that a collective has to move."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
+from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives.registry import Kernel
+
+DATA_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "barrier")
+
+
+def row_elements(collective: str, size: int, itemsize: int, world_size: int) -> int:
+    """Elements of one row of a call of `size` bytes, at least one.
+
+    As in nccl-tests, the size is the larger one of input and output. If that has a row for each rank, `size` is the
+    size of all rows, each of them a multiple of 16 bytes.
+    """
+    spec = COLLECTIVES[collective]
+    rows = max(spec.rows_in(world_size), spec.rows_out(world_size))
+    if rows > 1:
+        return max(1, size // rows // 16) * 16 // itemsize
+    return max(1, size // itemsize)
+
+
+def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
+    """The larger one of input and output, for `elements` a row: the size S of the bandwidths."""
+    spec = COLLECTIVES[collective]
+    return elements * itemsize * max(spec.rows_in(world_size), spec.rows_out(world_size))
+
+
+def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
+    """A rank's input (the root's if there is one), for `elements` a row: the size that selection and tables use."""
+    return elements * itemsize * COLLECTIVES[collective].rows_in(world_size)
+
+
+def algorithm_bandwidth(size: int, microseconds: float) -> float:
+    """S / t in 1e9 bytes per second."""
+    return size / microseconds / 1e3 if microseconds > 0 else 0.0
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
+    if collective in ("broadcast", "reduce"):
+        return 1.0
+    return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size
 
 
 def moved(kernel: Kernel, world_size: int) -> Fraction:
-    """Bytes that the kernel writes to and reads from peers, headers apart."""
+    """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
+
+    The input is a rank's; it is the message if there is a root.
+    """
     return kernel.written(world_size) + kernel.read(world_size)
 
 
 def least(collective: str, world_size: int) -> Fraction:
-    """The least that the busiest rank must send without in-network reduction, whatever the links."""
+    """The least that the busiest rank must send per byte of input, without in-network reduction, over any links."""
     others = Fraction(world_size - 1)
     factor = {
-        "all_reduce": 2 * others / world_size, "all_gather": others, "barrier": Fraction(0),
-        "broadcast": Fraction(1), "reduce": Fraction(1), "gather": Fraction(1), "send": Fraction(1),
-    }  # fmt: skip
+        "all_reduce": 2 * others / world_size,
+        "all_gather": others,
+        "barrier": Fraction(0),
+        "broadcast": Fraction(1),
+        "reduce": Fraction(1),
+        "gather": Fraction(1),
+        "send": Fraction(1),
+    }
     return factor.get(collective, others / world_size) if world_size > 1 else Fraction(0)

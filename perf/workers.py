@@ -1,12 +1,13 @@
-"""Ranks of this node as processes of their own: start them, hear them, and never leave one behind.
+"""Ranks of this node as worker processes: run them, read their messages, and leave none behind.
 
-A rank is `python -m MODULE RANK WORLD URL JSON`; it says what it has to say as JSON lines on its standard output
-(`speak`), and the parent reads them (`talk`). Nothing but JSON crosses.
+A worker is `python -m tricomm.perf.workers MODULE:FUNCTION RANK WORLD URL JSON`. It calls the function, whose messages
+go as JSON lines over its standard output to the parent (`run_workers`). Nothing but JSON crosses.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import queue
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,13 +25,13 @@ from typing import IO, Any
 
 from tricomm.errors import TricommError
 
-Record = dict[str, Any]
-_GRACE = 2.0  # seconds in which the other ranks may say what happened to them
+WorkerMessage = dict[str, Any]
+_GRACE = 2.0  # seconds in which the other workers can report their own errors
 _PR_SET_PDEATHSIG = 1
 
 
 class RankFailed(TricommError):
-    """A rank failed or fell silent; all ranks have been ended. `unsupported`: the environment lacks something."""
+    """A rank failed or sent nothing in time; all ranks have ended. `unsupported`: the environment lacks something."""
 
     def __init__(self, text: str, unsupported: bool = False) -> None:
         super().__init__(text)
@@ -38,33 +39,61 @@ class RankFailed(TricommError):
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the thread that started it ends, whatever ends it."""
+    """Have this process killed when the thread that started it ends for whatever reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def speak(main: Callable[[Callable[..., None], int, int, str, Any], None]) -> int:
-    """Be a rank: run `main(say, rank, world_size, url, settings)`; returns the exit code."""
-    end_with_parent()  # a rank must not outlive the command, even one that was killed outright
-    # Whatever else prints, on any level, must not get between the JSON lines.
+def json_lines_only() -> IO[str]:
+    """Standard output for JSON lines; whatever else this process prints, on any level, goes to standard error."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
+    return out
 
-    def say(what: str, **record: Any) -> None:
-        out.write(json.dumps({**record, "what": what}) + "\n")
-        out.flush()
 
-    try:
-        rank, world_size, url, settings = sys.argv[1:]
-        main(say, int(rank), int(world_size), url, json.loads(settings))
-        say("done")
-        return 0
-    except Exception as error:
-        say("error", error=type(error).__name__, text=str(error))
-        return 1
+def run_workers(function: str, world_size: int, settings: Any, timeout: float) -> Iterator[tuple[int, WorkerMessage]]:
+    """Run `function` ("module:name") as `world_size` workers and yield (rank, message); no worker outlives this.
+
+    The function is called as `function(emit, rank, world_size, url, settings)`, where `url` is for `tricomm.init` and
+    `emit(event, **fields)` sends a message. Raises `RankFailed` with the workers' errors if one fails, or if none sends
+    a message for `timeout` seconds.
+    """
+    with _started(function, world_size, settings) as workers:
+        waiting, done, errors = set(range(world_size)), set[int](), dict[int, WorkerMessage]()
+        limit = time.monotonic() + timeout
+        while waiting:
+            try:
+                rank, line = workers.lines.get(timeout=max(0.0, limit - time.monotonic()))
+            except queue.Empty:
+                break
+            message: WorkerMessage = json.loads(line) if line is not None else {"event": "end"}
+            if message["event"] == "error":
+                errors[rank] = message
+            elif message["event"] == "end":
+                waiting.discard(rank)
+                if rank not in done and rank not in errors:
+                    code, output = workers.processes[rank].wait(), _tail(workers.logs[rank])
+                    errors[rank] = {"error": "", "text": f"exit code {code}; its last output: {output}"}
+            elif message["event"] == "done":
+                done.add(rank)
+            elif not errors:
+                limit = time.monotonic() + timeout
+                yield rank, message
+            if errors:
+                limit = min(limit, time.monotonic() + _GRACE)
+        _raise_failures(errors, waiting, timeout)
+
+
+def _raise_failures(errors: dict[int, WorkerMessage], waiting: set[int], timeout: float) -> None:
+    if errors:
+        lines = [": ".join(filter(None, (f"rank {r}", e["error"], e["text"]))) for r, e in errors.items()]
+        raise RankFailed("\n".join(lines), next(iter(errors.values()))["error"] == "ResourceError")
+    if waiting:
+        silent = ", ".join(str(r) for r in sorted(waiting))
+        raise RankFailed(f"rank {silent}: no message for {timeout:g} s; all ranks have been ended")
 
 
 @dataclass
-class _Ranks:
+class _Workers:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     logs: list[IO[str]] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
@@ -72,9 +101,13 @@ class _Ranks:
 
     def start(self, rank: int, arguments: list[str], log: IO[str]) -> None:
         process = subprocess.Popen(
-            [sys.executable, "-m", *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "tricomm.perf.workers", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        )
         self.processes.append(process)
         self.logs.append(log)
         reader = threading.Thread(target=self._read, args=(rank, process.stdout), daemon=True)
@@ -98,58 +131,42 @@ class _Ranks:
 
 
 @contextmanager
-def _started(module: str, world_size: int, settings: Any) -> Iterator[_Ranks]:
-    ranks = _Ranks()
+def _started(function: str, world_size: int, settings: Any) -> Iterator[_Workers]:
+    workers = _Workers()
     with ExitStack() as undo:
         folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="tricomm-ranks-"))
-        undo.callback(ranks.end)
+        undo.callback(workers.end)
         for rank in range(world_size):
             log = undo.enter_context((Path(folder) / f"rank{rank}.log").open("w+"))
             url = f"file://{folder}/meeting"
-            ranks.start(rank, [module, str(rank), str(world_size), url, json.dumps(settings)], log)
-        yield ranks
-
-
-def talk(module: str, world_size: int, settings: Any, timeout: float) -> Iterator[tuple[int, Record]]:
-    """Run `module` as `world_size` ranks and yield (rank, record); all are ended on whatever way out.
-
-    Raises `RankFailed` with what the ranks said where one fails, or where all are silent for `timeout` seconds.
-    """
-    with _started(module, world_size, settings) as ranks:
-        waiting, done, errors = set(range(world_size)), set[int](), dict[int, Record]()
-        limit = time.monotonic() + timeout
-        while waiting:
-            try:
-                rank, line = ranks.lines.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                break
-            message: Record = json.loads(line) if line is not None else {"what": "end"}
-            if message["what"] == "error":
-                errors[rank] = message
-            elif message["what"] == "end":
-                waiting.discard(rank)
-                if rank not in done and rank not in errors:
-                    code = ranks.processes[rank].wait()
-                    errors[rank] = {"error": "", "text": f"exit code {code}; it said: {_tail(ranks.logs[rank])}"}
-            elif message["what"] == "done":
-                done.add(rank)
-            elif not errors:
-                limit = time.monotonic() + timeout
-                yield rank, message
-            if errors:
-                limit = min(limit, time.monotonic() + _GRACE)
-        _complain(errors, waiting, timeout)
-
-
-def _complain(errors: dict[int, Record], waiting: set[int], timeout: float) -> None:
-    if errors:
-        said = [": ".join(filter(None, (f"rank {r}", e["error"], e["text"]))) for r, e in errors.items()]
-        raise RankFailed("\n".join(said), next(iter(errors.values()))["error"] == "ResourceError")
-    if waiting:
-        silent = ", ".join(str(r) for r in sorted(waiting))
-        raise RankFailed(f"rank {silent}: nothing was heard for {timeout:g} s; all ranks have been ended")
+            workers.start(rank, [function, str(rank), str(world_size), url, json.dumps(settings)], log)
+        yield workers
 
 
 def _tail(log: IO[str]) -> str:
     log.seek(0)
     return " | ".join(log.read().strip().splitlines()[-8:]) or "nothing"
+
+
+def _work() -> int:
+    """Be a worker; the exit code."""
+    end_with_parent()
+    out = json_lines_only()
+
+    def emit(event: str, **fields: Any) -> None:
+        out.write(json.dumps({**fields, "event": event}) + "\n")
+        out.flush()
+
+    try:
+        function, rank, world_size, url, settings = sys.argv[1:]
+        module, _, name = function.partition(":")
+        getattr(importlib.import_module(module), name)(emit, int(rank), int(world_size), url, json.loads(settings))
+        emit("done")
+        return 0
+    except Exception as error:
+        emit("error", error=type(error).__name__, text=str(error))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(_work())

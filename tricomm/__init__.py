@@ -1,46 +1,72 @@
 """tricomm: single-node multi-GPU collectives whose device code is all Triton.
 
-The way of a call: `Communicator.all_reduce` -> `selection` (a pure function) -> a cached launch plan -> one kernel of
-`tricomm.kernels` -> peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures it from outside.
+A call goes from `Communicator.all_reduce` to `policy.selection` (a pure function), a cached launch plan, one kernel of
+`tricomm.kernels`, and peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures all of that.
 """
 
 from typing import TYPE_CHECKING
 
-from tricomm import c10d as _c10d
-from tricomm.c10d import ddp_hook, wrap
-from tricomm.communicator import Communicator, init
-from tricomm.core.symmetric import Symmetric
-from tricomm.core.work import Work
-from tricomm.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    InvalidArgument,
-    PeerDied,
-    PeerStalled,
-    RendezvousError,
-    ResourceError,
-    TricommError,
-)
-from tricomm.local import local
-from tricomm.metrics.counters import Statistics, stats
-from tricomm.options import Options
-from tricomm.policy.selection import Choice
+from tricomm import torch_hook as _torch_hook
 
 if TYPE_CHECKING:
+    from tricomm.c10d.group_creation import ddp_hook, wrap
+    from tricomm.communicator import Communicator, init
+    from tricomm.core.symmetric import Symmetric
+    from tricomm.core.work import Work
+    from tricomm.errors import (
+        CollectiveMismatch,
+        CollectiveTimeout,
+        GroupAborted,
+        InvalidArgument,
+        PeerDied,
+        PeerStalled,
+        RendezvousError,
+        ResourceError,
+        TricommError,
+    )
     from tricomm.explorer import Finding, Report, check, simulate
-else:  # when first asked for: what runs kernels on GPUs must not need greenlet
-    _FROM_EXPLORER = {"Finding", "Report", "check", "simulate"}
+    from tricomm.local_ranks import local
+    from tricomm.metrics.counters import Statistics, stats
+    from tricomm.options import Options
+    from tricomm.policy.selection import Choice
+else:  # imported at the first use: the command line must not need torch, nor a GPU box greenlet
+    _MODULES = {
+        "c10d.group_creation": ("ddp_hook", "wrap"),
+        "communicator": ("Communicator", "init"),
+        "core.symmetric": ("Symmetric",),
+        "core.work": ("Work",),
+        "errors": (
+            "CollectiveMismatch",
+            "CollectiveTimeout",
+            "GroupAborted",
+            "InvalidArgument",
+            "PeerDied",
+            "PeerStalled",
+            "RendezvousError",
+            "ResourceError",
+            "TricommError",
+        ),
+        "explorer": ("Finding", "Report", "check", "simulate"),
+        "local_ranks": ("local",),
+        "metrics.counters": ("Statistics", "stats"),
+        "options": ("Options",),
+        "policy.selection": ("Choice",),
+    }
+    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
     def __getattr__(name):
-        if name not in _FROM_EXPLORER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from tricomm import explorer
+        from importlib import import_module
+        from importlib.util import find_spec
 
-        return getattr(explorer, name)
+        if name in _MODULE_OF:
+            value = globals()[name] = getattr(import_module(f"tricomm.{_MODULE_OF[name]}"), name)
+            return value
+        if not name.startswith("_") and find_spec(f"tricomm.{name}") is not None:
+            return import_module(f"tricomm.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted(_FROM_EXPLORER.union(globals()))
+        return sorted(_MODULE_OF.keys() | globals())
 
 
 __version__ = "0.1.0"
@@ -49,8 +75,8 @@ __all__ = [
     "Choice",
     "CollectiveMismatch",
     "CollectiveTimeout",
-    "Finding",
     "Communicator",
+    "Finding",
     "GroupAborted",
     "InvalidArgument",
     "Options",
@@ -73,4 +99,4 @@ __all__ = [
     "wrap",
 ]
 
-_c10d.register()  # dist.init_process_group("tricomm")
+_torch_hook.install()  # dist.init_process_group("tricomm")

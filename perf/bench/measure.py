@@ -1,15 +1,14 @@
-"""The measuring loop of one rank, as nccl-tests does it: warm up, meet, time the calls back to back, check apart.
+"""The measuring loop of one rank, as in nccl-tests: warm-up, a barrier, calls back to back, then checks.
 
-Checks run in calls of their own, on fresh data, with outputs poisoned first. In place, an all-gather's input is its
-rank's own row of the output; broadcast and reduce are always in place, an all-to-all never is. Another library's call
-is timed and checked the same way, in the one place that it knows.
+Checks are calls of their own, on fresh data, with poisoned outputs. In place, an all-gather's input is its rank's own
+row of the output. Broadcast and reduce are always in place, an all-to-all never is. Another library's call is timed and
+checked in the same way, in the one place that the library knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -18,47 +17,48 @@ from tricomm.errors import ResourceError
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.bench import check_data, timing
-from tricomm.perf.bench.baselines import Others
-from tricomm.perf.bench.ground import Contender
-from tricomm.perf.bench.request import OURS, Case, Settings, count, input_bytes, total_bytes
-from tricomm.perf.evidence.stage import Skip
+from tricomm.perf.bench import check_data, collective_calls, timing
+from tricomm.perf.bench.baselines import Baselines, Make
+from tricomm.perf.bench.collective_calls import TORCH_IN_PLACE, Unavailable
+from tricomm.perf.bench.request import Case, Settings
+from tricomm.perf.bench_row import OURS, PLACES, BenchRow, Measurement
 
-PLACES = ("out_of_place", "in_place")
 Note = Callable[[str], None]
+Rows = tuple[BenchRow, ...]  # of one case, size and mode, a row for each place
 
 
 @dataclass
 class Bench:
-    """What every row of this rank is measured with; `number` counts calls, so that no two have the same data."""
+    """Everything that the rows of this rank share. `number` counts calls, so that no two have the same data."""
 
     comm: Communicator
     settings: Settings
-    others: Others
+    baselines: Baselines
     note: Note
     number: int = 0
-    said: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
 
-    def skip(self, why: str) -> None:
-        """Say, once, what cannot be compared."""
-        if why not in self.said:
-            self.said.add(why)
-            self.note(why)
+    def skip(self, reason: str) -> None:
+        """Note, once, why something is not compared."""
+        if reason not in self.noted:
+            self.noted.add(reason)
+            self.note(reason)
 
     def next_call(self) -> int:
-        """The number of a check, of which there are two."""
+        """The number of the first of two checks."""
         self.number += 2
         return self.number
 
 
-def measure(comm: Communicator, settings: Settings, others: Others, note: Note) -> Iterator[dict[str, Any]]:
-    """One record per case, size and mode: this rank's microseconds per call and its number of wrong elements.
+def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: Note) -> Iterator[Rows]:
+    """The rows of each case, size and mode, with this rank's times and its number of wrong elements.
 
-    `note` is told what a library cannot do here. Raises `ResourceError` for a mode that this device has not.
+    `note` is called with each reason why a library is not compared. Raises `ResourceError` for a mode that this device
+    does not have.
     """
     for mode in settings.modes:
         timing.check_mode(mode, comm.simulated)
-    bench = Bench(comm, settings, others, note)
+    bench = Bench(comm, settings, baselines, note)
     for case in settings.cases:
         for size in settings.sizes:
             for mode in settings.modes:
@@ -68,123 +68,127 @@ def measure(comm: Communicator, settings: Settings, others: Others, note: Note) 
                     yield from _theirs(bench, case, size, mode)
 
 
-def _row(bench: Bench, case: Case, size: int, mode: str) -> dict[str, Any]:
+def with_times(row: BenchRow, ranks: list[dict[str, float]], wrong: int | None) -> BenchRow:
+    """`row` with the times of all `ranks` (see `timing.summary`) and the bandwidths that follow from them."""
+    times = timing.over_ranks(ranks)
+    algbw = units.algorithm_bandwidth(row.measured.nbytes, times["time_us"])
+    busbw = algbw * units.bus_factor(row.measured.collective, row.ranks)
+    return row.changed(algbw_gbs=algbw, busbw_gbs=busbw, wrong=wrong, **times)
+
+
+def _row(bench: Bench, case: Case, size: int, mode: str, algorithm: str, protocol: str) -> BenchRow:
+    """Without times and place."""
     item, world_size = getattr(torch, case.dtype).itemsize, bench.comm.world_size
-    elements = count(case.collective, size, item, world_size)
-    return {
-        "library": case.library,
-        "collective": case.collective,
-        "mode": mode,
-        "size_bytes": total_bytes(case.collective, elements, item, world_size),
-        "input_bytes": input_bytes(case.collective, elements, item, world_size),
-        "count": elements,
-        "dtype": case.dtype,
-        "op": bench.settings.op if COLLECTIVES[case.collective].reduces else "none",
-        **dict.fromkeys(PLACES),
-    }
+    elements = units.row_elements(case.collective, size, item, world_size)
+    op = bench.settings.op if COLLECTIVES[case.collective].reduces else "none"
+    nbytes = units.total_bytes(case.collective, elements, item, world_size)
+    simulated = bench.comm.simulated and case.library == OURS  # the times of another library on a CPU are its own
+    measured = Measurement(
+        case.library, case.collective, algorithm, protocol, case.dtype, op, mode, "", nbytes, 0, 0, 0, 0, simulated
+    )
+    return BenchRow(measured, elements, world_size, units.input_bytes(case.collective, elements, item, world_size))
 
 
-def _ours(bench: Bench, case: Case, size: int, mode: str) -> dict[str, Any]:
-    comm, row = bench.comm, _row(bench, case, size, mode)
+def _ours(bench: Bench, case: Case, size: int, mode: str) -> Rows:
+    comm, row = bench.comm, _row(bench, case, size, mode, "", "")
     choice = comm.explain(
-        case.collective, nbytes=row["input_bytes"], dtype=getattr(torch, case.dtype), op=bench.settings.op,
-        algorithm=case.algorithm, protocol=case.protocol, mode="eager" if mode == "eager" else "graph",
-    )  # fmt: skip
+        case.collective,
+        nbytes=row.input_bytes,
+        dtype=getattr(torch, case.dtype),
+        op=bench.settings.op,
+        algorithm=case.algorithm,
+        protocol=case.protocol,
+        mode="eager" if mode == "eager" else "graph",
+    )
     kernel = registry.find(case.collective, choice.algorithm, choice.protocol)
-    row |= {
-        "algorithm": choice.algorithm,
-        "protocol": choice.protocol,
-        "reason": choice.reason,
-        "blocks": choice.blocks,
-        "warps": choice.warps,
-        "tile_words": choice.block,
-        "moved_bytes": float(units.moved(kernel, comm.world_size) * row["input_bytes"]),
-        "least_bytes": float(units.least(case.collective, comm.world_size) * row["input_bytes"]),
-        "hops": kernel.hops,
-        "barriers": kernel.barriers,
-    }
-    for place in PLACES:
-        row[place] = _place(bench, case, row["count"], place, mode)
-    return row
+    row = row.changed(
+        algorithm=choice.algorithm,
+        protocol=choice.protocol,
+        reason=choice.reason,
+        blocks=choice.blocks,
+        warps=choice.warps,
+        tile=choice.block,
+        moved_bytes=float(units.moved(kernel, comm.world_size) * row.input_bytes),
+        least_bytes=float(units.least(case.collective, comm.world_size) * row.input_bytes),
+        hops=kernel.hops,
+        barriers=kernel.barriers,
+    )
+    return tuple(_in_place_or_not(bench, case, row.changed(place=place)) for place in PLACES)
 
 
-def _theirs(bench: Bench, case: Case, size: int, mode: str) -> Iterator[dict[str, Any]]:
-    if COLLECTIVES[case.collective].reduces and bench.settings.op != "sum":
-        return bench.skip(f"{case.library}: sums alone are compared, not {bench.settings.op}")
-    place = "in_place" if case.collective in ("all_reduce", "broadcast", "reduce") else "out_of_place"
-    for name, how in bench.others.offered(case.library, case.collective).items():
-        row = _row(bench, case, size, mode) | {"algorithm": name, "protocol": "-"}
-        try:
-            contender = bench.others.make(how, case.collective, getattr(torch, case.dtype), row["count"])
-            row[place] = _contender(bench, case, row["count"], contender, mode)
-        except Skip as why:
-            bench.skip(str(why))
-        except (RuntimeError, TypeError, ValueError) as error:  # what torch raises for a type that a library lacks
-            bench.skip(f"{name}: no {case.collective} of {case.dtype} here: {str(error).splitlines()[0]}")
-        else:
-            yield row
+def _in_place_or_not(bench: Bench, case: Case, row: BenchRow) -> BenchRow:
+    comm, op = bench.comm, bench.settings.op
+    x, y = _tensors(comm, case, row)
 
-
-def _contender(bench: Bench, case: Case, elements: int, contender: Contender, mode: str) -> dict[str, Any]:
-    comm, dtype = bench.comm, getattr(torch, case.dtype)
-    facts = (case.collective, "sum", comm.world_size)
+    def call(number: int) -> None:
+        collective_calls.call(comm, case.collective, number, x, y, case, op)
 
     def check(number: int) -> int:
-        this_call = number * comm.world_size  # whose root is rank 0
-        contender.load(check_data.values(*facts, comm.rank, this_call, elements, dtype).to(comm.device))
-        result = contender.run()
-        comm.synchronize()
-        if result is None or not check_data.gets(case.collective, comm.world_size, comm.rank, this_call):
-            return 0
-        return check_data.wrong(result, check_data.expected(*facts, this_call, elements, comm.rank, dtype))
+        check_data.poison(y)
+        x.copy_(check_data.values(case.collective, op, comm.world_size, comm.rank, number, row.count, y.dtype))
+        call(number)
+        return _wrong(comm, case.collective, op, number, row.count, y)
 
-    contender.load(torch.zeros(elements * COLLECTIVES[case.collective].rows_in(comm.world_size), dtype=dtype))
-    times = _timed(bench, contender.run, mode)
-    return times | {"wrong": check(bench.next_call()) if bench.settings.check else None}
+    x.zero_()
+    times = _timed(bench, lambda: call(0), row.measured.mode)
+    number = bench.next_call()
+    # Twice: the two calls use different mailboxes.
+    return with_times(row, [times], check(number) + check(number + 1) if bench.settings.check else None)
 
 
-def _tensors(comm: Communicator, dtype: torch.dtype, case: Case, elements: int, place: str) -> tuple[Any, Any]:
+def _tensors(comm: Communicator, case: Case, row: BenchRow) -> tuple[torch.Tensor, torch.Tensor]:
     """Input and output; in place, the one with fewer rows is this rank's row of the other."""
-    kind = COLLECTIVES[case.collective]
-    rows_in, rows_out = kind.rows_in(comm.world_size), kind.rows_out(comm.world_size)
-    if check_data.in_place(case.collective) or (place == "in_place" and rows_in == rows_out == 1):
+    spec, elements, dtype = COLLECTIVES[case.collective], row.count, getattr(torch, case.dtype)
+    rows_in, rows_out = spec.rows_in(comm.world_size), spec.rows_out(comm.world_size)
+    in_place = row.measured.place == "in_place"
+    if check_data.in_place(case.collective) or (in_place and rows_in == rows_out == 1):
         x = torch.empty(elements, dtype=dtype, device=comm.device)
         return x, x
     whole = torch.empty(elements * max(rows_in, rows_out), dtype=dtype, device=comm.device)
-    if rows_in == rows_out or place == "out_of_place":
+    if rows_in == rows_out or not in_place:
         other = torch.empty(elements * min(rows_in, rows_out), dtype=dtype, device=comm.device)
     else:
         other = whole[comm.rank * elements :][:elements]
     return (whole, other) if rows_in > rows_out else (other, whole)
 
 
-def _place(bench: Bench, case: Case, elements: int, place: str, mode: str) -> dict[str, Any]:
-    comm, settings = bench.comm, bench.settings
-    dtype, world_size = getattr(torch, case.dtype), comm.world_size
-    x, y = _tensors(comm, dtype, case, elements, place)
-    method = getattr(comm, case.collective)
-    how = {"algorithm": case.algorithm, "protocol": case.protocol}
+def _theirs(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
+    if COLLECTIVES[case.collective].reduces and bench.settings.op != "sum":
+        return bench.skip(f"{case.library}: sums alone are compared, not {bench.settings.op}")
+    for name, make in bench.baselines.offered(case.library, case.collective).items():
+        row = _row(bench, case, size, mode, name, "-")
+        row = row.changed(place="in_place" if case.collective in TORCH_IN_PLACE else "out_of_place")
+        try:
+            measured = _baseline(bench, case, row, make)
+        except Unavailable as reason:
+            bench.skip(str(reason))
+        except (RuntimeError, TypeError, ValueError) as error:  # raised by torch for a type that a library lacks
+            bench.skip(f"{name}: no {case.collective} of {case.dtype} here: {str(error).splitlines()[0]}")
+        else:
+            yield (measured,)
 
-    def call(this_call: int) -> None:
-        gets = check_data.gets(case.collective, world_size, comm.rank, this_call)
-        out = {"out": y} if gets and not check_data.in_place(case.collective) else {}
-        method(x, **out, **how, **check_data.options(case.collective, settings.op, world_size, this_call, elements))
 
-    def check(this_call: int) -> int:
-        facts = (case.collective, settings.op, world_size)
-        check_data.poison(y)
-        x.copy_(check_data.values(*facts, comm.rank, this_call, elements, dtype))
-        call(this_call)
-        comm.synchronize()
-        if not check_data.gets(case.collective, world_size, comm.rank, this_call):
-            return 0
-        return check_data.wrong(y, check_data.expected(*facts, this_call, elements, comm.rank, dtype))
+def _baseline(bench: Bench, case: Case, row: BenchRow, make: Make) -> BenchRow:
+    comm, dtype, elements = bench.comm, getattr(torch, case.dtype), row.count
+    implementation = bench.baselines.make(make, case.collective, dtype, elements)
+    implementation.load(torch.zeros(elements * COLLECTIVES[case.collective].rows_in(comm.world_size), dtype=dtype))
+    times = _timed(bench, implementation.run, row.measured.mode)
+    if not bench.settings.check:
+        return with_times(row, [times], None)
+    number = bench.next_call() * comm.world_size  # the root of which is rank 0
+    data = check_data.values(case.collective, "sum", comm.world_size, comm.rank, number, elements, dtype)
+    implementation.load(data.to(comm.device))
+    result = implementation.run()
+    return with_times(row, [times], _wrong(comm, case.collective, "sum", number, elements, result))
 
-    x.zero_()
-    times = _timed(bench, lambda: call(0), mode)
-    number = bench.next_call()
-    # Twice: the two calls use different mailboxes.
-    return times | {"wrong": check(number) + check(number + 1) if settings.check else None}
+
+def _wrong(comm: Communicator, collective: str, op: str, number: int, count: int, result: torch.Tensor | None) -> int:
+    """Wrong elements of this rank's result of a call that has been made."""
+    comm.synchronize()
+    if result is None or not check_data.gets(collective, comm.world_size, comm.rank, number):
+        return 0
+    exact = check_data.expected(collective, op, comm.world_size, number, count, comm.rank, result.dtype)
+    return check_data.wrong(result, exact)
 
 
 def _timed(bench: Bench, call: timing.Call, mode: str) -> dict[str, float]:

@@ -1,33 +1,30 @@
-"""What a benchmark run will do, worked out and refused before anything is started; and nccl-tests' formulas."""
+"""The settings of a benchmark, which are checked before anything is started."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs as facts
+from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, OPS, reduction
+from tricomm.perf.bench_row import OURS
+from tricomm.perf.parsing import parse_name, parse_names
+from tricomm.perf.units import DATA_COLLECTIVES
 
 MAX_RANKS = 8
-OURS = "tricomm"
 LIBRARIES = ("nccl", "gloo", "symm_mem")
 MODES = ("eager", "graph", "kernel")
-COLLECTIVES = tuple(name for name in facts.COLLECTIVES if name != "barrier")
-ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in COLLECTIVES))
-PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in COLLECTIVES))
-_TIMES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
+PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
 
 
 @dataclass(frozen=True)
 class Case:
     """One collective of one type with the kernel that is asked for; None leaves the choice to selection.
 
-    `library` is tricomm, or who makes the call instead.
+    `library` is tricomm, or the library that makes the call instead.
     """
 
     collective: str
@@ -39,8 +36,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: every case at every size in every mode. Sizes in bytes, `timeout` in seconds, `device` is auto, cpu or
-    cuda. `eager` is a launch a call, `graph` a CUDA graph of one call, `kernel` one of many."""
+    """A run: every case at every size in every mode. Sizes in bytes, `timeout` in seconds; `device` is auto, cpu or
+    cuda.
+
+    Mode `eager` is a launch a call, `graph` is a CUDA graph of one call, `kernel` a CUDA graph of many calls.
+    """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
@@ -54,7 +54,7 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """How many rows there will be, at most."""
+        """The number of rows, at most."""
         return len(self.cases) * len(self.sizes) * len(self.modes)
 
     def to_json(self) -> dict[str, Any]:
@@ -67,66 +67,14 @@ class Settings:
         return Settings(**{**data, **tuples, "cases": cases})
 
 
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Bytes of `1K:1M:4` (first:last:factor) or of a comma list such as `1K,64K,1M`.
-
-    Raises `InvalidArgument` for anything else, and for sizes below one byte or above 16 GiB.
-    """
-    if ":" not in text:
-        sizes = [_bytes(part) for part in text.split(",")]
-    else:
-        parts = text.split(":")
-        if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch(r"\d{1,6}", parts[2])):
-            raise InvalidArgument(f"sizes {text!r}: first:last:factor is needed, like 1K:1M:4, or a comma list")
-        first, last, factor = _bytes(parts[0]), _bytes(parts[1]), int(parts[2]) if len(parts) == 3 else 2
-        if first > last or factor < 2:
-            raise InvalidArgument(f"sizes {text!r}: first must not exceed last, and the factor is 2 or more")
-        sizes = [first]
-        while sizes[-1] * factor <= last:
-            sizes.append(sizes[-1] * factor)
-    return tuple(dict.fromkeys(sizes))
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"\s*(\d{1,12})\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
-    size = int(found[1]) * _UNITS[found[2].upper()] if found else 0
-    if not 1 <= size <= 16 * _UNITS["G"]:
-        raise InvalidArgument(f"size {text!r}: bytes from 1 to 16G are needed, with K, M or G for powers of 1024")
-    return size
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of `90`, `90s`, `5m`, `1h`. Raises `InvalidArgument`."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
-    seconds = float(found[1]) * _TIMES[found[2]] if found else 0.0
-    if not 0 < seconds <= 86400.0:
-        raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
-    return seconds
-
-
-def parse_names(text: str, allowed: tuple[str, ...], what: str) -> tuple[str, ...]:
-    """The names of a comma list, each of them in `allowed`; `all` stands for all. Raises `InvalidArgument`."""
-    names = allowed if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    return tuple(one_name(name, allowed, what) for name in names)
-
-
-def one_name(text: str, allowed: tuple[str, ...], what: str) -> str:
-    """`text`, where it is one of `allowed`; raises `InvalidArgument` with the nearest and the list otherwise."""
-    if text not in allowed:
-        near = difflib.get_close_matches(text, allowed, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise InvalidArgument(f"{what} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
-    return text
-
-
 def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:
-    """The types of a comma list; `all` stands for those for which `op` is defined, where a collective reduces.
+    """The types of a comma list; `all` stands for those that have `op`, if a collective reduces.
 
-    Raises `InvalidArgument` for a type or an operation that is unknown, or that do not fit.
+    Raises `InvalidArgument` for an unknown type or operation, and for a type without the operation.
     """
-    one_name(op, OPS, "op")
+    parse_name(op, OPS, "op")
     names = parse_names(text, tuple(DTYPES), "dtype")
-    if not any(facts.COLLECTIVES[name].reduces for name in collectives):
+    if not any(COLLECTIVES[name].reduces for name in collectives):
         return names
     if text == "all":
         names = tuple(name for name in names if op in DTYPES[name].ops)
@@ -136,63 +84,31 @@ def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str,
 
 
 def cases(
-    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int,
-    dtypes: tuple[str, ...] = ("float32",), against: tuple[str, ...] = (),
-) -> tuple[Case, ...]:  # fmt: skip
-    """Every shipped kernel of `collectives` for `world_size` ranks among the comma lists (or `all`), for every type;
-    None leaves that part to selection. Then the libraries `against` which it is measured.
+    collectives: tuple[str, ...],
+    algorithms: str | None,
+    protocols: str | None,
+    world_size: int,
+    dtypes: tuple[str, ...] = ("float32",),
+    against: tuple[str, ...] = (),
+) -> tuple[Case, ...]:
+    """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
-    Raises `InvalidArgument` where a collective has no such kernel, with the list of those that it has.
+    None for a list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
+    list of its kernels.
     """
-    wanted = None if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
-    spoken = None if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
-    found: list[Case] = []
+    allowed_algorithms = ALGORITHMS if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
+    allowed_protocols = PROTOCOLS if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
+    chosen: list[Case] = []
     for collective in collectives:
         shipped = [(k.algorithm, k.protocol) for k in registry.of(collective, world_size)]
-        fits = [(a, p) for a, p in shipped if wanted is None or a in wanted if spoken is None or p in spoken]
+        fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:
             raise InvalidArgument(
                 f"{collective}: no kernel fits algorithm {algorithms or 'any'}, protocol {protocols or 'any'}; "
                 f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
             )
+        forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
         for dtype in dtypes:
-            for a, p in fits:
-                found.append(Case(collective, None if wanted is None else a, None if spoken is None else p, dtype))
-            found += [Case(collective, None, None, dtype, library) for library in against]
-    return tuple(dict.fromkeys(found))
-
-
-def count(collective: str, size: int, itemsize: int, world_size: int) -> int:
-    """Elements of a row for a row of the table of `size` bytes.
-
-    As in nccl-tests the size is the larger one of input and output: of all rows where there is one for each rank,
-    each a multiple of 16 bytes; at least one of them.
-    """
-    kind = facts.COLLECTIVES[collective]
-    rows = max(kind.rows_in(world_size), kind.rows_out(world_size))
-    if rows > 1:
-        return max(1, size // rows // 16) * 16 // itemsize
-    return max(1, size // itemsize)
-
-
-def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
-    """The size that a row prints, and S of its bandwidths."""
-    kind = facts.COLLECTIVES[collective]
-    return elements * itemsize * max(kind.rows_in(world_size), kind.rows_out(world_size))
-
-
-def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
-    """What selection and tables go by: a rank's input, of a root's where there is one."""
-    return elements * itemsize * facts.COLLECTIVES[collective].rows_in(world_size)
-
-
-def algorithm_bandwidth(size: int, microseconds: float) -> float:
-    """S / t in 1e9 bytes per second."""
-    return size / microseconds / 1e3 if microseconds > 0 else 0.0
-
-
-def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
-    if collective in ("broadcast", "reduce"):
-        return 1.0
-    return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size
+            chosen += [Case(collective, algorithm, protocol, dtype) for algorithm, protocol in forced]
+            chosen += [Case(collective, None, None, dtype, library) for library in against]
+    return tuple(dict.fromkeys(chosen))

@@ -1,119 +1,150 @@
-"""`tricomm bench`: the rows of all ranks, put together.
+"""A run of `tricomm bench`: its ranks, and their rows put together.
 
-A row is complete when every rank has sent it: its time is the largest of theirs, its wrong elements the sum.
+`rank_main` is one rank (see `perf.workers`). A row is complete when every rank has sent it: its time is
+the largest of the ranks' times, its wrong elements are their sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+import msgspec
 import torch
 
+import tricomm
 from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.perf import provenance
-from tricomm.perf.bench.bench_rank import open_group
-from tricomm.perf.bench.measure import PLACES, measure
-from tricomm.perf.bench.request import OURS, Settings, algorithm_bandwidth, bus_factor
-from tricomm.perf.bench.timing import over_ranks
-from tricomm.perf.workers import Record, talk
+from tricomm.perf.bench.baselines import Baselines
+from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
+from tricomm.perf.bench.request import Settings
+from tricomm.perf.bench_row import BenchRow, to_json
+from tricomm.perf.workers import WorkerMessage, run_workers
+from tricomm.store.rendezvous import open_store
 
-_CARRIED = ("time_us", "p50_us", "p99_us", "max_us", "wrong")
+_RANK = "tricomm.perf.bench.session:rank_main"
+_TIMES = ("time_us", "p50_us", "p99_us", "max_us")  # of a rank
 
 
 @dataclass
 class Results:
-    """The header and the merged rows of a run."""
+    """The header and the complete rows of a run."""
 
-    header: Record = field(default_factory=dict)
-    rows: list[Record] = field(default_factory=list)
+    header: WorkerMessage = field(default_factory=dict)
+    rows: list[Rows] = field(default_factory=list)
 
     @property
     def wrong(self) -> int:
         """Wrong elements of all rows and ranks."""
-        return sum(row[p]["wrong"] or 0 for row in self.rows for p in PLACES if row[p] is not None)
+        return sum(row.wrong or 0 for rows in self.rows for row in rows)
 
-    def to_json(self, settings: Settings) -> Record:
+    def to_json(self, settings: Settings) -> WorkerMessage:
         """What `--json` writes."""
-        return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": self.rows}
+        results = [to_json(rows) for rows in self.rows]
+        return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": results}
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told of a run as it goes on."""
+    """Called as a run goes on."""
 
-    header: Callable[[Record], None]
-    row: Callable[[Record], None]
-    note: Callable[[str], None]
+    header: Callable[[WorkerMessage], None]
+    row: Callable[[Rows], None]
+    note: Note
 
 
 def run(settings: Settings, world_size: int, listener: Listener, results: Results) -> None:
-    """Start `world_size` ranks of this node and collect their rows into `results`, which are whole rows whenever this
-    ends. Raises `RankFailed`; leaves no rank behind."""
-    parts: dict[int, list[Record]] = {}
+    """Start `world_size` ranks of this node and collect their rows into `results`, which has only complete rows.
+
+    Raises `RankFailed`; leaves no rank behind.
+    """
+    parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
-    for rank, message in talk("tricomm.perf.bench.bench_rank", world_size, settings.to_json(), settings.timeout):
-        what = message.pop("what")
-        if what == "header" and rank == 0:
+    for rank, message in run_workers(_RANK, world_size, settings.to_json(), settings.timeout):
+        event = message.pop("event")
+        if event == "header" and rank == 0:
             results.header = message
             listener.header(message)
-        elif what == "note" and rank == 0:
+        elif event == "note" and rank == 0:
             listener.note(message["text"])
-        elif what == "row":
-            complete = parts.setdefault(seen[rank], [])
-            complete.append(message)
+        elif event == "row":
+            ranks = parts.setdefault(seen[rank], [])
+            ranks.append(msgspec.convert(message["places"], Rows))
             seen[rank] += 1
-            if len(complete) == world_size:
-                results.rows.append(merge(complete, world_size, results.header["simulated"]))
+            if len(ranks) == world_size:
+                results.rows.append(merged(ranks))
                 listener.row(results.rows[-1])
 
 
-def merge(parts: list[Record], world_size: int, simulated: bool) -> Record:
-    """One record of all ranks' records of a row. Times in microseconds, bandwidths in 1e9 bytes per second.
-
-    Times of another library on a CPU are its own, and not simulated.
-    """
-    row = {**parts[0], "ranks": world_size, "simulated": simulated and parts[0]["library"] == OURS}
-    for place in PLACES:
-        if row[place] is None:
-            continue
-        times = over_ranks([part[place] for part in parts])
-        algbw = algorithm_bandwidth(row["size_bytes"], times["time_us"])
-        row[place] = {
-            **times,
-            "algbw_gbs": algbw,
-            "busbw_gbs": algbw * bus_factor(row["collective"], world_size),
-            "wrong": None if row[place]["wrong"] is None else sum(part[place]["wrong"] for part in parts),
-        }
-    return row
-
-
 def join(settings: Settings, listener: Listener, results: Results) -> None:
-    """Be one rank of a group that somebody else started (torchrun): every rank gets the merged rows.
+    """Be one rank of a group that torchrun has started: every rank gets the merged rows.
 
-    The ranks' numbers are put together by tricomm's own all-gather; with `run` they are not.
+    The ranks exchange their times by tricomm's own all-gather; `run` does without it.
     """
     rank, world_size = env.integer("RANK"), env.integer("WORLD_SIZE")
     if rank is None or world_size is None:
         raise InvalidArgument("RANK and WORLD_SIZE are both needed; torchrun sets them")
-    with open_group(settings, "env://", rank, world_size) as (comm, others):
+    with open_group(settings, "env://", rank, world_size) as (comm, baselines):
         results.header = provenance.header(comm)
         listener.header(results.header)
-        for row in measure(comm, settings, others, listener.note):
-            mine = [(row[p] or {}).get(k) or 0 for p in PLACES for k in _CARRIED]
-            packed = torch.tensor([round(v * 1000) for v in mine], dtype=torch.int64, device=comm.device)
-            gathered = comm.all_gather(packed).cpu().reshape(world_size, -1).tolist()
-            results.rows.append(merge([_unpack(row, numbers) for numbers in gathered], world_size, comm.simulated))
+        for rows in measure(comm, settings, baselines, listener.note):
+            mine = [value for row in rows for value in _numbers(row)]
+            gathered = comm.all_gather(torch.tensor(mine, dtype=torch.float64, device=comm.device)).cpu()
+            ranks = gathered.reshape(world_size, len(rows), -1).tolist()
+            results.rows.append(merged([tuple(map(_with_numbers, rows, numbers)) for numbers in ranks]))
             listener.row(results.rows[-1])
         comm.barrier()
 
 
-def _unpack(row: Record, numbers: list[int]) -> Record:
-    part = dict(row)
-    for i, place in enumerate(PLACES):
-        if row[place] is None:
-            continue
-        found: Record = {name: numbers[len(_CARRIED) * i + j] / 1000 for j, name in enumerate(_CARRIED)}
-        part[place] = found | {"wrong": None if row[place]["wrong"] is None else int(found["wrong"])}
-    return part
+def merged(ranks: Sequence[Rows]) -> Rows:
+    """The rows of all ranks as one row a place."""
+    return tuple(_merged(parts) for parts in zip(*ranks, strict=True))
+
+
+def _merged(parts: tuple[BenchRow, ...]) -> BenchRow:
+    wrong = None if parts[0].wrong is None else sum(part.wrong or 0 for part in parts)
+    return with_times(parts[0], [{name: part.columns()[name] for name in _TIMES} for part in parts], wrong)
+
+
+def _numbers(row: BenchRow) -> list[float]:
+    columns = row.columns()
+    return [*(columns[name] for name in _TIMES), row.wrong or 0]
+
+
+def _with_numbers(row: BenchRow, numbers: list[float]) -> BenchRow:
+    *times, wrong = numbers
+    return row.changed(**dict(zip(_TIMES, times, strict=True)), wrong=None if row.wrong is None else int(wrong))
+
+
+@contextmanager
+def open_group(
+    settings: Settings, url: str, rank: int, world_size: int
+) -> Iterator[tuple[tricomm.Communicator, Baselines]]:
+    """The communicator of a benchmark, on the device that the settings ask for, and the libraries beside it."""
+    device = pick_device(settings.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, rank, world_size = open_store(url, rank, world_size, settings.timeout)
+    shared = device.type == "cuda" and torch.cuda.device_count() < world_size  # as `pick_device` assigns them
+    # Only the kernels are timed, not NCCL behind them.
+    options = tricomm.Options(timeout=settings.timeout, nccl=False, share_device=shared)
+    with tricomm.Communicator(store, rank, world_size, device, options=options) as comm:
+        baselines = Baselines(comm, store)
+        try:
+            yield comm, baselines
+        finally:
+            baselines.close()
+
+
+def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
+    """Be one rank that `run` has started: send a header, the rows, and notes."""
+    settings = Settings.from_json(data)
+    torch.set_num_threads(1)
+    with open_group(settings, url, rank, world_size) as (comm, baselines):
+        emit("header", **provenance.header(comm))
+        for rows in measure(comm, settings, baselines, lambda text: emit("note", text=text)):
+            emit("row", places=[asdict(row) for row in rows])
+        comm.barrier()

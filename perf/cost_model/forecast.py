@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tricomm.perf.bench import request
-from tricomm.perf.cost_model import model
-from tricomm.perf.cost_model.machines import Machine
+from tricomm.perf import parsing, text_table, units
+from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.machines import MachineSpec
 
 LABEL = "predicted by a cost model, not measured"
+_NUMBERS = ("size (B)", "time (us)", "busbw (GB/s)", "limit (us)", "waits")
+_HEADER = (_NUMBERS[0], "kernel", *_NUMBERS[1:], "")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` what no kernel can stay under."""
+class ForecastRow:
+    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel."""
 
     collective: str
     size_bytes: int
@@ -32,58 +34,63 @@ class Row:
 class Forecast:
     """Rows of every kernel and size on `world_size` GPUs of `machine`."""
 
-    machine: Machine
+    machine: MachineSpec
     world_size: int
     mode: str
-    rows: list[Row]
+    rows: list[ForecastRow]
 
     def to_json(self) -> dict[str, Any]:
         facts = {"schema": 1, "predicted": True, "machine": asdict(self.machine)}
         return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [asdict(row) for row in self.rows]}
 
     def lines(self) -> list[str]:
-        """A table for people; * marks the fastest kernel of a size."""
+        """A table for people, with * at the fastest kernel of a size."""
         m = self.machine
-        head = (
-            f"# {self.world_size} x {m.name}, {self.mode} mode; {LABEL}\n"
-            f"# links {m.links:g} GB/s usable, hop {m.hop:g} us, barrier {m.barrier:g} us, launch {m.launch:g} us"
-        )
-        columns = f"{'size (B)':>12} {'kernel':<34}{'time (us)':>12}{'busbw (GB/s)':>14}{'limit (us)':>12}{'waits':>8}"
-        lines, collective = [head], ""
-        for row in self.rows:
-            if row.collective != collective:
-                collective = row.collective
-                lines += [f"#\n# {collective}", columns]
-            kernel = f"{row.algorithm}/{row.protocol}"
-            lines.append(
-                f"{row.size_bytes:>12} {kernel:<34}{row.time_us:>12.1f}{row.busbw_gbs:>14.1f}{row.limit_us:>12.2f}"
-                f"{row.waits_us / row.time_us:>8.0%}{' *' if row.best else ''}"
-            )
+        lines = [
+            f"# {self.world_size} x {m.name}, {self.mode} mode; {LABEL}",
+            f"# links {m.links:g} GB/s usable, hop {m.hop:g} us, barrier {m.barrier:g} us, launch {m.launch:g} us",
+        ]
+        for collective in dict.fromkeys(row.collective for row in self.rows):
+            cells = [_cells(row) for row in self.rows if row.collective == collective]
+            lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
         return lines
+
+
+def _cells(row: ForecastRow) -> tuple[str, ...]:
+    times = (f"{row.time_us:.1f}", f"{row.busbw_gbs:.1f}", f"{row.limit_us:.2f}", f"{row.waits_us / row.time_us:.0%}")
+    return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, "*" if row.best else ""
 
 
 def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> Forecast:
     """The times of every kernel of a comma list of collectives. Raises `InvalidArgument` with the nearest names."""
-    machine = model.find(gpu)
-    names = request.parse_names(collectives, request.COLLECTIVES, "collective")
-    wanted = request.parse_sizes(sizes)
+    machine = kernel_time.find(gpu)
+    names = parsing.parse_names(collectives, units.DATA_COLLECTIVES, "collective")
+    wanted = parsing.parse_sizes(sizes)
     rows = [row for name in names for size in wanted for row in _at(machine, world_size, name, size, mode)]
     return Forecast(machine, world_size, mode, rows)
 
 
-def _at(machine: Machine, world_size: int, collective: str, size: int, mode: str) -> list[Row]:
-    elements = request.count(collective, size, 1, world_size)
-    nbytes = request.input_bytes(collective, elements, 1, world_size)
-    total = request.total_bytes(collective, elements, 1, world_size)
-    kernels = model.kernels(machine, collective, world_size)
-    found = [model.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
-    least = min(p.time_us for p in found)
-    limit = model.limit(machine, collective, world_size, nbytes)
-    factor = request.bus_factor(collective, world_size)
+def _at(machine: MachineSpec, world_size: int, collective: str, size: int, mode: str) -> list[ForecastRow]:
+    elements = units.row_elements(collective, size, 1, world_size)
+    nbytes = units.input_bytes(collective, elements, 1, world_size)
+    total = units.total_bytes(collective, elements, 1, world_size)
+    kernels = kernel_time.kernels(machine, collective, world_size)
+    predictions = [kernel_time.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
+    least = min(p.time_us for p in predictions)
+    limit = kernel_time.limit(machine, collective, world_size, nbytes)
+    factor = units.bus_factor(collective, world_size)
     return [
-        Row(
-            collective, total, k.algorithm, k.protocol, p.time_us, p.waits, p.wire,
-            request.algorithm_bandwidth(total, p.time_us) * factor, limit, p.time_us == least,
+        ForecastRow(
+            collective,
+            total,
+            k.algorithm,
+            k.protocol,
+            p.time_us,
+            p.waits,
+            p.wire,
+            units.algorithm_bandwidth(total, p.time_us) * factor,
+            limit,
+            p.time_us == least,
         )
-        for k, p in zip(kernels, found, strict=True)
-    ]  # fmt: skip
+        for k, p in zip(kernels, predictions, strict=True)
+    ]

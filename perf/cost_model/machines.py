@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpec:
     """GPUs of one generation and the links between them. `cube`: 8 of them are a hybrid cube mesh, fewer all linked."""
 
     name: str
@@ -42,14 +42,14 @@ class Machine:
 
 
 _ALL = (
-    Machine("v100", "sm_70", 120.0, 103.0, 21.0, 900.0, 0.7, 3.3, 5.1, cube=True),
-    Machine("a100", "sm_80", 240.0, 206.0, 42.0, 2039.0, 0.7, 3.3, 5.1),
-    Machine("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9),
-    Machine("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9),
-    Machine("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
-    Machine("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
-    Machine("pcie3", "any", 12.0, 12.0, 12.0, 900.0, 1.0, 3.3, 2.0),
-    Machine("pcie4", "any", 26.0, 26.0, 26.0, 900.0, 1.0, 3.3, 2.0),
-    Machine("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),
+    MachineSpec("v100", "sm_70", 120.0, 103.0, 21.0, 900.0, 0.7, 3.3, 5.1, cube=True),
+    MachineSpec("a100", "sm_80", 240.0, 206.0, 42.0, 2039.0, 0.7, 3.3, 5.1),
+    MachineSpec("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9),
+    MachineSpec("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9),
+    MachineSpec("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
+    MachineSpec("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
+    MachineSpec("pcie3", "any", 12.0, 12.0, 12.0, 900.0, 1.0, 3.3, 2.0),
+    MachineSpec("pcie4", "any", 26.0, 26.0, 26.0, 900.0, 1.0, 3.3, 2.0),
+    MachineSpec("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),
 )
 MACHINES = {machine.name: machine for machine in _ALL}

@@ -1,7 +1,8 @@
-"""Times that others have published for kernels shaped like ours, to hold the cost model against.
+"""Published times of other projects' kernels of the same shape as ours, for comparison with the cost model.
 
-Left out: what uses multicast (none of ours does), NCCL's rings and trees, and rows that do not say the type, the number
-of ranks or the GPU. Where theirs reads the caller's memory in place between two barriers, ours is the zero-copy kernel.
+Left out are kernels that use multicast (none of ours does), NCCL's rings and trees, and results without the type, the
+number of ranks or the GPU. If theirs reads the caller's memory in place between two barriers, ours is the zero-copy
+kernel.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ K, M = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """`nbytes` of input per rank took `time_us`. `share` is what theirs sends of what ours would (a sentinel in the
-    data needs no flag words: half of `ll`); `calibrates` marks rows that a constant of `machines` comes from."""
+class PublishedTime:
+    """`nbytes` of input per rank took `time_us`.
+
+    `share` is the part of our kernel's bytes that theirs sends (a sentinel in the data needs no flag words: half of
+    `ll`). `calibrates` marks rows from which a constant of `machines` comes.
+    """
 
     source: str
     gpu: str
@@ -52,50 +56,50 @@ def _bandwidth(nbytes: int, busbw: float, world_size: int) -> float:
 
 
 MEASUREMENTS = (
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "one_shot", "ll", 8 * K, 6.5, calibrates=True),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 24 * K, 7.2, calibrates=True),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 48 * K, 7.9),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 72 * K, 8.3),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 16 * M, _bandwidth(16 * M, 187, 8)),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 32 * M, _bandwidth(32 * M, 203, 8)),
-    Measurement(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 48 * M, _bandwidth(48 * M, 221, 8)),
-    Measurement(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 24 * K, 6.2),
-    Measurement(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 48 * K, 6.6),
-    Measurement(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 72 * K, 6.9),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 5.9),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 16 * K, 6.4),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 64 * K, 8.2),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 256 * K, 10.6),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 1 * M, 14.0),
-    Measurement(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 11.0, "eager", calibrates=True),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 8 * K, 10.8, zero_copy=True),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 8 * K, 16.4),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "two_shot", "simple", 8 * K, 15.3, zero_copy=True),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 128 * K, 13.9, zero_copy=True),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "two_shot", "simple", 128 * K, 18.2, zero_copy=True),
-    Measurement(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 256 * K, 18.3, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 512 * K, 15.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 1 * M, 17.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 2 * M, 22.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 4 * M, 37.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 8 * M, 65.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 16 * M, 125.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 32 * M, 242.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 64 * M, 468.0, zero_copy=True),
-    Measurement(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 128 * M, 923.0, zero_copy=True),
-    Measurement(_VLLM, "h100", 6, "all_reduce", "one_shot", "simple", 512 * K, 13.0, zero_copy=True),
-    Measurement(_VLLM, "h100", 6, "all_reduce", "two_shot", "simple", 512 * K, 17.0, zero_copy=True),
-    Measurement("NVIDIA/nccl#1940", "h200", 8, "all_reduce", "one_shot", "ll", 8, 2.3),
-    Measurement("NVIDIA/nccl#1940", "b200", 8, "all_reduce", "one_shot", "ll", 8, 3.0),
-    Measurement(_GB200, "gb200", 8, "all_to_all", "one_shot", "ll", 8 * K, 4.1, share=0.5),
-    Measurement(_GB200, "gb200", 8, "all_to_all", "one_shot", "simple", 8 * K, 6.7),
-    Measurement(_UBX, "b200", 8, "all_to_all", "one_shot", "ll", 64 * K, 22.0, share=0.5),
-    Measurement(_UBX, "b200", 8, "all_to_all", "one_shot", "ll", 1 * M, 31.0, share=0.5),
-    Measurement("1CatAI/1Cat-vLLM#170", "v100", 8, "all_reduce", "hybrid_cube_mesh", "simple", 8 * K, 17.1),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 4 * K, 4.0, share=0.5, calibrates=True),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 8 * K, 5.0, share=0.5),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 16 * K, 7.2, share=0.5),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 32 * K, 11.8, share=0.5),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 128 * K, 44.5, share=0.5),
-    Measurement(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 384 * K, 120.3, share=0.5),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "one_shot", "ll", 8 * K, 6.5, calibrates=True),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 24 * K, 7.2, calibrates=True),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 48 * K, 7.9),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 72 * K, 8.3),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 16 * M, _bandwidth(16 * M, 187, 8)),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 32 * M, _bandwidth(32 * M, 203, 8)),
+    PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "simple", 48 * M, _bandwidth(48 * M, 221, 8)),
+    PublishedTime(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 24 * K, 6.2),
+    PublishedTime(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 48 * K, 6.6),
+    PublishedTime(_MSCCLPP_H100, "h100", 8, "all_reduce", "two_shot", "ll", 72 * K, 6.9),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 5.9),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 16 * K, 6.4),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 64 * K, 8.2),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 256 * K, 10.6),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 1 * M, 14.0),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 11.0, "eager", calibrates=True),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 8 * K, 10.8, zero_copy=True),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 8 * K, 16.4),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "two_shot", "simple", 8 * K, 15.3, zero_copy=True),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 128 * K, 13.9, zero_copy=True),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "two_shot", "simple", 128 * K, 18.2, zero_copy=True),
+    PublishedTime(_RECIPES, "h100", 8, "all_reduce", "one_shot", "simple", 256 * K, 18.3, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 512 * K, 15.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 1 * M, 17.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 2 * M, 22.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 4 * M, 37.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 8 * M, 65.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 16 * M, 125.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 32 * M, 242.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 64 * M, 468.0, zero_copy=True),
+    PublishedTime(_TORCH, "h100", 8, "all_reduce", "two_shot", "simple", 128 * M, 923.0, zero_copy=True),
+    PublishedTime(_VLLM, "h100", 6, "all_reduce", "one_shot", "simple", 512 * K, 13.0, zero_copy=True),
+    PublishedTime(_VLLM, "h100", 6, "all_reduce", "two_shot", "simple", 512 * K, 17.0, zero_copy=True),
+    PublishedTime("NVIDIA/nccl#1940", "h200", 8, "all_reduce", "one_shot", "ll", 8, 2.3),
+    PublishedTime("NVIDIA/nccl#1940", "b200", 8, "all_reduce", "one_shot", "ll", 8, 3.0),
+    PublishedTime(_GB200, "gb200", 8, "all_to_all", "one_shot", "ll", 8 * K, 4.1, share=0.5),
+    PublishedTime(_GB200, "gb200", 8, "all_to_all", "one_shot", "simple", 8 * K, 6.7),
+    PublishedTime(_UBX, "b200", 8, "all_to_all", "one_shot", "ll", 64 * K, 22.0, share=0.5),
+    PublishedTime(_UBX, "b200", 8, "all_to_all", "one_shot", "ll", 1 * M, 31.0, share=0.5),
+    PublishedTime("1CatAI/1Cat-vLLM#170", "v100", 8, "all_reduce", "hybrid_cube_mesh", "simple", 8 * K, 17.1),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 4 * K, 4.0, share=0.5, calibrates=True),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 8 * K, 5.0, share=0.5),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 16 * K, 7.2, share=0.5),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 32 * K, 11.8, share=0.5),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 128 * K, 44.5, share=0.5),
+    PublishedTime(_V100, "pcie3", 4, "all_reduce", "one_shot", "ll", 384 * K, 120.3, share=0.5),
 )

@@ -1,8 +1,8 @@
-"""The GPU evidence kit: `python -m tricomm.perf.evidence` proves and measures tricomm on whatever GPU there is.
+"""The GPU evidence kit: `python -m tricomm.perf.evidence` proves and measures tricomm on the GPUs of this machine.
 
-    stages (what is proved or measured) -> runner (a process per stage, every case written when it ends)
-        -> results (JSON per stage, checked by `schema`) -> summary (one page of Markdown)
+    stages (checks and measurements) -> runner (a process per stage, every case written when it ends)
+        -> results (JSON per stage, checked by `result_schema`) -> archive (with a summary on one page of Markdown)
 
-A stage is a list of cases; a case that fails, crashes or hangs costs itself, and a run that is cut off goes on where
-it was. `--dry-run` runs every stage's code on a CPU, with a launcher that launches nothing where a GPU is needed.
+A stage is a list of cases. A case that fails, crashes or hangs costs only itself, and an interrupted run can be
+continued. `--dry-run` runs every stage's code on a CPU, with a launcher that launches nothing if a GPU is needed.
 """

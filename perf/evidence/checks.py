@@ -1,6 +1,6 @@
-"""Calls whose result is known exactly: every kernel, type and operation, sizes that are odd and sizes of many chunks.
+"""Collectives whose result is known exactly: every kernel, type and operation, odd sizes and sizes of many chunks.
 
-Used by ranks as streams of one process and by ranks as processes alike; runs on whatever device `comm` is on.
+For ranks that are streams of one process and for ranks that are processes, on the device of `comm`.
 """
 
 from __future__ import annotations
@@ -14,81 +14,82 @@ from tricomm import Communicator, Options, Symmetric
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.perf.bench import calling, check_data, uneven
+from tricomm.perf.bench import check_data, collective_calls
 
-# Of all that a kernel is checked with, by value: a kernel's first call says more than its hundredth type.
+# The parts of a kernel's checks, the most telling first.
 PARTS = ("one size", "every size", "every type", "every operation")
 FIRST_TYPE = "bfloat16"
 # Elements a row. One, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
 COUNTS = (1, 3, 517, 4095, 4096, 4097, 100_003, 1_000_001)
-OTHERS = (517, 4097)  # of all operations but a type's first one: each is a variant to compile
+OTHERS = (517, 4097)  # of all operations but a type's first one, because each is a variant to compile
 FEW, FEW_OTHERS = (1, 37), (37,)
-_ONE = {False: COUNTS[4], True: FEW[1]}  # elements of the one size; in a dry run
+_ONE = {False: COUNTS[4], True: FEW[1]}  # elements of part `one size`, by dry_run
 OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20, nccl=False)
 FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64, nccl=False)
-# Of a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
+# For a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
 _FEW_KERNELS = (("all_reduce", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple"),
                 ("gather", "one_shot", "ll"), ("barrier", "one_shot", "simple"))  # fmt: skip
-_EXACT_RANKS = 8  # a product of more is beyond the narrow types
+_EXACT_RANKS = 8  # a product over more ranks overflows the narrow types
 _PADDING = 16
+UNEVEN_WIDTHS = (1, 37, 4097)  # elements a row of the calls with rows of unequal number
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call: elements a row, operation, and by how many elements input and output are misaligned."""
+class CheckedCall:
+    """One call: elements a row, operation, and the misalignment of input and output in elements."""
 
     count: int
     op: str
     offset: int
 
     def aligned(self, kernel: Kernel, itemsize: int) -> bool:
-        """True where the kernel is compiled for 16-byte accesses; of most, every row has to be aligned."""
+        """True if the call uses the kernel that is compiled for 16-byte accesses; most need every row aligned."""
         even = kernel.collective in ("all_reduce", "all_to_all_v") or self.count * itemsize % 16 == 0
         return even and self.offset * itemsize % 16 == 0
 
 
 def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
-    """Every registered kernel that so many ranks can run; in a dry run a few that stand for all."""
+    """The registered kernels that `world_size` ranks can run; in a dry run a few of them."""
     if dry_run:
         return [registry.find(*key) for key in _FEW_KERNELS]
     return [k for k in registry.KERNELS if not k.needs_cube or world_size == registry.CUBE_RANKS]
 
 
 def of_processes(world_size: int, dry_run: bool) -> list[Kernel]:
-    """Those and the ones over symmetric memory, which ranks of one process have no need of."""
+    """`kernels`, and those over symmetric memory, which are for ranks that are processes."""
     return kernels(world_size, dry_run) + list(registry.ZERO_COPY)
 
 
 def dtypes(kernel: Kernel, dry_run: bool) -> tuple[str, ...]:
-    """Names of the types that the kernel takes; in a dry run a narrow one, and one of two lanes."""
+    """Names of the kernel's types; in a dry run a narrow one, and one of two lanes."""
     if kernel.collective == "barrier":
         return ("float32",)
     return ("bfloat16", "complex64") if dry_run else tuple(DTYPES)
 
 
 def options(dry_run: bool) -> Options:
-    """Mailboxes that the larger calls go through several times."""
+    """Options with mailboxes that are smaller than the larger calls."""
     return FEW_OPTIONS if dry_run else OPTIONS
 
 
 def tier(part: str, smallest: bool) -> int:
-    """The value of a part of the checks (see `stage.Case`): other worlds come later, their first call not by much."""
+    """The tier of a part of the checks (see `stage.StageCase`); larger groups come later than the `smallest` one."""
     if part == PARTS[0]:
         return 0 if smallest else 2
     return 2 * PARTS.index(part) - 1 + (0 if smallest else 3)
 
 
 def parts(kernel: Kernel) -> tuple[str, ...]:
-    """Those of `PARTS` in which there is something to call `kernel` with."""
+    """The parts of `PARTS` that have calls of `kernel`."""
     if kernel.collective == "barrier":
         return PARTS[:1]
     return PARTS if kernel.reduces else PARTS[:-1]
 
 
-def of_part(kernel: Kernel, world_size: int, part: str, dry_run: bool) -> dict[str, list[Call]]:
-    """What to call `kernel` with in one of `PARTS`, by type: one size of one type, its other sizes, every size of the
-    other types, and a few sizes of all other operations. Nothing if so many ranks cannot run the kernel."""
-    found: dict[str, list[Call]] = {}
+def of_part(kernel: Kernel, world_size: int, part: str, dry_run: bool) -> dict[str, list[CheckedCall]]:
+    """The calls of `kernel` in one of `PARTS`, by type: one size of one type, its other sizes, every size of the other
+    types, and a few sizes of all other operations. Empty if `world_size` ranks cannot run the kernel."""
+    by_type: dict[str, list[CheckedCall]] = {}
     for name in dtypes(kernel, dry_run):
         every = calls(kernel, world_size, name, dry_run)
         sizes = [call for call in every if call.op == every[0].op]
@@ -102,75 +103,105 @@ def of_part(kernel: Kernel, world_size: int, part: str, dry_run: bool) -> dict[s
             first = [call for call in sizes if call.count == _ONE[dry_run]] if name == FIRST_TYPE else []
             wanted = first if part == PARTS[0] else [call for call in sizes if call not in first]
             wanted = wanted if name == FIRST_TYPE else []
-        found |= {name: wanted} if wanted else {}
-    return found
+        by_type |= {name: wanted} if wanted else {}
+    return by_type
 
 
-def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[Call]:
-    """All parts' calls of a type: every size for its first operation, every second one misaligned, and a few for its
-    others."""
+def calls(kernel: Kernel, world_size: int, dtype: str, dry_run: bool) -> list[CheckedCall]:
+    """The calls of all parts for a type: every size with its first operation, half of them misaligned, and a few sizes
+    with its other operations."""
     if kernel.needs_cube and world_size != registry.CUBE_RANKS:
         return []
     if kernel.collective == "barrier":
-        return [Call(0, "none", 0)] * 3
+        return [CheckedCall(0, "none", 0)] * 3
     ops = [op for op in DTYPES[dtype].ops if op != "prod" or world_size <= _EXACT_RANKS]
     first, *others = ops if kernel.reduces else ["none"]
     counts, fewer = (FEW, FEW_OTHERS) if dry_run else (COUNTS, OTHERS)
-    whole = kernel.zero_copy and calling.in_place(kernel.collective, kernel)  # a handle has no offset
-    found = [Call(count, first, 0 if whole else n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
-    return found + [Call(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
+    whole = kernel.zero_copy and collective_calls.in_place(kernel.collective, kernel)  # a handle has no offset
+    made = [CheckedCall(count, first, 0 if whole else n % 2 * (1 + n % 3)) for n, count in enumerate(counts)]
+    return made + [CheckedCall(count, op, 0) for op in (others[:1] if dry_run else others) for count in fewer]
 
 
 def sweep(comm: Communicator, kernel: Kernel, part: str, dry_run: bool) -> tuple[int, list[str]]:
-    """A part of the checks: how many calls were made, and what came out wrong."""
-    made, found = 0, []
+    """Make the calls of a part: their number, and the errors in words."""
+    made, errors = 0, []
     for name, wanted in of_part(kernel, comm.world_size, part, dry_run).items():
-        found += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
+        errors += [f"{name}: {text}" for text in wrong(comm, kernel, getattr(torch, name), wanted)]
         made += len(wanted)
         if kernel.collective == "all_to_all_v" and part != PARTS[0]:
-            found += [f"{name}: {text}" for text in uneven.wrong(comm, kernel, getattr(torch, name), dry_run)]
-    return made, found
+            errors += [f"{name}: {text}" for text in wrong_uneven(comm, kernel, getattr(torch, name), dry_run)]
+    return made, errors
 
 
-def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterable[Call]) -> list[str]:
-    """Make the calls, one after another with other data and another root each time; what was wrong, in words."""
-    found = []
+def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterable[CheckedCall]) -> list[str]:
+    """Make the calls one after another, each with other data and another root; the errors in words."""
+    errors = []
     for number, call in enumerate(wanted):
         if kernel.collective == "barrier":
             comm.barrier()
         else:
-            found += [f"rank {comm.rank}, {call}: {text}" for text in _trouble(comm, kernel, dtype, call, number)]
-    return found
+            errors += [f"rank {comm.rank}, {call}: {text}" for text in _errors(comm, kernel, dtype, call, number)]
+    return errors
 
 
-def _trouble(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Call, number: int) -> list[str]:
+def _errors(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: CheckedCall, number: int) -> list[str]:
     name, world_size = kernel.collective, comm.world_size
-    with comm.device:  # a row for each of eight ranks would take a CPU seconds
+    with comm.device:  # on a CPU, a row for each of eight ranks would take seconds
         data = check_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
         exact = check_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
-    source = target = _Shared(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
-    if not calling.in_place(name, kernel):
+    source = target = _Symmetric(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
+    if not collective_calls.in_place(name, kernel):
         target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
     source.inside.copy_(data)
-    source.note()
-    target.note()
-    calling.call(comm, name, number, source.argument, target.inside, kernel, call.op)
+    source.snapshot()
+    target.snapshot()
+    collective_calls.call(comm, name, number, source.argument, target.inside, kernel, call.op)
     comm.synchronize()
-    found = []
+    errors = []
     if check_data.gets(name, world_size, comm.rank, number):
         bad = check_data.wrong(target.inside, exact.cpu())
-        found += [f"{bad} elements are wrong"] if bad else []
-        target.forget()
-    found += ["memory beside the output was written"] if target.changed() else []
-    found += ["the input was written"] if target is not source and source.changed() else []
+        errors += [f"{bad} elements are wrong"] if bad else []
+        target.accept_inside()
+    errors += ["memory beside the output was written"] if target.changed() else []
+    errors += ["the input was written"] if target is not source and source.changed() else []
     source.close()
-    return found
+    return errors
+
+
+def uneven_rows(world_size: int, number: int) -> list[list[int]]:
+    """The numbers of rows from rank s to rank d in call number `number`, at [s][d]."""
+    return [[(3 * s + 5 * d + number) % 4 for d in range(world_size)] for s in range(world_size)]
+
+
+def wrong_uneven(comm: Communicator, kernel: Kernel, dtype: torch.dtype, dry_run: bool) -> list[str]:
+    """all_to_all_v with another number of rows for every pair of ranks, some of them none; the errors in words."""
+    errors = []
+    for number, width in enumerate(UNEVEN_WIDTHS[:2] if dry_run else UNEVEN_WIDTHS):
+        rows = uneven_rows(comm.world_size, number)
+        mine = [row[comm.rank] for row in rows]
+        data = [_sent(comm.world_size, source, number, rows[source], width, dtype) for source in range(comm.world_size)]
+        x = torch.cat(data[comm.rank]).to(comm.device, dtype)
+        y = torch.empty(sum(mine), width, dtype=dtype, device=comm.device)
+        check_data.poison(y)
+        comm.all_to_all_v(x, rows[comm.rank], mine, out=y, algorithm=kernel.algorithm, protocol=kernel.protocol)
+        comm.synchronize()
+        bad = check_data.wrong(y, torch.cat([parts[comm.rank] for parts in data]))
+        errors += [f"rank {comm.rank}, rows {rows} of {width} elements: {bad} elements are wrong"] if bad else []
+    return errors
+
+
+def _sent(
+    world_size: int, source: int, number: int, rows: list[int], width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """int64 [rows, width] for every rank: the rows that rank `source` sends to it."""
+    numbers = check_data.values("broadcast", "none", world_size, source, number, sum(rows) * width, dtype)
+    return tuple(torch.split(numbers.view(-1, width), rows))
 
 
 class _Memory:
-    """A tensor `inside` others' memory, all of it poisoned at first, and the `argument` that it is passed as."""
+    """A tensor `inside` a larger one, which is poisoned at first, and the `argument` that it is passed as."""
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: Call) -> None:
+    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: CheckedCall) -> None:
         self._over(torch.empty(count + 2 * call.offset + _PADDING, dtype=dtype, device=comm.device), count, call.offset)
         self.argument: torch.Tensor | Symmetric = self.inside
 
@@ -180,25 +211,25 @@ class _Memory:
         self._part = slice(offset * whole.itemsize, (offset + count) * whole.itemsize)
         self.inside = whole[offset : offset + count]
 
-    def note(self) -> None:
-        """From here on, nothing is to change."""
-        self._noted = self._bytes.clone()
+    def snapshot(self) -> None:
+        """From here on, no byte must change."""
+        self._snapshot = self._bytes.clone()
 
-    def forget(self) -> None:
-        """What is inside may have changed."""
-        self._noted[self._part] = self._bytes[self._part]
+    def accept_inside(self) -> None:
+        """The tensor inside may have changed."""
+        self._snapshot[self._part] = self._bytes[self._part]
 
     def changed(self) -> bool:
-        return not torch.equal(self._bytes, self._noted)
+        return not torch.equal(self._bytes, self._snapshot)
 
     def close(self) -> None:
-        """Nothing is to be given back."""
+        """There is nothing to free."""
 
 
-class _Shared(_Memory):
-    """The whole of a symmetric tensor: a handle has no offset."""
+class _Symmetric(_Memory):
+    """The whole of a symmetric tensor, because a handle has no offset."""
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype, call: Call) -> None:
+    def __init__(self, comm: Communicator, dtype: torch.dtype, call: CheckedCall) -> None:
         self._handle = self.argument = comm.symmetric((call.count,), dtype)
         self._over(self._handle.local, call.count, 0)
 

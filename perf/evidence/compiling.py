@@ -1,6 +1,6 @@
-"""What a case launches, compiled on all cores into Triton's cache before it runs: compiling takes most of the time.
+"""Compiles a case's kernels on all cores into Triton's cache before the case runs, because compiling takes most time.
 
-A case says what it needs, so nothing is compiled for cases that are not run, and its time counts as the case's own.
+Each case lists its own kernels. So nothing is compiled for cases that do not run, and the time counts for the case.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import compile_kernel
 from tricomm.perf.bench import check_data
-from tricomm.perf.evidence import checks, machine
-from tricomm.perf.evidence.stage import Settings, Wrong
+from tricomm.perf.evidence import checks, hardware
+from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
 from tricomm.perf.workers import end_with_parent
 from tricomm.policy.selection import SelectionFacts, choose
 
-Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and what `compile_kernel` takes
+Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and the arguments of `compile_kernel`
 _DRY = 1  # variants of a case that a dry run compiles
 
 
 def all_of(jobs: Sequence[Job], in_this_process: bool) -> None:
-    """Compile; raises `Wrong` with the first one that does not. `in_this_process`: only a few, without other cores."""
+    """Compile; raises `Wrong` with the first error. `in_this_process` compiles only a few, on this core."""
     if in_this_process:
         failures = [compile_one(job) for job in jobs[:_DRY]]
     else:
@@ -53,34 +53,36 @@ def _workers() -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Of a worker: its queue never ends, so it has to be ended, also if its parent has gone before it began."""
+    """Starts a worker, which must end with its parent, also if the parent ended before: its queue never ends."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():
         os._exit(1)
 
 
-def sweep(kernel: registry.Kernel, world_size: int, settings: Settings, parts: Sequence[str]) -> list[Job]:
-    """Of those parts of the checks (`checks.PARTS`)."""
-    found: list[Job] = []
+def sweep(kernel: registry.Kernel, world_size: int, settings: EvidenceSettings, parts: Sequence[str]) -> list[Job]:
+    """The jobs of `parts` of the checks (`checks.PARTS`)."""
+    all_jobs: list[Job] = []
     for part in parts:
         wanted = checks.of_part(kernel, world_size, part, settings.dry_run)
-        found += jobs(kernel, world_size, machine.capability(settings), wanted, checks.options(settings.dry_run))
-    return [job for n, job in enumerate(found) if job not in found[:n]]
+        all_jobs += jobs(kernel, world_size, hardware.capability(settings), wanted, checks.options(settings.dry_run))
+    return [job for n, job in enumerate(all_jobs) if job not in all_jobs[:n]]
 
 
 def jobs(
-    kernel: registry.Kernel, world_size: int, capability: int, wanted: Mapping[str, Sequence[checks.Call]],
+    kernel: registry.Kernel,
+    world_size: int,
+    capability: int,
+    wanted: Mapping[str, Sequence[checks.CheckedCall]],
     options: Options,
-) -> list[Job]:  # fmt: skip
-    """What calls of each type (by name) need compiled, worked out by the very code that makes launch plans; nothing
-    twice."""
+) -> list[Job]:
+    """The distinct variants that the calls of each type (by name) launch, by the code that makes launch plans."""
     memory = layout.plan(world_size, options.arena_bytes)
     site = SelectionFacts(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
-    found: dict[str, Job] = {}
+    variants: dict[str, Job] = {}
 
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:
-        found.setdefault(repr((constexprs, bits, aligned)), (kernel.name, constexprs, bits, aligned, capability))
+        variants.setdefault(repr((constexprs, bits, aligned)), (kernel.name, constexprs, bits, aligned, capability))
 
     for name, calls in wanted.items():
         dtype: torch.dtype = getattr(torch, name)
@@ -94,11 +96,11 @@ def jobs(
             given = dtype if kernel.collective != "barrier" else None
             request = launch_plan.Request(kernel.collective, call.op, root=root, dtype=given, elements=call.count)
             launch_plan.make(site, choice, request, call.aligned(kernel, itemsize), "eager", bind)
-    return list(found.values())
+    return list(variants.values())
 
 
 def compile_one(job: Job) -> str:
-    """What went wrong, or nothing."""
+    """The error in words, or an empty string."""
     name, constexprs, bits, aligned, capability = job
     function = next(k.function for k in registry.ALL if k.name == name)
     try:

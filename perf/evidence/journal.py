@@ -1,4 +1,4 @@
-"""All cases as they end, one JSON line each, so that nothing measured is lost; and the stages' results made of them."""
+"""The journal has one JSON line for every case that ends, so that no measurement is lost; results are made from it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tricomm.perf.evidence.schedule import Key
 from tricomm.perf.evidence.stage import Stage
 
 NAME, ASIDE = "journal.jsonl", "aside.zip"
-_KEPT = ("ok", "skipped")  # what a later run need not do again
-_NOT_COMPARED = ("date", "commit")  # the sources' own hash says what runs, with or without a commit
+_KEPT = ("ok", "skipped")  # cases that a later run does not repeat
+_NOT_COMPARED = ("date", "commit")  # the hash of the sources identifies the code, with or without a commit
 _FIELDS = ("key", "status", "reason", "seconds", "data")
 
 
 @dataclass
 class Journal:
-    """The lines of a folder's file. The first names the environment; a case has a line when it begins and one when it
-    has ended, or when it was cut off because the budget was over. Another run says what it tries again."""
+    """The lines of the file in `folder`. The first has the environment. A case has a line when it begins, and one when
+    it ends or is cut off because the budget is over. A later run adds a line with the cases that it repeats."""
 
     folder: Path
     environment: dict[str, Any] = field(default_factory=dict)
@@ -32,14 +32,15 @@ class Journal:
 
     @classmethod
     def of(cls, folder: Path) -> Journal:
-        """What an earlier run has left; a half line at its end is passed by."""
-        found = cls(folder)
-        for line in found.path.read_text(encoding="utf-8").splitlines() if found.path.exists() else ():
+        """The journal of an earlier run; a half line at its end is ignored."""
+        journal = cls(folder)
+        text = journal.path.read_text(encoding="utf-8") if journal.path.exists() else ""
+        for line in text.splitlines():
             try:
-                found._take(json.loads(line))
+                journal._take(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-        return found
+        return journal
 
     @property
     def path(self) -> Path:
@@ -57,7 +58,7 @@ class Journal:
             self.ended[line["stage"], line["key"]] = {name: line[name] for name in _FIELDS}
 
     def start(self, environment: dict[str, Any]) -> str:
-        """Go on with what was measured in the same environment; put what was not aside. In words, which of them."""
+        """Continue a journal of the same environment, or move another one aside. Returns in words which of the two."""
         before = self.environment
         other = [name for name in {**before, **environment} if name not in _NOT_COMPARED]
         other = [name for name in other if before.get(name) != environment.get(name)]
@@ -68,26 +69,24 @@ class Journal:
             return f"goes on with {len(self.ended)} cases of an earlier run" + (
                 f"; {len(again)} that went wrong are tried again" if again else ""
             )
-        said = ""
+        note = ""
         if self.path.exists():
-            said = f"starts anew: {', '.join(other) or 'the journal'} changed; the journal before is in {ASIDE}"
+            note = f"starts anew: {', '.join(other) or 'the journal'} changed; the journal before is in {ASIDE}"
             with zipfile.ZipFile(self.folder / ASIDE, "a", zipfile.ZIP_DEFLATED) as aside:
                 aside.write(self.path, f"{len(aside.namelist()) + 1}.jsonl")
             self.path.unlink()
         self.environment, self.ended, self.cut = environment, {}, {}
         self._write({"environment": environment})
-        return said
+        return note
 
     def begin(self, stage: str, key: str) -> None:
         self._write({"stage": stage, "begin": key})
 
     def end(self, stage: str, key: str, status: str, reason: str, seconds: float, data: dict[str, Any]) -> None:
-        self._write(
-            {"stage": stage, "key": key, "status": status, "reason": reason, "seconds": seconds, "data": data}
-        )  # fmt: skip
+        self._write({"stage": stage, "key": key, "status": status, "reason": reason, "seconds": seconds, "data": data})
 
     def cut_off(self, stage: str, key: str, seconds: float) -> None:
-        """The budget was over before the case was; it is run again if there is more time than that."""
+        """The budget ended before the case; it runs again if there is more time than `seconds`."""
         self._write({"stage": stage, "cut": key, "seconds": seconds})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -102,8 +101,8 @@ class Journal:
             os.fsync(file.fileno())
 
     def result(self, stage: Stage, trouble: tuple[str, str] | None, left: Mapping[str, str], simulated: bool) -> Any:
-        """The stage's result. `trouble` is the stage's own status and reason, without it its cases decide; `left` are
-        the cases that were not run, and why."""
+        """The stage's result. Its status and reason are `trouble`, or follow from its cases; `left` has the cases that
+        did not run, with the reasons."""
         cases = [case for (name, _), case in self.ended.items() if name == stage.name]
         bad = [case for case in cases if case["status"] != "ok"]
         status, reason = trouble or ("ok", "")

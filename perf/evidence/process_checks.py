@@ -1,4 +1,10 @@
-"""One rank of the stage `processes`, a process of its own (see `tricomm.perf.workers`)."""
+"""The tasks of ranks that are processes: sweeps, graphs, ends of the epoch, two groups, messages.
+
+    python -m tricomm.perf.evidence.process_checks WORLD [COLLECTIVE]
+
+makes a few small calls of every kernel under a tool that watches processes. Such a tool may run the kernels of one
+process one after another, so no kernel may wait for another one of its process.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +21,26 @@ from tricomm import Communicator
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.perf.bench import calling, check_data
-from tricomm.perf.evidence import checks, machine, messages
-from tricomm.perf.evidence.stage import Settings
-from tricomm.perf.workers import speak
+from tricomm.perf.bench import check_data, collective_calls, timing
+from tricomm.perf.evidence import checks, hardware, message_checks
+from tricomm.perf.evidence.stage import EvidenceSettings
+from tricomm.perf.workers import run_workers
 
-# The next epoch or the one after it: a signed counter of 32 bits ends, an unsigned one does, a mailbox is cleared.
+# The epoch before a signed counter of 32 bits overflows, before an unsigned one does, and before a mailbox is cleared.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 3, layout.CLEAR_EVERY - 1, 2 * layout.CLEAR_EVERY - 2)
 _NAME, _DTYPE = "float32", torch.float32
-_REPLAYS_S = 20.0
-_WATCHED = 150.0
-_ROOT = 1  # of a graph's calls, for those who have one
-Found = tuple[str, int, list[str]]  # kind of arena, calls, what was wrong
+_REPLAYS_S = 20.0  # seconds
+_WATCHED = 150.0  # seconds that a call under a tool may take
+_SILENCE = 180.0  # seconds without a message of a rank under a tool
+_ROOT = 1  # of a graph's calls
+Join = Callable[..., Communicator]
+Checked = tuple[str, int, list[str]]  # kind of arena, calls, errors
 
 
-def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
-    """Do the tasks and say of each what was wrong, how memory was shared, and how many calls were made."""
+def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
+    """One rank, a process of its own: does the tasks, and emits the errors, the arena's kind and the calls of each."""
     torch.set_num_threads(1)
-    device = machine.rank_device(Settings(Path(), dry_run=data["dry_run"]), rank, data.get("one_gpu", True))
+    device = hardware.rank_device(EvidenceSettings(Path(), dry_run=data["dry_run"]), rank, data.get("one_gpu", True))
     if device != "cpu":
         torch.cuda.set_device(device)
 
@@ -48,22 +56,22 @@ def main(say: Callable[..., None], rank: int, world_size: int, url: str, data: A
             kind, calls, wrong = small(join, data["kernels"])
         else:
             kind, calls, wrong = _TASKS[task](join, kernel, data["dry_run"])
-        say("checked", task=task, wrong=wrong, kind=kind, calls=calls)
+        emit("checked", task=task, wrong=wrong, kind=kind, calls=calls)
 
 
-def one_size(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
+def one_size(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     """One size of every kernel."""
     with join("one-size") as comm:
         wrong: list[str] = []
         calls = 0
         for each in checks.of_processes(comm.world_size, dry_run):
-            made, found = checks.sweep(comm, each, checks.PARTS[0], dry_run)
-            calls, wrong = calls + made, wrong + [f"{each.name}: {text}" for text in found]
+            made, errors = checks.sweep(comm, each, checks.PARTS[0], dry_run)
+            calls, wrong = calls + made, wrong + [f"{each.name}: {text}" for text in errors]
         return comm.kind, calls, wrong
 
 
-def small(join: Callable[..., Communicator], names: Collection[str]) -> Found:
-    """A few small calls of the kernels of these names, in as much time as a tool that watches them may need."""
+def small(join: Join, names: Collection[str]) -> Checked:
+    """A few small calls of the kernels of these names, with time limits for a tool that slows them."""
     with join("small", timeout=_WATCHED, stall_timeout=_WATCHED) as comm:
         wrong: list[str] = []
         calls = 0
@@ -75,15 +83,15 @@ def small(join: Callable[..., Communicator], names: Collection[str]) -> Found:
         return comm.kind, calls, wrong
 
 
-def sweep(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
+def sweep(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     """Every type and operation."""
     with join("sweep") as comm:
         parts = [checks.sweep(comm, kernel, part, dry_run) for part in checks.parts(kernel)]
-        return comm.kind, sum(made for made, _ in parts), [text for _, found in parts for text in found]
+        return comm.kind, sum(made for made, _ in parts), [text for _, errors in parts for text in errors]
 
 
-def epochs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
-    """Calls across the ends of the counters."""
+def epochs(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Calls across the overflow of the counters."""
     wrong, calls = [], 0
     for first in _EDGES[:2] if dry_run else _EDGES:
         with join(f"epoch-{first}", first_epoch=first) as comm:
@@ -94,8 +102,8 @@ def epochs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> 
     return kind, calls, wrong
 
 
-def two_groups(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
-    """Two communicators of the same ranks, call by call in turns, with other kernels."""
+def two_groups(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Two communicators of the same ranks, in turns, with all kernels."""
     wrong, calls = [], 0
     with join("one") as one, join("two") as two:
         for turn, kernel in enumerate(checks.of_processes(one.world_size, dry_run) * (1 if dry_run else 5)):
@@ -106,26 +114,26 @@ def two_groups(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool)
         return one.kind, calls, wrong
 
 
-def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, slice_us: float | None) -> Found:
+def graphs(join: Join, kernel: Kernel, dry_run: bool, slice_us: float | None) -> Checked:
     """Replays of a CUDA graph of two calls, mixed with eager calls; without a GPU the calls themselves.
 
-    A thousand of two ranks, fewer of more: processes take turns on a device, so a call of four takes four times as
-    long at the least. Fewer, too, if the time slice is so long that they would take more than `_REPLAYS_S`.
+    A thousand replays with two ranks, and fewer with more: processes take turns on a device, so that a call of four
+    ranks takes at least four times as long. Fewer, too, if they would take more than `_REPLAYS_S` with this time slice.
     """
     with join("graphs") as comm:
         name, world_size, wrong = kernel.collective, comm.world_size, 0
         replays, count = (2, 37) if dry_run else (4000 // world_size**2, 1000)
-        if slice_us:  # each of two calls has every rank wait for the others' turns
+        if slice_us:  # in each of two calls every rank waits for the others' turns
             replays = min(replays, max(10, int(_REPLAYS_S * 1e6 / (2 * world_size * slice_us))))
-        given, y = calling.tensors(comm, name, count, _DTYPE, kernel)
-        x = calling.local(given)
-        data = torch.zeros_like(x) if x is y else x  # what works in place has no input left for another call
+        given, y = collective_calls.tensors(comm, name, count, _DTYPE, kernel)
+        x = collective_calls.local(given)
+        data = torch.zeros_like(x) if x is y else x  # a call in place leaves no input for the next one
         checked = name != "barrier" and check_data.gets(name, world_size, comm.rank, _ROOT)
 
         def call() -> None:
             if x is y:
                 x.copy_(data)
-            calling.call(comm, name, _ROOT, given, y, kernel)
+            collective_calls.call(comm, name, _ROOT, given, y, kernel)
 
         stream = torch.cuda.Stream() if not dry_run else None
         with torch.cuda.stream(stream):
@@ -145,35 +153,43 @@ def graphs(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool, sli
         return comm.kind, 2 * replays, [f"{wrong} elements are wrong"] if wrong else []
 
 
-def sent(join: Callable[..., Communicator], kernel: Kernel, dry_run: bool) -> Found:
-    """Messages between two ranks, from a number near the end of the counters, too."""
+def messages(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Messages between two ranks, also across the overflow of the counters."""
     wrong: list[str] = []
     calls = 0
     for first in (1, (1 << 32) - 6):
         with join(f"messages-{first}", first_epoch=first) as comm:
-            made, found = messages.sweep(comm, dry_run)
-            wrong, calls, kind = wrong + found, calls + made, comm.kind
+            made, errors = message_checks.sweep(comm, dry_run)
+            wrong, calls, kind = wrong + errors, calls + made, comm.kind
     return kind, calls, wrong
 
 
 def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
     if stream is None:
-
-        def twice() -> None:
-            call()
-            call()
-
-        return twice
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        call()
-        call()
-    return graph.replay
+        return timing.repeated(call, 2)
+    return timing.capture(call, 2, stream)
 
 
-_TASKS: dict[str, Callable[[Callable[..., Communicator], Kernel, bool], Found]] = {
-    "one size": one_size, "sweep": sweep, "epochs": epochs, "two groups": two_groups, "messages": sent,
+_TASKS: dict[str, Callable[[Join, Kernel, bool], Checked]] = {
+    "one size": one_size, "sweep": sweep, "epochs": epochs, "two groups": two_groups, "messages": messages,
 }  # fmt: skip
 
+
+def main(world_size: int, collective: str = "") -> int:
+    """Run the ranks of small calls; exit code 1 if a result is wrong."""
+    names = [k.name for k, ranks in pairs() if ranks == world_size and collective in ("", k.collective)]
+    settings = {"tasks": ["small"], "kernel": "", "kernels": names, "dry_run": False}
+    ranks = run_workers("tricomm.perf.evidence.process_checks:rank_main", world_size, settings, _SILENCE)
+    replies = [message for _, message in ranks]
+    bad = [text for reply in replies for text in reply["wrong"]]
+    print("\n".join(bad))
+    return 1 if bad or len(replies) != world_size else 0
+
+
+def pairs() -> list[tuple[Kernel, int]]:
+    """Every kernel, with the fewest ranks that can run it."""
+    return [(k, registry.CUBE_RANKS if k.needs_cube else 2) for k in registry.KERNELS]
+
+
 if __name__ == "__main__":
-    sys.exit(speak(main))
+    sys.exit(main(int(sys.argv[1]), *sys.argv[2:]))

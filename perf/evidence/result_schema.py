@@ -1,4 +1,4 @@
-"""The form of a stage's result file, and whether one that came from elsewhere can be believed."""
+"""The form of a stage's result file, and checks of files from other machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from tricomm.errors import InvalidArgument
 
 SCHEMA = "tricomm-evidence/2"
-# Of a case, and of a stage; a stage is incomplete if all cases that did run are ok, and some could not or were left.
+# Of cases and stages. A stage is incomplete if all cases that ran are ok, and others could not run or were left.
 STATES = ("ok", "failed", "skipped", "crashed", "timeout", "incomplete", "not run")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "schema": str, "stage": str, "title": str, "status": str, "reason": str, "simulated": bool, "environment": dict,
@@ -22,20 +22,20 @@ _CASE_FIELDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 _LEFT_FIELDS: dict[str, type | tuple[type, ...]] = {"key": str, "reason": str}
 _ENVIRONMENT = ("date", "device", "versions")
-# Of a number by how its name ends: what no machine of today passes.
+# Upper limits of numbers by the end of their names, which no machine of today exceeds.
 _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A stage's result. Raises `InvalidArgument` that names everything that is wrong with it."""
+    """A stage's result. Raises `InvalidArgument` with all problems of the file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
-    wrong = problems(found)
+    wrong = problems(result)
     if wrong:
         raise InvalidArgument(f"{path}: " + "; ".join(wrong))
-    return found  # type: ignore[no-any-return]
+    return result  # type: ignore[no-any-return]
 
 
 def read_all(path: Path) -> list[dict[str, Any]]:
@@ -45,17 +45,17 @@ def read_all(path: Path) -> list[dict[str, Any]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(".json")]
-            found = [json.loads(archive.read(name)) for name in names]
+            results = [json.loads(archive.read(name)) for name in names]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidArgument(f"{path}: {error}") from None
-    wrong = [f"{name}: {text}" for name, result in zip(names, found, strict=True) for text in problems(result)]
-    if wrong or not found:
+    wrong = [f"{name}: {text}" for name, result in zip(names, results, strict=True) for text in problems(result)]
+    if wrong or not results:
         raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or "no result is in it"))
-    return found
+    return results
 
 
 def problems(result: Any) -> list[str]:
-    """What is wrong with a result: its form, and numbers that cannot be. Empty where nothing is."""
+    """The problems of a result, in its form and its numbers, in words."""
     if not isinstance(result, dict):
         return [f"an object is needed, found {type(result).__name__}"]
     wrong = _typed("", result, _FIELDS)
@@ -90,12 +90,12 @@ def problems(result: Any) -> list[str]:
     return wrong
 
 
-def _typed(where: str, found: dict[str, Any], fields: dict[str, type | tuple[type, ...]]) -> list[str]:
+def _typed(where: str, record: dict[str, Any], fields: dict[str, type | tuple[type, ...]]) -> list[str]:
     prefix = f"{where}: " if where else ""
     wrong = []
     for name, kind in fields.items():
-        value = found.get(name)
-        if name not in found or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        value = record.get(name)
+        if name not in record or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             wrong.append(f"{prefix}{name!r} is missing or of another type ({type(value).__name__})")
     return wrong
 

@@ -1,4 +1,4 @@
-"""What a stage is, and what it may ask of the machine that it runs on."""
+"""Stages of evidence, their cases, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -8,33 +8,31 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-Data = dict[str, Any]  # what a case found: JSON
+Data = dict[str, Any]  # the result of a case, as JSON
 
-# Kernels of ranks that are streams wait for each other. So none may be loaded while another one waits, and each
-# stream needs a connection to the device of its own.
-STREAMS: Mapping[str, str] = MappingProxyType(
-    {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-)  # fmt: skip
+# If ranks are streams, their kernels wait for each other. So no kernel may be loaded while another one waits, and each
+# stream needs its own connection to the device.
+STREAMS: Mapping[str, str] = MappingProxyType({"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
 
-FIRST = -1  # the tier of what decides about the rest
+FIRST = -1  # the tier of the cases that decide whether other stages run
 # Cases of `stages.first` that others need.
 GIL, SLICE, KILL = "first/GIL", "first/time slice", "first/killed peer"
 TWO, EIGHT, GRAPH = "first_streams/2 ranks", "first_streams/8 ranks", "first_streams/graph"
 
 
 class Skip(Exception):
-    """Raised by a case that cannot run here: its text says what is missing."""
+    """Raised by a case that cannot run here; the text says what is missing."""
 
 
 class Wrong(Exception):
-    """Raised by a case whose result is not what it has to be."""
+    """Raised by a case whose result is wrong."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What a run was asked for. `peers` is a folder with sources to compare with, brought from outside.
+class EvidenceSettings:
+    """The settings of a run. `out` is the folder of its results, `peers` one with checkouts of other projects.
 
-    `slice_us` is how long a process has the device before another one gets it, once that has been measured.
+    `slice_us` is the time slice that a process has on a shared device, once it has been measured.
     """
 
     out: Path
@@ -44,12 +42,12 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One check or one measurement. `key` names it alike in every run; `limit` is in seconds.
+class StageCase:
+    """One check or one measurement. `key` is its name, the same in every run; `limit` is in seconds.
 
-    `tier` is its value: all stages' cases of one tier run before the first case of the next one. `jobs` lists what it
-    launches, to be compiled on all cores before (see `compiling`). `needs` names cases of the stages that run first,
-    as "stage/key", without which this one is left out.
+    All stages' cases of one `tier` run before the first case of the next one. `jobs` lists the kernels that it
+    launches, which are compiled before on all cores (see `compiling`). `needs` names cases of the first stages, as
+    "stage/key"; if one of them fails, this case is left out.
     """
 
     key: str
@@ -65,14 +63,14 @@ class Stage:
     """Cases that belong together. `cases(settings)` lists them; `missing(settings)` says why none can run, or None.
 
     `columns` are the keys of a case's data that the summary shows. `environment` is set for the stage's process, and
-    `needs` holds for all its cases. `share` is its part of the budget, in proportion to the others'. `reference` is
-    module:attribute of a stage that is not among the shipped ones, for the process that runs it.
+    `needs` holds for all its cases. `share` is its part of the budget, relative to the others'. `reference` is the
+    module:attribute of a stage that is not among the shipped ones.
     """
 
     name: str
     title: str
-    cases: Callable[[Settings], Iterable[Case]]
-    missing: Callable[[Settings], str | None] = field(default=lambda settings: None)
+    cases: Callable[[EvidenceSettings], Iterable[StageCase]]
+    missing: Callable[[EvidenceSettings], str | None] = field(default=lambda settings: None)
     columns: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The tables of a history file, version by version.
+"""The tables of a history file, version by version; their columns are the fields of dataclasses.
 
 `user_version` counts the steps that have been taken; a file of an older version takes the others when it is opened.
 """
@@ -6,47 +6,118 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
 
-APPLICATION = 0x7472636D  # "trcm", in the file's header: whose it is
-_STEPS = (
+from tricomm.perf.bench_row import Measurement
+
+APPLICATION = 0x7472636D  # "trcm", in the file's header: the program that it belongs to
+_TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL", "dict[str, str]": "TEXT"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The facts that the rows of one run share. `versions` and `commit` are of the loaded code, `date` is UTC."""
+
+    date: str
+    device: str
+    topology: str
+    world_size: int
+    versions: dict[str, str]
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class ActivityRow:
+    """The calls of one kernel and bucket of sizes by a process (`job`), as in `tricomm.metrics.counters.Calls`.
+
+    `route` is kernels, nccl or gloo; the last two are counted for a process, so `rank` is -1 and `group` is empty.
     """
-    CREATE TABLE runs (
-        id INTEGER PRIMARY KEY, date TEXT NOT NULL, device TEXT NOT NULL, topology TEXT NOT NULL,
-        world_size INTEGER NOT NULL, versions TEXT NOT NULL, "commit" TEXT NOT NULL
-    ) STRICT;
-    CREATE TABLE measurements (
-        run INTEGER NOT NULL REFERENCES runs, library TEXT NOT NULL, collective TEXT NOT NULL,
-        algorithm TEXT NOT NULL, protocol TEXT NOT NULL, dtype TEXT NOT NULL, op TEXT NOT NULL, mode TEXT NOT NULL,
-        place TEXT NOT NULL, nbytes INTEGER NOT NULL, p50_us REAL NOT NULL, p99_us REAL NOT NULL, max_us REAL NOT NULL,
-        skew_us REAL NOT NULL, simulated INTEGER NOT NULL, blocks INTEGER NOT NULL, warps INTEGER NOT NULL,
-        tile INTEGER NOT NULL
-    ) STRICT;
-    """,
-    """
-    CREATE TABLE activity (
-        job TEXT NOT NULL, date TEXT NOT NULL, device TEXT NOT NULL, "group" TEXT NOT NULL, rank INTEGER NOT NULL,
-        world_size INTEGER NOT NULL, simulated INTEGER NOT NULL, route TEXT NOT NULL, collective TEXT NOT NULL,
-        algorithm TEXT NOT NULL, protocol TEXT NOT NULL, bucket INTEGER NOT NULL, calls INTEGER NOT NULL,
-        nbytes INTEGER NOT NULL, timed INTEGER NOT NULL, seconds REAL NOT NULL, p50_us REAL, p99_us REAL,
-        PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)
-    ) STRICT;
-    """,
-)
+
+    job: str
+    date: str
+    device: str
+    group: str
+    rank: int
+    world_size: int
+    simulated: bool
+    route: str
+    collective: str
+    algorithm: str
+    protocol: str
+    bucket: int
+    calls: int
+    nbytes: int
+    timed: int = 0
+    seconds: float = 0.0
+    p50_us: float | None = None
+    p99_us: float | None = None
+
+
+@dataclass(frozen=True)
+class SqlTable:
+    """A table with a column for each field of `row`, after the columns `first`; `last` are its constraints."""
+
+    name: str
+    row: type[Any]
+    first: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(self.row))
+
+    @cached_property
+    def quoted(self) -> tuple[str, ...]:
+        return tuple(f'"{name}"' for name in self.names)
+
+    @property
+    def create(self) -> str:
+        columns = [f'"{f.name}" {_declared(f.type)}' for f in fields(self.row)]
+        return f"CREATE TABLE {self.name} ({', '.join((*self.first, *columns, *self.last))}) STRICT;"
+
+    @cached_property
+    def insert(self) -> str:
+        """Of a row's values, after those of the columns `first`."""
+        marks = "?" * (len(self.first) + len(self.names))
+        columns = ", ".join((*(column.split()[0] for column in self.first), *self.quoted))
+        return f"INSERT INTO {self.name} ({columns}) VALUES ({', '.join(marks)})"
+
+    def values(self, row: Sequence[Any]) -> dict[str, Any]:
+        """A row of the file by field."""
+        return {n: bool(v) if n in self._flags else v for n, v in zip(self.names, row, strict=True)}
+
+    @cached_property
+    def _flags(self) -> frozenset[str]:
+        return frozenset(f.name for f in fields(self.row) if f.type == "bool")
+
+
+def _declared(annotation: Any) -> str:
+    kind, _, optional = str(annotation).partition(" | ")
+    return _TYPES[kind] + ("" if optional else " NOT NULL")
+
+
+RUN = SqlTable("runs", Run, ("id INTEGER PRIMARY KEY",))
+MEASUREMENT = SqlTable("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
+_KEY = 'PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)'
+ACTIVITY = SqlTable("activity", ActivityRow, (), (_KEY,))
+# A column that is added later needs a step of its own, and must not be in the step that made its table.
+_STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create)
 VERSION = len(_STEPS)
 
-_OF_RUN = ("date", "device", "topology", "world_size", "versions", '"commit"')
-_OF_MEASUREMENT = (
-    "library", "collective", "algorithm", "protocol", "dtype", "op", "mode", "place", "nbytes", "p50_us", "p99_us",
-    "max_us", "skew_us", "simulated", "blocks", "warps", "tile",
-)  # fmt: skip
-COLUMN = {name.strip('"'): f"runs.{name}" for name in _OF_RUN} | {n: f"measurements.{n}" for n in _OF_MEASUREMENT}
+COLUMN = {
+    name: f"{table.name}.{quoted}"
+    for table in (RUN, MEASUREMENT)
+    for name, quoted in zip(table.names, table.quoted, strict=True)
+}
 ROWS = f"SELECT runs.id, {', '.join(COLUMN.values())} FROM measurements JOIN runs ON runs.id = measurements.run"
 ORDER = "ORDER BY measurements.rowid"
-SAME_RUN = " AND ".join(f"{name} = ?" for name in _OF_RUN)
-NEW_RUN = f"INSERT INTO runs ({', '.join(_OF_RUN)}) VALUES ({', '.join('?' * len(_OF_RUN))})"
+SAME_RUN = f"SELECT id FROM runs WHERE {' AND '.join(f'{name} = ?' for name in RUN.quoted)}"
 
 
-class Newer(Exception):
+class TooNew(Exception):
     """The file is of a version that this tricomm does not know."""
 
     def __init__(self, version: int) -> None:
@@ -55,7 +126,7 @@ class Newer(Exception):
 
 
 def check(database: sqlite3.Connection) -> None:
-    """Raise `sqlite3.DatabaseError` for a file that is broken or no history, `Newer` for one of a newer tricomm."""
+    """Raise `sqlite3.DatabaseError` for a file that is broken or no history, `TooNew` for one of a newer tricomm."""
     (tables,) = database.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if not tables:
         return
@@ -64,16 +135,16 @@ def check(database: sqlite3.Connection) -> None:
         raise sqlite3.DatabaseError("it is another program's database")
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
-        raise Newer(version)
+        raise TooNew(version)
     (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise sqlite3.DatabaseError(" ".join(verdict.split()))
 
 
 def broken(error: Exception) -> bool:
-    """Whether the file is at fault, and not that it is locked, read-only or on a full disk.
+    """True if the file is damaged; False if it is locked, read-only or on a full disk.
 
-    What SQLite cannot put in words comes as a `UnicodeDecodeError`: it quotes the damaged bytes.
+    A `UnicodeDecodeError` comes from a message of SQLite that quotes the damaged bytes.
     """
     if isinstance(error, sqlite3.OperationalError):
         return error.sqlite_errorcode == sqlite3.SQLITE_ERROR

@@ -1,12 +1,12 @@
-"""What an access of a shipped kernel is for, by the source line that it was inlined from.
+"""The purpose of an access of a shipped kernel, by the source line that it was inlined from.
 
-    body     a tile of payload, in full: must be 128 bits an access, in PTX and in SASS, where the tensors are aligned
+    body     a full tile of payload: must be 128 bits an access, in PTX and in SASS, if the tensors are aligned
     tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
-    scalar   one word, the same for the whole block (table entries, epoch), as the TTGIR says
+    scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
              `mailbox.py` and `counts.py`, except `put_ll` and `get_ll`, whose accesses are payload
 
-Whatever is on none of these lists counts as body, so a new access is held to the bar until somebody says why not.
+Every other access counts as body, so that a new access is held to the bar until it is listed here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tricomm.perf.machine_code.accesses import Line
 def classify(line: Line, tiles: set[Line]) -> str:
     """body, tail, scalar or control: see the head of this file."""
     function = function_of(line)
-    if function.startswith(("mailbox.", "splits.")) or (
+    if function.startswith(("mailbox.", "counts.")) or (
         function.startswith("primitives.") and function not in ("primitives.put_ll", "primitives.get_ll")
     ):
         return "control"
@@ -33,7 +33,7 @@ def classify(line: Line, tiles: set[Line]) -> str:
 
 
 def clears(line: Line) -> bool:
-    """True for what runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
+    """True for code that runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
     return function_of(line) in ("mailbox.clear_idle", "channels.clear_stale")
 
 

@@ -1,4 +1,4 @@
-"""What a compiled kernel really does to memory, read from its TTGIR, PTX and SASS. Needs no GPU.
+"""The memory accesses of a compiled kernel, read from its TTGIR, PTX and SASS. Needs no GPU.
 
 Every global access is attributed to the source line that it was inlined from: PTX carries `.loc`, the disassembly
 carries the same line table, and the TTGIR says whether that line accesses a tile or one word.
@@ -29,8 +29,8 @@ _LOCAL = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(LDL|STL)\b")
 
 
 @dataclass(frozen=True)
-class Access:
-    """One global memory instruction: the source line it comes from, its width in bits, and its full mnemonic."""
+class MemoryInstruction:
+    """One global memory instruction: its source line, its width in bits, and its full mnemonic."""
 
     line: Line
     store: bool
@@ -44,13 +44,13 @@ class Access:
 
     @property
     def system(self) -> bool:
-        """True where the access is ordered across GPUs (`.sys` in PTX, `STRONG.SYS` in SASS)."""
+        """True if the access is ordered across GPUs (`.sys` in PTX, `STRONG.SYS` in SASS)."""
         return ".sys" in self.mnemonic or "STRONG.SYS" in self.mnemonic
 
 
 @dataclass(frozen=True)
 class Resources:
-    """Registers per thread, stack and static shared memory in bytes, and local loads and stores found in SASS."""
+    """Registers per thread, stack and static shared memory in bytes, and local loads and stores in SASS."""
 
     registers: int
     stack: int
@@ -62,19 +62,19 @@ class Resources:
 def plain_lines(ptx: str) -> str:
     """`ptx` with one source line for each piece of inline assembly.
 
-    LLVM numbers the lines of a piece that has several as if they were lines of the Python source, and nearly every
-    access that Triton emits is the second or third line of such a piece.
+    LLVM counts the lines of a piece as lines of the Python source, and nearly every access that Triton emits is the
+    second or third line of such a piece.
     """
-    kept, inside, given = [], False, False
+    kept, inside, placed = [], False, False
     for text in ptx.splitlines():
         if "// begin inline asm" in text:
-            inside, given = True, False
+            inside, placed = True, False
         elif "// end inline asm" in text:
             inside = False
         elif inside and _LOC.match(text):
-            if given:
+            if placed:
                 continue
-            given = True
+            placed = True
         kept.append(text)
     return "\n".join(kept) + "\n"
 
@@ -85,28 +85,28 @@ def text_of(cubin: bytes) -> dict[str, bytes]:
     size, count, names = struct.unpack_from("<HHH", cubin, 58)
     heads = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     first = heads[names][4]
-    found = {}
+    sections = {}
     for name, _, _, _, offset, length in heads:
         start = first + name
         label = cubin[start : cubin.index(b"\0", start)].decode()
         if label.startswith(".text"):
-            found[label] = cubin[offset : offset + length]
-    return found
+            sections[label] = cubin[offset : offset + length]
+    return sections
 
 
-def ptx_accesses(ptx: str) -> list[Access]:
+def ptx_accesses(ptx: str) -> list[MemoryInstruction]:
     """Every global load, store and atomic of `ptx`, in order."""
     names = {number: path for number, path in _FILE.findall(ptx)}
-    found, line = [], ("", 0)
+    accesses, line = [], ("", 0)
     for text in ptx.splitlines():
-        where = _LOC.match(text)
-        if where:
-            line = (_name(names.get(where[1], "")), int(where[2]))
+        location = _LOC.match(text)
+        if location:
+            line = (_name(names.get(location[1], "")), int(location[2]))
             continue
         for kind, suffix in _PTX.findall(text.split("//")[0]):
             if ".global" in suffix:
-                found.append(Access(line, kind != "ld", _ptx_bits(suffix), kind + suffix))
-    return found
+                accesses.append(MemoryInstruction(line, kind != "ld", _ptx_bits(suffix), kind + suffix))
+    return accesses
 
 
 def _ptx_bits(suffix: str) -> int:
@@ -115,19 +115,20 @@ def _ptx_bits(suffix: str) -> int:
     return (int(vector[1]) if vector else 1) * (int(element[1]) if element else 0)
 
 
-def sass_accesses(sass: str) -> list[Access]:
+def sass_accesses(sass: str) -> list[MemoryInstruction]:
     """Every global load, store and atomic of a disassembly with line information (`disassemble`), in order."""
-    return [found for text, line in sass_lines(sass) if (found := sass_access(text, line)) is not None]
+    instructions = (sass_access(text, line) for text, line in sass_lines(sass))
+    return [instruction for instruction in instructions if instruction is not None]
 
 
 def sass_lines(sass: str) -> Iterator[tuple[str, Line]]:
-    """The labels and instructions of a disassembly, each with the innermost source line that it is inlined from."""
+    """The labels and instructions of a disassembly, each with the innermost source line of its inlining."""
     line, fresh = ("", 0), True
     for text in sass.splitlines():
-        where = _SASS_LINE.match(text)
-        if where:
+        location = _SASS_LINE.match(text)
+        if location:
             if fresh:  # the first of a run of these comments
-                line = (_name(where[1]), int(where[2]))
+                line = (_name(location[1]), int(location[2]))
             fresh = False
         elif _SASS.match(text):
             fresh = True
@@ -136,33 +137,33 @@ def sass_lines(sass: str) -> Iterator[tuple[str, Line]]:
             yield text, line
 
 
-def sass_access(text: str, line: Line) -> Access | None:
-    """The instruction as an access to global memory, where it is one."""
+def sass_access(text: str, line: Line) -> MemoryInstruction | None:
+    """The instruction if it accesses global memory, else None."""
     instruction = _SASS.match(text)
     if instruction is None or instruction[1] not in ("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
         return None
     name, suffix = instruction[1], instruction[2]
     bits = next((_BITS[p] for p in suffix.split(".") if p in _BITS), 32)
-    return Access(line, name not in ("LDG", "LD"), bits, name + suffix)
+    return MemoryInstruction(line, name not in ("LDG", "LD"), bits, name + suffix)
 
 
 def tile_lines(ttgir: str) -> set[Line]:
-    """Source lines with an access to a tile: every thread has elements of its own. Other accesses move one word."""
+    """Source lines with an access to a tile, of which every thread has its own elements; others move one word."""
     names = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.M))
     lines = set()
     for text in ttgir.splitlines():
         if re.search(r"tt\.(load|store|atomic_\w+|elementwise_inline_asm)\b", text) and "tensor<" in text:
-            where = re.search(r"loc\((#loc\d*)\)$", text)
-            lines.add(_resolve(names, where[1]) if where else ("", 0))
+            location = re.search(r"loc\((#loc\d*)\)$", text)
+            lines.add(_resolve(names, location[1]) if location else ("", 0))
     return lines
 
 
 def _resolve(names: dict[str, str], alias: str) -> Line:
     for _ in range(64):
         text = names.get(alias, "")
-        place = re.match(r'"([^"]+)":(\d+):\d+', text)
-        if place:
-            return _name(place[1]), int(place[2])
+        location = re.match(r'"([^"]+)":(\d+):\d+', text)
+        if location:
+            return _name(location[1]), int(location[2])
         inner = re.search(r"#loc\d*", text)  # callsite(callee at caller), "name"(place): the first is the innermost
         if inner is None:
             break
@@ -176,12 +177,12 @@ def _name(path: str) -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of `cubin` with the line table. Raises `ResourceError` where Triton's own tools are missing or fail."""
+    """SASS of `cubin` with the line table. Raises `ResourceError` if Triton's own tools are missing or fail."""
     return _tool("nvdisasm", cubin, "-gi")
 
 
 def resources(cubin: bytes, sass: str, shared: int) -> Resources:
-    """Registers and stack as the loader will see them; spills are counted in `sass`, for a stack may be merely used."""
+    """Registers and stack as the loader sees them; spills are counted in `sass`, because a stack has other uses."""
     usage = _tool("cuobjdump", cubin, "--dump-resource-usage")
     numbers = {n: int(v) for n, v in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     if "REG" not in numbers:

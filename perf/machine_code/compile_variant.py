@@ -45,7 +45,7 @@ def _options(variant: Variant) -> dict[str, Any]:
 
 
 def with_plain_lines(ptx: str, cubin: bytes, variant: Variant) -> bytes:
-    """`cubin` with a line table that can be trusted; raises `ResourceError` where the machine code changes with it."""
+    """`cubin` with a correct line table; raises `ResourceError` if the machine code changes with it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
 

@@ -26,7 +26,7 @@ _OWN_ARRIVALS = ("primitives.leave", "channels.end")  # count a rank's own block
 
 @dataclass(frozen=True)
 class Counts:
-    """Global memory instructions by what they are for; `wide` is 128 bits or more."""
+    """Global memory instructions by purpose (`access_kinds`); `wide` is 128 bits or more."""
 
     body_wide_loads: int
     body_wide_stores: int
@@ -38,12 +38,11 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one variant compiles to. Flags are counted in PTX; `weak_flags` names those that are not `.sys`.
+class KernelReport:
+    """The machine code of one variant. Flags are counted in PTX; `weak_flags` names those that are not `.sys`.
 
-    `steady` is what the loops that move payload cost, in instructions for 16 bytes (`steady_loop`).
-
-    `failure` says why there is nothing to report: Triton could not compile the variant.
+    `steady` is the cost of the loops that move payload, in instructions for 16 bytes (`steady_loop`). `failure` is
+    Triton's error if it could not compile the variant; then the rest means nothing.
     """
 
     variant: Variant
@@ -77,7 +76,7 @@ def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Varian
     if kernel.collective == "barrier":
         yield from (Variant(kernel.name, arch, world_size=w) for w in (WORLDS if everything else (8,)))
     elif not everything:
-        # Under a copy all widths are the same code, but for the tail.
+        # For a copy all widths are the same code, except the tail.
         yield from (Variant(kernel.name, arch, dtype) for dtype in (WIDTHS if kernel.reduces else WIDTHS[1:3]))
     else:
         worlds = (registry.CUBE_RANKS,) if kernel.needs_cube else WORLDS
@@ -88,10 +87,10 @@ def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Varian
                         yield Variant(kernel.name, arch, dtype.name, op, world_size, aligned)
 
 
-def examine(variant: Variant, function: Any = None) -> Report:
+def examine(variant: Variant, function: Any = None) -> KernelReport:
     """Compile `variant` (of a shipped kernel, or of the jitted `function`) and read the result.
 
-    A variant that Triton cannot compile is a report with `failure`. Raises `ResourceError` where Triton's own
+    A variant that Triton cannot compile gives a report with `failure`. Raises `ResourceError` if Triton's own
     disassembler is missing or fails.
     """
     fixed: dict[str, Any] = {}
@@ -101,7 +100,7 @@ def examine(variant: Variant, function: Any = None) -> Report:
     try:
         compiled = compile_variant(function, variant, fixed)
     except Exception as error:  # whatever a compiler may raise
-        return _failed(variant, _said(error))
+        return _failed(variant, _error_text(error))
     ptx, cubin = code.plain_lines(compiled.asm["ptx"]), compiled.asm["cubin"]
     sass = code.disassemble(with_plain_lines(ptx, cubin, variant))
     tiles = code.tile_lines(compiled.asm["ttgir"])
@@ -112,7 +111,7 @@ def examine(variant: Variant, function: Any = None) -> Report:
     weak = [f"{a.mnemonic} at {place(a.line)}" for a in flags if not a.system]
     weak += [f"{a.mnemonic} at {place(a.line)} (SASS)" for a in in_sass if a.line in lines and not a.system]
     ordered = [a.order for a in flags if a.system]
-    return Report(
+    return KernelReport(
         variant,
         code.resources(cubin, sass, int(compiled.metadata.shared)),
         _count(in_ptx, tiles),
@@ -126,8 +125,8 @@ def examine(variant: Variant, function: Any = None) -> Report:
     )
 
 
-def _said(error: BaseException) -> str:
-    """What Triton says of its own lines, and what is behind it: it chains an error per function called."""
+def _error_text(error: BaseException) -> str:
+    """Triton's error with its root cause, because it chains an error per function called."""
     root = error
     while root.__cause__ is not None:
         root = root.__cause__
@@ -135,58 +134,58 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:500]}{behind}"
 
 
-def _failed(variant: Variant, reason: str) -> Report:
+def _failed(variant: Variant, reason: str) -> KernelReport:
     none = Counts(0, 0, 0, 0, 0, 0, ())
-    return Report(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
+    return KernelReport(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
 
 
-def examine_all(found: list[Variant]) -> Iterator[Report]:
+def examine_all(chosen: list[Variant]) -> Iterator[KernelReport]:
     """`examine` each of the shipped kernels' variants, in order; compiles several at a time.
 
-    In processes: Triton parses Python while it compiles, and CPython 3.11's parser fails now and then where two
+    In processes, because Triton parses Python while it compiles, and CPython 3.11's parser fails now and then if two
     threads use it at once (SystemError: AST constructor recursion depth mismatch).
     """
     workers = min(4, len(os.sched_getaffinity(0)))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             with env.without("TRITON_INTERPRET"):  # all processes start here; with it, Triton would not compile
-                reports = pool.map(examine, found)
+                reports = pool.map(examine, chosen)
             yield from reports
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def check(report: Report) -> list[str]:
-    """What of `report` breaks a bar, in words; empty where nothing does."""
+def check(report: KernelReport) -> list[str]:
+    """The bars that the report breaks, in words."""
     if report.failure is not None:
         return [f"does not compile: {report.failure}"]
-    found = []
+    broken = []
     used = report.resources
     if used.spill_loads or used.spill_stores or used.stack:
-        found.append(
+        broken.append(
             f"spills: {used.spill_stores} local stores, {used.spill_loads} local loads, {used.stack} bytes of stack"
         )
     if report.payload and report.variant.aligned:
         for what, counts in (("PTX", report.ptx), ("SASS", report.sass)):
             if counts.body_narrow:
-                found.append(
+                broken.append(
                     f"{what}: {counts.body_narrow} bulk accesses are narrower than 128 bits: "
                     + "; ".join(counts.narrow_lines)
                 )
             if not counts.body_wide_loads or not counts.body_wide_stores:
-                found.append(
-                    f"{what}: no 128-bit bulk access found among "
+                broken.append(
+                    f"{what}: no 128-bit bulk access among "
                     f"{counts.body_wide_loads} wide loads and {counts.body_wide_stores} wide stores"
                 )
     if report.weak_flags:
-        found.append("flags that are not `.sys`: " + "; ".join(report.weak_flags))
+        broken.append("flags that are not `.sys`: " + "; ".join(report.weak_flags))
     if not report.sys_acquires or not report.sys_releases + report.sys_relaxed:
-        found.append("no `.sys` flag is written, or none is read with acquire")
-    return found
+        broken.append("no `.sys` flag is written, or none is read with acquire")
+    return broken
 
 
-def _count(accesses: list[code.Access], tiles: set[code.Line]) -> Counts:
-    body: list[code.Access] = []
+def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line]) -> Counts:
+    body: list[code.MemoryInstruction] = []
     other = {"tail": 0, "scalar": 0, "control": 0}
     for access in accesses:
         kind = classify(access.line, tiles)
@@ -197,6 +196,9 @@ def _count(accesses: list[code.Access], tiles: set[code.Line]) -> Counts:
     wide = [a for a in body if a.bits >= 128]
     narrow = [a for a in body if a.bits < 128]
     return Counts(
-        sum(not a.store for a in wide), sum(a.store for a in wide), len(narrow), **other,
+        sum(not a.store for a in wide),
+        sum(a.store for a in wide),
+        len(narrow),
+        **other,
         narrow_lines=tuple(dict.fromkeys(f"{a.mnemonic} at {place(a.line)}" for a in narrow)),
-    )  # fmt: skip
+    )

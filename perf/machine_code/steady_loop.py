@@ -1,7 +1,7 @@
-"""How many instructions a kernel spends on 16 bytes of payload, once its loop runs: read from the disassembly.
+"""The instructions of a kernel for 16 bytes of payload in its steady loop, read from the disassembly.
 
-A loop that moves payload has, besides its fast way, one for a ragged end and one for misaligned memory. What counts is
-the shortest way round through the wide accesses: that is what runs for all tiles but the last.
+A loop that moves payload has a fast path, one for a ragged end and one for misaligned memory. The shortest path round
+through the wide accesses counts, because it runs for all tiles but the last.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tricomm.perf.machine_code.accesses import Access, Line, sass_access, sass_lines
+from tricomm.perf.machine_code.accesses import Line, MemoryInstruction, sass_access, sass_lines
 
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-_NO_WAY_ON = ("EXIT", "RET", "BRX", "KILL")
+_NO_FALL_THROUGH = ("EXIT", "RET", "BRX", "KILL")
 
 
 @dataclass
 class _Block:
-    """Instructions that run one after another, and the numbers of the blocks that may come next."""
+    """A basic block, and the numbers of its successors."""
 
     size: int = 0
     wide: bool = False
@@ -30,7 +30,7 @@ class _Block:
     targets: list[str] = field(default_factory=list)
 
 
-Payload = Callable[[Access], bool]
+Payload = Callable[[MemoryInstruction], bool]
 
 
 def never(line: Line) -> bool:
@@ -39,9 +39,9 @@ def never(line: Line) -> bool:
 
 
 def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never) -> int:
-    """Instructions of all `loops`: of a tile of 16 bytes a thread, that is what 16 bytes cost.
+    """Instructions of all `loops`; with tiles of 16 bytes a thread, the cost of 16 bytes. 0 if no loop moves payload.
 
-    Where payload goes to several ranks in a loop of its own, that loop counts once, too. 0 where no loop moves any.
+    A separate loop that sends payload to several ranks counts once, too.
     """
     return sum(loops(sass, is_payload, aside))
 
@@ -53,13 +53,13 @@ def loops(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never)
     """
     blocks = _blocks(sass, is_payload)
     wanted = {n for n, block in enumerate(blocks) if block.wide}
-    found = []
+    sizes = []
     while wanted:
-        way = _way_round(blocks, min(wanted))
-        if way and not any(aside(line) for n in way for line in blocks[n].lines):
-            found.append(sum(blocks[n].size for n in way))
-        wanted -= set(way) or {min(wanted)}
-    return found
+        path = _shortest_cycle(blocks, min(wanted))
+        if path and not any(aside(line) for n in path for line in blocks[n].lines):
+            sizes.append(sum(blocks[n].size for n in path))
+        wanted -= set(path) or {min(wanted)}
+    return sizes
 
 
 def _blocks(sass: str, is_payload: Payload) -> list[_Block]:
@@ -80,7 +80,7 @@ def _blocks(sass: str, is_payload: Payload) -> list[_Block]:
             jumps = instruction[2] == "BRA" and target is not None
             if jumps and target is not None:
                 block.targets.append(target[1])
-            if jumps or instruction[2] in _NO_WAY_ON:
+            if jumps or instruction[2] in _NO_FALL_THROUGH:
                 if instruction[1]:
                     block.after.append(len(blocks))
                 blocks.append(_Block())
@@ -90,8 +90,8 @@ def _blocks(sass: str, is_payload: Payload) -> list[_Block]:
     return blocks
 
 
-def _way_round(blocks: list[_Block], start: int) -> list[int]:
-    """The blocks of the cheapest way from `start` back to itself; empty where there is none."""
+def _shortest_cycle(blocks: list[_Block], start: int) -> list[int]:
+    """The blocks of the shortest path from `start` back to itself; empty if there is none."""
     queue: list[tuple[int, int, tuple[int, ...]]] = [(blocks[n].size, n, (start, n)) for n in blocks[start].after]
     heapq.heapify(queue)
     seen: set[int] = set()

@@ -1,7 +1,7 @@
-"""`tricomm doctor`: what could go wrong on this machine, before it does, and what to do about it.
+"""The probes of `tricomm doctor`: possible problems of this machine, and remedies.
 
-PASS: as it should be. WARN: tricomm works, but slower or with less. FAIL: something will not work. Each probe is
-guarded by itself: one that breaks is a FAIL and hides no other.
+PASS: all is well. WARN: tricomm works, but slower or with fewer features. FAIL: something does not work. Each probe is
+guarded: one that raises is a FAIL, and the others still run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _FILES = 1024  # descriptors: 8 ranks of one process, with memory and a watch on
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A verdict on one thing; `remedy` is empty where it is PASS."""
+class ProbeResult:
+    """A verdict on one subject; `remedy` is empty if it is PASS."""
 
     name: str
     verdict: str
@@ -41,95 +41,103 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
-    """All findings, in the order of the probes. Starts no other process; begins a history where there is none."""
-    return [finding for name, probe in PROBES.items() for finding in _guarded(name, probe)]
+def examine() -> list[ProbeResult]:
+    """All results, in the order of the probes. Starts no other process; makes a history if there is none."""
+    return [result for name, probe in PROBES.items() for result in _guarded(name, probe)]
 
 
-def _guarded(name: str, probe: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def _guarded(name: str, probe: Callable[[], Iterator[ProbeResult]]) -> list[ProbeResult]:
     try:
         return list(probe())
     except Exception as error:  # whatever a driver or a file system may raise
         text = f"the probe itself failed: {type(error).__name__}: {error}"
-        return [Finding(name, FAIL, text, "tell us, with the output of `tricomm info`")]
+        return [ProbeResult(name, FAIL, text, "tell us, with the output of `tricomm info`")]
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[ProbeResult]:
     python = ".".join(map(str, sys.version_info[:3]))
     text = f"tricomm {tricomm.__version__}, Python {python}, torch {torch.__version__}, triton {triton.__version__}"
     lacking = interpreter.supported()
     if lacking is None:
-        yield Finding("versions", PASS, text)
+        yield ProbeResult("versions", PASS, text)
     else:
         verdict = WARN if torch.cuda.is_available() else FAIL  # on a GPU nothing is interpreted
-        yield Finding("versions", verdict, f"{text}: {lacking}", "install a Triton from 3.6 to 3.9")
+        yield ProbeResult("versions", verdict, f"{text}: {lacking}", "install a Triton from 3.6 to 3.9")
     if torch.cuda.is_available() and (reason := compiler.refused()) is not None:
-        yield Finding("versions", FAIL, reason, "unset TRITON_INTERPRET; tricomm interprets on a CPU without it")
+        yield ProbeResult("versions", FAIL, reason, "unset TRITON_INTERPRET; tricomm interprets on a CPU without it")
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[ProbeResult]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        yield Finding("devices", PASS, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}")
+        yield ProbeResult("devices", PASS, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}")
         yield from _bindings()
         yield from _peers(count)
         yield from _links()
     elif Path("/dev/nvidiactl").exists():
         built = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no device"
-        yield Finding(
-            "devices", FAIL, f"there is an NVIDIA driver here, but {built}",
+        yield ProbeResult(
+            "devices",
+            FAIL,
+            f"there is an NVIDIA driver here, but {built}",
             "install torch with CUDA; in a container pass the devices (--gpus all); look at CUDA_VISIBLE_DEVICES",
-        )  # fmt: skip
+        )
     else:
-        yield Finding(
-            "devices", WARN, "no CUDA device: kernels run under Triton's interpreter, and times are simulated",
+        yield ProbeResult(
+            "devices",
+            WARN,
+            "no CUDA device: kernels run under Triton's interpreter, and times are simulated",
             "use a machine with NVIDIA GPUs for anything about speed",
-        )  # fmt: skip
+        )
 
 
-def _bindings() -> Iterator[Finding]:
+def _bindings() -> Iterator[ProbeResult]:
     if _missing("cuda.bindings.driver"):
-        yield Finding("driver", FAIL, "cuda-bindings is not installed", "pip install 'tricomm[cuda]'")
+        yield ProbeResult("driver", FAIL, "cuda-bindings is not installed", "pip install 'tricomm[cuda]'")
         return
     version = cuda_bindings.bindings_version()
     reason = cuda_bindings.refusal(version)
     if reason is not None:
-        yield Finding("driver", FAIL, reason, cuda_bindings.REMEDY)
+        yield ProbeResult("driver", FAIL, reason, cuda_bindings.REMEDY)
     else:
-        yield Finding("driver", PASS, f"cuda-bindings {version} is installed; {cuda_bindings.NEEDED} is needed")
+        yield ProbeResult("driver", PASS, f"cuda-bindings {version} is installed; {cuda_bindings.NEEDED} is needed")
 
 
-def _peers(count: int) -> Iterator[Finding]:
+def _peers(count: int) -> Iterator[ProbeResult]:
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     shut = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if env.peer_access_disabled():
-        yield Finding(
-            "peer access", WARN, "TRICOMM_P2P_DISABLE or NCCL_P2P_DISABLE refuses it: everything goes to NCCL",
+        yield ProbeResult(
+            "peer access",
+            WARN,
+            "TRICOMM_P2P_DISABLE or NCCL_P2P_DISABLE refuses it: everything goes to NCCL",
             "unset both, unless that is what you want",
-        )  # fmt: skip
+        )
     elif shut:
-        yield Finding(
-            "peer access", WARN, f"{len(shut)} of {len(pairs)} ordered pairs have none, such as {shut[0]}",
+        yield ProbeResult(
+            "peer access",
+            WARN,
+            f"{len(shut)} of {len(pairs)} ordered pairs have none, such as {shut[0]}",
             "links to peers need NVLink or one PCIe root, and no IOMMU or ACS between them; NCCL serves other groups",
-        )  # fmt: skip
+        )
     else:
-        yield Finding("peer access", PASS, f"all {len(pairs)} ordered pairs")
+        yield ProbeResult("peer access", PASS, f"all {len(pairs)} ordered pairs")
 
 
-def _links() -> Iterator[Finding]:
+def _links() -> Iterator[ProbeResult]:
     found = discovery.read()
     if found.topology is None:
         remedy = "pip install 'tricomm[cuda]', or give Options(topology=FILE)"
-        yield Finding("topology", WARN, f"unknown: {found.reason}; tables for any topology decide", remedy)
+        yield ProbeResult("topology", WARN, f"unknown: {found.reason}; tables for any topology decide", remedy)
     else:
-        yield Finding("topology", PASS, found.topology.kind)
+        yield ProbeResult("topology", PASS, found.topology.kind)
     try:
-        yield Finding("NVML", PASS, f"read through {nvml.load_nvml().source}")
+        yield ProbeResult("NVML", PASS, f"read through {nvml.load_nvml().source}")
     except TricommError as error:
-        yield Finding("NVML", WARN, str(error), nvml.REMEDY)
+        yield ProbeResult("NVML", WARN, str(error), nvml.REMEDY)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[ProbeResult]:
     try:
         fd = os.memfd_create("tricomm-doctor")
         try:
@@ -144,53 +152,53 @@ def _memory() -> Iterator[Finding]:
         text = "it is not reached through /proc"
     if not whole:
         remedy = "raise the memory limit of the container; let ranks share one PID namespace (--pid=host)"
-        yield Finding("shared memory", FAIL, f"memory for the ranks cannot be shared: {text}", remedy)
+        yield ProbeResult("shared memory", FAIL, f"memory for the ranks cannot be shared: {text}", remedy)
     else:
-        yield Finding("shared memory", PASS, "sealed memory is shared through /proc")
+        yield ProbeResult("shared memory", PASS, "sealed memory is shared through /proc")
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[ProbeResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < _FILES:
-        yield Finding("open files", WARN, f"at most {soft}", f"ulimit -n {_FILES} (the hard limit is {hard})")
+        yield ProbeResult("open files", WARN, f"at most {soft}", f"ulimit -n {_FILES} (the hard limit is {hard})")
     else:
-        yield Finding("open files", PASS, f"at most {soft}")
+        yield ProbeResult("open files", PASS, f"at most {soft}")
     try:
         os.close(os.pidfd_open(os.getpid()))
-        yield Finding("pidfd", PASS, "a dead peer is seen at once")
+        yield ProbeResult("pidfd", PASS, "a dead peer is seen at once")
     except OSError as error:
         remedy = "a kernel from 5.3 on, and a seccomp profile that allows pidfd_open"
-        yield Finding("pidfd", WARN, f"{error}: a dead peer is looked for in /proc instead", remedy)
+        yield ProbeResult("pidfd", WARN, f"{error}: a dead peer is looked for in /proc instead", remedy)
 
 
-def _tables() -> Iterator[Finding]:
+def _tables() -> Iterator[ProbeResult]:
     folder = user_tables.folder()
-    place = next(p for p in (folder, *folder.parents) if p.exists())
-    if os.access(place, os.W_OK | os.X_OK):
-        yield Finding("tuning tables", PASS, f"{folder} can be written")
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if os.access(existing, os.W_OK | os.X_OK):
+        yield ProbeResult("tuning tables", PASS, f"{folder} can be written")
     else:
         remedy = "TRICOMM_TUNING_DIR names another directory"
-        yield Finding("tuning tables", WARN, f"{folder} cannot be written, so tune cannot keep a table", remedy)
+        yield ProbeResult("tuning tables", WARN, f"{folder} cannot be written, so tune cannot keep a table", remedy)
     for file in sorted(folder.glob("*.json")):
         try:
             user_tables.read(file)
         except TricommError as error:
-            yield Finding("tuning tables", WARN, f"{error}; it is ignored", f"tune again, and remove {file}")
+            yield ProbeResult("tuning tables", WARN, f"{error}; it is ignored", f"tune again, and remove {file}")
 
 
-def _history() -> Iterator[Finding]:
-    said: list[str] = []
-    found = database.open_history(say=said.append)
-    if found is not None:
-        with found:
-            rows = len(found)
-        if not said:
-            yield Finding("history", PASS, f"{found.path}, {rows} rows")
-    if said:
-        yield Finding("history", WARN, "; ".join(said), "XDG_DATA_HOME names another directory for it")
+def _history() -> Iterator[ProbeResult]:
+    notes: list[str] = []
+    history = database.open_history(say=notes.append)
+    if history is not None:
+        with history:
+            rows = len(history)
+        if not notes:
+            yield ProbeResult("history", PASS, f"{history.path}, {rows} rows")
+    if notes:
+        yield ProbeResult("history", WARN, "; ".join(notes), "XDG_DATA_HOME names another directory for it")
 
 
-def _variables() -> Iterator[Finding]:
+def _variables() -> Iterator[ProbeResult]:
     probes: dict[str, Callable[[], object]] = {
         "TRICOMM_STATS": publish.interval,
         "TRICOMM_STATS_EVERY": lambda: env.integer("TRICOMM_STATS_EVERY"),
@@ -204,26 +212,26 @@ def _variables() -> Iterator[Finding]:
             probe()
         except TricommError as error:
             bad = True
-            yield Finding("environment", FAIL, str(error), f"unset {name}, or set it to what it takes")
+            yield ProbeResult("environment", FAIL, str(error), f"unset {name}, or set it to what it takes")
     if not bad:
-        yield Finding("environment", PASS, "variables are what tricomm takes")
+        yield ProbeResult("environment", PASS, "variables are what tricomm takes")
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[ProbeResult]:
     nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     if torch.cuda.is_available() and not nccl:
         text = "torch has none: what the kernels do not cover is refused"
-        yield Finding("NCCL", WARN, text, "install torch with NCCL")
+        yield ProbeResult("NCCL", WARN, text, "install torch with NCCL")
     for module, extra, what in (("plotly", "report", "dashboard --html"), ("prometheus_client", "metrics", "metrics")):
         if _missing(module):
             text = f"{module} is not installed: no {what}"
-            yield Finding(module, WARN, text, f"pip install 'tricomm[{extra}]'")
+            yield ProbeResult(module, WARN, text, f"pip install 'tricomm[{extra}]'")
         else:
-            yield Finding(module, PASS, f"installed: {what} works")
+            yield ProbeResult(module, PASS, f"installed: {what} works")
 
 
-def _call() -> Iterator[Finding]:
-    if interpreter.supported() is not None:  # told under versions
+def _call() -> Iterator[ProbeResult]:
+    if interpreter.supported() is not None:  # reported under versions
         return
 
     def body(comm: tricomm.Communicator) -> bool:
@@ -232,10 +240,10 @@ def _call() -> Iterator[Finding]:
 
     results = tricomm.simulate(body, 2, options=Options(arena_bytes=1 << 20))
     if all(results):
-        yield Finding("a call", PASS, "all_reduce of 2 simulated ranks is exact")
+        yield ProbeResult("a call", PASS, "all_reduce of 2 simulated ranks is exact")
     else:
         remedy = "report it, with the output of `tricomm info`; `tricomm check` finds out more"
-        yield Finding("a call", FAIL, "all_reduce of 2 simulated ranks is wrong", remedy)
+        yield ProbeResult("a call", FAIL, "all_reduce of 2 simulated ranks is wrong", remedy)
 
 
 def _missing(module: str) -> bool:
@@ -246,7 +254,7 @@ def _missing(module: str) -> bool:
     return False
 
 
-PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
+PROBES: dict[str, Callable[[], Iterator[ProbeResult]]] = {
     "versions": _versions, "devices": _devices, "shared memory": _memory, "limits": _limits, "tuning tables": _tables,
     "history": _history, "environment": _variables, "extras": _extras, "a call": _call,
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""`tricomm info`: what this machine has, what is installed, and what tricomm would do here.
+"""The facts of `tricomm info`: this machine, the installed software, and the choices that tricomm makes here.
 
-Every probe is guarded: what cannot be known says `not available: reason`, and the command never fails.
+Every probe is guarded: an unknown fact is `not available: reason`, and the command never fails.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import tricomm
 from tricomm import env
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
@@ -20,8 +21,8 @@ from tricomm.kernels.launch import interpreter
 from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.perf import provenance
-from tricomm.perf.bench.request import COLLECTIVES
 from tricomm.perf.history import database
+from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
 from tricomm.topology import discovery
 from tricomm.topology.nvml import Nvml, load_nvml
@@ -57,14 +58,14 @@ def collect() -> dict[str, Any]:
 
 
 def _loaded_libraries() -> dict[str, str]:
-    """Shared libraries of this process, by name: two versions may be installed, one is used."""
-    found = {}
+    """Paths of this process's shared libraries, because several versions may be installed."""
+    libraries = {}
     for text in Path("/proc/self/maps").read_text().splitlines():
         path = text.split(maxsplit=5)[5] if text.count("/") else ""
         name = Path(path).name.split(".so")[0]
         if name in _LIBRARIES:
-            found[name] = path
-    return found
+            libraries[name] = path
+    return libraries
 
 
 def _devices() -> list[dict[str, Any]] | str:
@@ -75,15 +76,21 @@ def _devices() -> list[dict[str, Any]] | str:
     for index in range(count):
         p = torch.cuda.get_device_properties(index)
         architecture, gib = f"sm_{p.major}{p.minor}", round(p.total_memory / (1 << 30), 1)
-        devices.append({
-            "index": index, "name": p.name, "architecture": architecture, "memory_gib": gib,
-            "processors": p.multi_processor_count, "uuid": str(getattr(p, "uuid", "not available")),
-        })  # fmt: skip
+        devices.append(
+            {
+                "index": index,
+                "name": p.name,
+                "architecture": architecture,
+                "memory_gib": gib,
+                "processors": p.multi_processor_count,
+                "uuid": str(getattr(p, "uuid", "not available")),
+            }
+        )
     return devices
 
 
 def _peer_access() -> list[list[bool | None]] | str:
-    """Row: the device that reaches; column: the one that is reached."""
+    """True if the device of the row reaches that of the column."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return "not available: this process sees no CUDA device"
@@ -121,14 +128,14 @@ def _paths() -> dict[str, str]:
         "history": str(database.default_path()),
         "live statistics": str(publish.folder()),
         "triton cache": str(provenance.guarded(lambda: knobs.cache.dir)),
-        "package": str(Path(__file__).resolve().parent.parent),
+        "package": str(Path(tricomm.__file__).resolve().parent),
     }
 
 
 def _environment() -> dict[str, str]:
-    """Variables that are set and that matter here. A token is a secret: only that it is set is told."""
-    found = {name: env.text(name) for name in (*_OWN, *_FOREIGN)}
-    return {n: "(set)" if n == "TRICOMM_TOKEN" else v for n, v in found.items() if v is not None}
+    """The variables that tricomm reads, if they are set. A token's value is secret and not shown."""
+    values = {name: env.text(name) for name in (*_OWN, *_FOREIGN)}
+    return {n: "(set)" if n == "TRICOMM_TOKEN" else v for n, v in values.items() if v is not None}
 
 
 def _limits() -> dict[str, Any]:
@@ -156,46 +163,58 @@ def _limit(value: int) -> int | str:
 
 
 def _selection() -> list[dict[str, Any]]:
-    """What would be run for some sizes (input bytes per rank) and world sizes, and which row of which table says so."""
+    """The choices for some sizes (input bytes per rank) and world sizes, with the row of the table that decides."""
     sites = [_site(world_size) for world_size in _WORLDS]
-    found = []
-    for collective in COLLECTIVES:
+    choices = []
+    for collective in DATA_COLLECTIVES:
         for site in sites:
             world_size = site.world_size
             for nbytes in SIZES:
                 choice = selection.choose(site, collective, nbytes)
-                found.append({
-                    "device": site.device, "collective": collective, "ranks": world_size, "nbytes": nbytes,
-                    "algorithm": choice.algorithm, "protocol": choice.protocol, "reason": choice.reason,
-                })  # fmt: skip
-    return found
+                choices.append(
+                    {
+                        "device": site.device,
+                        "collective": collective,
+                        "ranks": world_size,
+                        "nbytes": nbytes,
+                        "algorithm": choice.algorithm,
+                        "protocol": choice.protocol,
+                        "reason": choice.reason,
+                    }
+                )
+    return choices
 
 
 def _ranges() -> list[dict[str, Any]]:
-    """The same for all sizes: which kernel runs from how many to how many bytes (None: any), and which row says so."""
+    """The same for all sizes: the kernel from least to most bytes (None: no limit), with the row that decides."""
     sites = [_site(world_size) for world_size in _WORLDS]
-    return [row for collective in COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
+    return [row for collective in DATA_COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
 
 
 def _ranges_of(collective: str, site: selection.SelectionFacts) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    ranges: list[dict[str, Any]] = []
     least = 1
     for most in (*selection.limits(site, collective), None):
         choice = selection.choose(site, collective, least)
         kernel = {
-            "device": site.device, "collective": collective, "ranks": site.world_size, "algorithm": choice.algorithm,
-            "protocol": choice.protocol, "table": choice.table, "row": choice.row,
-        }  # fmt: skip
-        if found and all(found[-1][name] == value for name, value in kernel.items()):
-            found[-1]["to"] = most
+            "device": site.device,
+            "collective": collective,
+            "ranks": site.world_size,
+            "algorithm": choice.algorithm,
+            "protocol": choice.protocol,
+            "table": choice.table,
+            "row": choice.row,
+        }
+        if ranges and all(ranges[-1][name] == value for name, value in kernel.items()):
+            ranges[-1]["to"] = most
         else:
-            found.append({**kernel, "from": least, "to": most})
+            ranges.append({**kernel, "from": least, "to": most})
         least = 0 if most is None else most + 1
-    return found
+    return ranges
 
 
 def _site(world_size: int) -> selection.SelectionFacts:
-    """What a communicator of the first `world_size` devices would know, the user's tuning table among it."""
+    """The facts that selection would have in a communicator of the first `world_size` devices."""
     kind, device, topology = "cpu", torch.device("cpu"), None
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -204,7 +223,11 @@ def _site(world_size: int) -> selection.SelectionFacts:
         topology = topology.of(range(world_size)) if world_size <= len(topology) else None
     mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
     return selection.SelectionFacts(
-        kind, world_size, layout.plan(world_size, Options().arena_bytes), layout.MAX_BLOCKS,
+        kind,
+        world_size,
+        layout.plan(world_size, Options().arena_bytes),
+        layout.MAX_BLOCKS,
         topology=topology.kind if topology is not None else "",
-        tuned=mine.rows if mine is not None else (), tuned_name=mine.name if mine is not None else "",
-    )  # fmt: skip
+        tuned=mine.rows if mine is not None else (),
+        tuned_name=mine.name if mine is not None else "",
+    )

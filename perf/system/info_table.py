@@ -1,49 +1,64 @@
-"""`tricomm info` for people: a screen, or everything."""
+"""The output of `tricomm info` for people: a screen, or everything."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from tricomm.perf import text_table
 
 _MOST_RANGES = 20  # lines
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def show(facts: dict[str, Any], console: Console, whole: bool = False) -> None:
-    """Print what `info.collect` found: selection as ranges of sizes, or as `whole` tables with the reasons."""
+def lines(facts: dict[str, Any], whole: bool = False) -> list[str]:
+    """The facts of `info.collect`: selection as ranges of sizes, or with `whole` as a table with the reasons."""
+    return list(_whole(facts) if whole else _screen(facts))
+
+
+def _screen(facts: dict[str, Any]) -> Iterator[str]:
+    rows: list[tuple[str, str]] = []
     for section, value in facts.items():
-        if section in ("selection", "ranges") and isinstance(value, list):
-            if section == "selection" and whole:
-                console.print("[bold]selection[/] (input bytes per rank)")
-                console.print(_choices(value))
-            elif section == "ranges" and not whole:
-                console.print("[bold]selection[/] by input bytes per rank; --table says why")
-                _print(console, ranges(value))
-        elif whole:
-            console.print(f"[bold]{section}[/]")
-            _print(console, _lines(value, 1))
-        elif section == "paths" and isinstance(value, dict):
-            _print(console, [f"{name:<15} {path}" for name, path in value.items()])
+        if section == "paths" and isinstance(value, dict):
+            rows += [(name, str(path)) for name, path in value.items()]
         elif section not in ("selection", "ranges"):
-            _print(console, [f"{section.replace('_', ' '):<15} {_brief(value)}"])
+            rows.append((section.replace("_", " "), _brief(value)))
+    yield from text_table.grid(rows)
+    if isinstance(facts["ranges"], list):
+        yield "selection by input bytes per rank; --table says why"
+        yield from ranges(facts["ranges"])
+
+
+def _whole(facts: dict[str, Any]) -> Iterator[str]:
+    for section, value in facts.items():
+        if section == "selection" and isinstance(value, list):
+            yield "selection (input bytes per rank)"
+            header = ("collective", "ranks", "bytes", "kernel", "why")
+            keys = ("collective", "ranks", "nbytes", "algorithm", "protocol", "reason")
+            cells = ([row[key] for key in keys] for row in value)
+            rows = [
+                (name, n, size, f"{algorithm}/{protocol}", why) for name, n, size, algorithm, protocol, why in cells
+            ]
+            yield from text_table.lines(header, rows, right=("ranks", "bytes"))
+        elif section != "ranges":
+            yield section
+            yield from _nested(value, 1)
 
 
 def ranges(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each kind of choice; collectives and numbers of ranks that choose alike share one."""
-    said: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    """A line for each distinct choice; collectives and numbers of ranks with the same choice share one."""
+    by_call: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for row in rows:
-        said.setdefault((row["collective"], row["ranks"]), []).append(row)
-    alike: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for (collective, ranks), mine in said.items():
-        tables = ", ".join(dict.fromkeys(str(row["table"]) for row in mine))
-        key = ", ".join(map(_range, mine)), tables
-        alike.setdefault(key, {}).setdefault(collective, []).append(ranks)
+        by_call.setdefault((row["collective"], row["ranks"]), []).append(row)
+    by_choice: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for (collective, ranks), chosen in by_call.items():
+        tables = ", ".join(dict.fromkeys(str(row["table"]) for row in chosen))
+        key = ", ".join(map(_range, chosen)), tables
+        by_choice.setdefault(key, {}).setdefault(collective, []).append(ranks)
     lines = []
-    for (text, tables), who in alike.items():
+    for (text, tables), same in by_choice.items():
         by_ranks: dict[tuple[int, ...], list[str]] = {}
-        for collective, worlds in who.items():
+        for collective, worlds in same.items():
             by_ranks.setdefault(tuple(worlds), []).append(collective)
         for world, names in by_ranks.items():
             lines.append(f"  {', '.join(names)} of {', '.join(map(str, world))} ranks: {text} (table {tables})")
@@ -71,41 +86,26 @@ def _brief(value: Any) -> str:
         cells = [cell for row in value for cell in row if cell is not None]
         return "every pair" if all(cells) else f"{sum(map(bool, cells))} of {len(cells)} pairs"
     if isinstance(value, list):
-        apart = ("index", "uuid", "remote")  # what differs between devices that are alike
-        texts = [_brief({n: v for n, v in x.items() if n not in apart} if isinstance(x, dict) else x) for x in value]
+        own = ("index", "uuid", "remote")  # fields that differ between equal devices
+        texts = [_brief({n: v for n, v in x.items() if n not in own} if isinstance(x, dict) else x) for x in value]
         counts = {text: texts.count(text) for text in texts}
         return "; ".join(f"{count} x {text}" if count > 1 else text for text, count in counts.items()) or "none"
     return str(value)
 
 
-def _print(console: Console, lines: list[str]) -> None:
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _lines(value: Any, depth: int) -> list[str]:
+def _nested(value: Any, depth: int) -> list[str]:
     pad = "  " * depth
     if isinstance(value, dict):
         if not value:
             return [pad + "none"]
-        found = []
+        lines = []
         for name, inner in value.items():
             nested = isinstance(inner, dict | list)
-            found += [f"{pad}{name}", *_lines(inner, depth + 1)] if nested else [f"{pad}{name:<22} {inner}"]
-        return found
+            lines += [f"{pad}{name}", *_nested(inner, depth + 1)] if nested else [f"{pad}{name:<22} {inner}"]
+        return lines
     if isinstance(value, list):
         if value and all(isinstance(row, list) for row in value):  # a matrix
             cells = {True: "yes", False: " no", None: "  -"}
             return [pad + " ".join(cells.get(cell, str(cell)) for cell in row) for row in value]
-        return [line for item in value for line in _lines(item, depth)] or [pad + "none"]
+        return [line for item in value for line in _nested(item, depth)] or [pad + "none"]
     return [f"{pad}{value}"]
-
-
-def _choices(rows: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("collective", "ranks", "bytes", "kernel", "why"):
-        table.add_column(name, justify="right" if name in ("ranks", "bytes") else "left", overflow="fold")
-    for r in rows:
-        kernel = f"{r['algorithm']}/{r['protocol']}"
-        table.add_row(r["collective"], str(r["ranks"]), str(r["nbytes"]), kernel, r["reason"])
-    return table

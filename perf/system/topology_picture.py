@@ -1,9 +1,10 @@
-"""A topology as text: the table of `nvidia-smi topo -m`, what it makes, and the quads of a cube mesh."""
+"""A topology as text: a table as of `nvidia-smi topo -m`, its kind, and the quads of a cube mesh."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tricomm.perf import text_table
 from tricomm.topology import mesh
 from tricomm.topology.model import Topology
 
@@ -20,28 +21,28 @@ _MEANINGS = {
     "=": "the same device",
     "NV#": "so many NVLinks",
     "NVS": "NVLinks through NVSwitches",
-    "PCI": "peer access without NVLink (PIX to SYS; not told which)",
+    "PCI": "peer access without NVLink (PIX to SYS; which one is unknown)",
     "-": "no peer access",
     "!": "linked, but without peer access",
 }
 
 
 def draw(topology: Topology, notes: Sequence[str] = (), fabric: Sequence[str] = ()) -> str:
-    """Some lines of text, without a newline at the end. Rows: who reaches; columns: who is reached."""
+    """Lines of text without a newline at the end. The device of the row reaches that of the column."""
     size = range(len(topology))
     cells = [[_cell(topology, i, j) for j in size] for i in size]
     shared = len(set(topology.devices)) < len(topology)
     labels = [f"{rank}:GPU{device}" if shared else f"GPU{device}" for rank, device in enumerate(topology.devices)]
-    width = max(len(text) for row in (labels, *cells) for text in row) + 2
-    rows = [["", *labels], *([label, *row] for label, row in zip(labels, cells, strict=True))]
-    lines = ["".join(text.rjust(width) for text in row) for row in rows]
+    rows = [[label, *row] for label, row in zip(labels, cells, strict=True)]
+    widest = max(len(text) for row in rows for text in row)
+    lines = text_table.lines(["", *labels], rows, right=["", *labels], indent=2, cell=widest)
     used = {symbol for row in cells for text in row for symbol in _symbols(text)}
     lines += ["", "; ".join(f"{symbol} {words}" for symbol, words in _MEANINGS.items() if symbol in used)]
     lines += ["", _devices(topology)]
     lines += [f"kind    {topology.kind}: {_WORDS[topology.kind]}", f"digest  {topology.digest}"]
     lines += _quads(topology)
-    told = sorted(set(fabric))
-    lines += [f"fabric  {', '.join(told)}"] if told else []
+    states = sorted(set(fabric))
+    lines += [f"fabric  {', '.join(states)}"] if states else []
     return "\n".join(lines + [f"note    {note}" for note in notes])
 
 

@@ -1,1 +1,1 @@
-"""The autotuner: a search that knows no devices (`search`), and what measures for it (`live`)."""
+"""The autotuner: a search that knows no devices (`search`), and the ranks that measure for it (`coordinator`)."""

@@ -1,4 +1,4 @@
-"""What is tuned (a point), and what can be chosen there (a candidate)."""
+"""What is tuned: a point is one decision, a candidate one of its possible outcomes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
-from tricomm.perf.bench.request import COLLECTIVES
+from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy.tuning_tables import TableRow
 
-# Not all_to_all_v: no rank knows what the others send, so no size takes part in its choice.
-TUNABLE = tuple(name for name in COLLECTIVES if name != "all_to_all_v")
-DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # what stands for a width
+# Not all_to_all_v: no rank knows what the others send, so its choice does not depend on a size.
+TUNABLE = tuple(name for name in DATA_COLLECTIVES if name != "all_to_all_v")
+DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # the type that is measured for a width
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 _WARPS = (4, 8, 16)
 _TILES = (256, 512, 1024, 2048, 4096)
@@ -23,7 +23,7 @@ _CPU_TILES = (1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Point:
-    """One decision: `nbytes` of input per rank; `bits` of an element where it is reduced, else 0; eager or graph."""
+    """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0."""
 
     collective: str
     bits: int
@@ -32,7 +32,7 @@ class Point:
 
     @property
     def group(self) -> tuple[str, int, str]:
-        """Points that differ in size only."""
+        """The same for points that differ in size only."""
         return self.collective, self.bits, self.mode
 
     @property
@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True, order=True)
 class Candidate:
-    """One way to run a call. `warps` and `tile` (64-bit words) are a block's."""
+    """One way to run a call: `blocks` of `warps` each, with tiles of `tile` 64-bit words."""
 
     algorithm: str
     protocol: str
@@ -53,11 +53,11 @@ class Candidate:
 
     @property
     def family(self) -> tuple[str, str]:
-        """Candidates that differ in shape only."""
+        """The same for candidates that differ in shape only."""
         return self.algorithm, self.protocol
 
     def row(self, point: Point, world_size: int, max_bytes: int | None) -> TableRow:
-        """As a table has it."""
+        """The row of a table that chooses this candidate."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
         return TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape)
 
@@ -68,7 +68,7 @@ class Candidate:
 def points(
     names: tuple[str, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> list[Point]:
-    """Every decision to be made. What is only moved is the same for every type."""
+    """Every decision to make. A collective that only moves data has the same one for every type."""
     return [
         Point(name, width, mode, size)
         for name in names
@@ -79,7 +79,7 @@ def points(
 
 
 def pool(kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool) -> list[Candidate]:
-    """Every shape of every kernel. A GPU's tiles span all threads of a block; a CPU has no warps."""
+    """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps."""
     shapes = [(8, tile) for tile in _CPU_TILES] if cpu else [(w, t) for w in _WARPS for t in _TILES]
     return [
         Candidate(kernel.algorithm, kernel.protocol, blocks, warps, tile)
@@ -93,7 +93,7 @@ def pool(kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: b
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
-    """Shapes one step away; not all of them need exist."""
+    """Shapes one step away, which need not all exist."""
     for name in ("blocks", "warps", "tile"):
         value = getattr(candidate, name)
         for other in (value // 2, value * 2):

@@ -1,6 +1,6 @@
-"""All points under one budget: coarse to fine over sizes first, then where a decision is still close.
+"""All points under one budget: sizes from coarse to fine first, then more samples for decisions that are close.
 
-Knows no device and no clock: `measure` is whatever gives times, and ends the search by raising `Spent`.
+Knows no device and no clock: `measure` returns times, and ends the search by raising `BudgetExceeded`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.statistics import Gain, gain
-from tricomm.perf.tuner.successive_halving import Field, Measure, Prior, Rules, Spent, race
+from tricomm.perf.tuner.successive_halving import (
+    BudgetExceeded,
+    Measure,
+    Prior,
+    Rules,
+    Samples,
+    successive_halving,
+)
 
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]
@@ -19,7 +26,7 @@ InForce = Callable[[Point], Candidate]
 
 @dataclass(frozen=True)
 class Decision:
-    """The fastest at a point, and what it saves of what was in force there; `measured` is how many samples it took."""
+    """The fastest candidate at a point, the one in force there, and what a change gains. `measured` counts samples."""
 
     point: Point
     best: Candidate
@@ -31,7 +38,7 @@ class Decision:
 
     @property
     def changed(self) -> bool:
-        """Whether another candidate is surely faster: a gain that may be none is no reason to change."""
+        """Whether another candidate is faster beyond doubt; a gain that may be zero is no reason to change."""
         return self.best != self.in_force and self.gain.low > 0
 
     @property
@@ -40,36 +47,36 @@ class Decision:
 
 
 class Corrected:
-    """A prior that learns: by how much it was off for candidates like this one, of its family, at sizes like this one.
+    """A prior that learns from its errors for similar candidates of the same family at similar sizes.
 
-    Likeness falls with every doubling of blocks, warps and tile, and with every fourfold size.
+    Similarity falls with every doubling of blocks, warps and tile, and with every fourfold size.
     """
 
     def __init__(self, prior: Prior) -> None:
         self._prior = prior
-        self._seen: dict[tuple[object, ...], dict[tuple[float, ...], float]] = {}
+        self._errors: dict[tuple[object, ...], dict[tuple[float, ...], float]] = {}
 
     def __call__(self, point: Point, candidate: Candidate) -> float:
         time_us = self._prior(point, candidate)
-        seen = self._seen.get((point.group, candidate.family))
-        if not seen:
+        errors = self._errors.get((point.group, candidate.family))
+        if not errors:
             return time_us
-        here, total, weights = _place(point, candidate), 0.0, 0.0
-        for there, off in seen.items():
+        here, total, weights = _coordinates(point, candidate), 0.0, 0.0
+        for there, log_error in errors.items():
             weight = math.exp(-sum(abs(a - b) for a, b in zip(here, there, strict=True)))
-            total += weight * off
+            total += weight * log_error
             weights += weight
         return time_us * math.exp(total / (weights + 1e-12))
 
-    def learn(self, field: Field) -> None:
-        """Take in what a race has measured so far."""
-        for candidate in field.samples:
-            off = math.log(field.estimate(candidate).centre / self._prior(field.point, candidate))
-            key = (field.point.group, candidate.family)
-            self._seen.setdefault(key, {})[_place(field.point, candidate)] = off
+    def learn(self, samples: Samples) -> None:
+        """Take in the samples of a point."""
+        point = samples.point
+        for candidate in samples.times:
+            log_error = math.log(samples.estimate(candidate).centre / self._prior(point, candidate))
+            self._errors.setdefault((point.group, candidate.family), {})[_coordinates(point, candidate)] = log_error
 
 
-def _place(point: Point, candidate: Candidate) -> tuple[float, ...]:
+def _coordinates(point: Point, candidate: Candidate) -> tuple[float, ...]:
     shape = (candidate.blocks, candidate.warps, candidate.tile)
     return (math.log2(point.nbytes + 1) / 2, *(math.log2(value) for value in shape))
 
@@ -79,66 +86,64 @@ def search(
 ) -> list[Decision]:
     """The decision at every point that was reached, in the order of `points`."""
     rules = rules or Rules()
-    fields = {point: Field(point) for point in points}
+    samples = {point: Samples(point) for point in points}
     try:
-        _first_round(fields, pool, in_force, Corrected(prior), measure, rules)
-        _refine(fields, measure, rules)
-    except Spent:
+        _every_point(samples, pool, in_force, Corrected(prior), measure, rules)
+        _refine(samples, measure, rules)
+    except BudgetExceeded:
         pass
-    found = [_decision(field, in_force(point)) for point, field in fields.items()]
-    return [decision for decision in found if decision is not None]
+    decisions = [_decision(measured, in_force(point)) for point, measured in samples.items()]
+    return [decision for decision in decisions if decision is not None]
 
 
-def _first_round(
-    fields: dict[Point, Field], pool: Pool, in_force: InForce, prior: Corrected, measure: Measure, rules: Rules
-) -> None:  # fmt: skip
-    done: dict[tuple[str, int, str], dict[int, Candidate]] = {}
-    for point in _coarse_to_fine(list(fields)):
-        near = done.setdefault(point.group, {})
-        seeds = [in_force(point), *(near[size] for size in _beside(list(near), point.nbytes))]
+def _every_point(
+    samples: dict[Point, Samples], pool: Pool, in_force: InForce, prior: Corrected, measure: Measure, rules: Rules
+) -> None:
+    best_by_size: dict[tuple[str, int, str], dict[int, Candidate]] = {}
+    for point in _coarse_to_fine(list(samples)):
+        near, here = best_by_size.setdefault(point.group, {}), samples[point]
+        seeds = [in_force(point), *(near[size] for size in _adjacent(list(near), point.nbytes))]
         try:
-            race(fields[point], pool(point), seeds, prior, prior.learn, measure, rules)
+            successive_halving(here, pool(point), seeds, prior, prior.learn, measure, rules)
         finally:
-            prior.learn(fields[point])
-        best = fields[point].best
-        if best is not None:
-            near[point.nbytes] = best
+            prior.learn(here)
+        if here.best is not None:
+            near[point.nbytes] = here.best
 
 
-def _refine(fields: dict[Point, Field], measure: Measure, rules: Rules) -> None:
-    """More samples where the winner is not clear, the closest decision of the most to lose first."""
+def _refine(samples: dict[Point, Samples], measure: Measure, rules: Rules) -> None:
+    """More samples for points without a clear winner; the point with the most to lose first."""
     while True:
-        open_ones = [(f, rivals) for f in fields.values() if (rivals := f.rivals(rules.close))]
-        open_ones = [(f, r) for f, r in open_ones if len(f.samples[r[0]]) < 2 * rules.most]
-        if not open_ones:
+        unclear = [(here, rivals) for here in samples.values() if (rivals := here.rivals(rules.close))]
+        unclear = [(here, rivals) for here, rivals in unclear if len(here.times[rivals[0]]) < 2 * rules.most_samples]
+        if not unclear:
             return
-        field, rivals = max(open_ones, key=lambda item: _at_stake(*item))
-        best = field.best
-        field.run(measure, [best, *rivals[:3]] if best is not None else rivals[:3], rules.most // 2)
+        here, rivals = max(unclear, key=lambda item: _at_stake(*item))
+        here.measure_round(measure, [here.ranking()[0], *rivals[:3]], rules.most_samples // 2)
 
 
-def _at_stake(field: Field, rivals: list[Candidate]) -> float:
-    best = field.ranking()[0]
-    return 1 - min(field.estimate(c).low for c in rivals) / field.estimate(best).centre
+def _at_stake(samples: Samples, rivals: list[Candidate]) -> float:
+    best = samples.ranking()[0]
+    return 1 - min(samples.estimate(c).low for c in rivals) / samples.estimate(best).centre
 
 
-def _decision(field: Field, in_force: Candidate) -> Decision | None:
-    """None where nothing right was measured, or not what is in force: then there is nothing to compare."""
-    best = field.best
+def _decision(samples: Samples, in_force: Candidate) -> Decision | None:
+    """None if there is nothing to compare: no candidate is right, or the one in force was not measured."""
+    best = samples.best
     if best is None:
         return None
-    measured = sum(len(samples) for samples in field.samples.values())
-    time_us = field.estimate(best).centre
-    if in_force in field.wrong:
-        return Decision(field.point, best, time_us, in_force, math.inf, Gain(1.0, 1.0, 1.0), measured)
-    if in_force not in field.samples:
+    measured = sum(len(times) for times in samples.times.values())
+    time_us = samples.estimate(best).centre
+    if in_force in samples.wrong:
+        return Decision(samples.point, best, time_us, in_force, math.inf, Gain(1.0, 1.0, 1.0), measured)
+    if in_force not in samples.times:
         return None
-    saved = gain(field.samples[in_force], field.samples[best])
-    return Decision(field.point, best, time_us, in_force, field.estimate(in_force).centre, saved, measured)
+    saved = gain(samples.times[in_force], samples.times[best])
+    return Decision(samples.point, best, time_us, in_force, samples.estimate(in_force).centre, saved, measured)
 
 
 def _coarse_to_fine(points: list[Point]) -> list[Point]:
-    """Of every group the ends, then the middle of what lies between: a search that is cut off has seen all of it."""
+    """Of every group both ends, then the middle of each gap: an interrupted search has covered the whole range."""
     groups: dict[tuple[str, int, str], list[Point]] = {}
     for point in points:
         groups.setdefault(point.group, []).append(point)
@@ -156,7 +161,7 @@ def _depth(index: int, count: int) -> int:
     return depth
 
 
-def _beside(sizes: list[int], nbytes: int) -> list[int]:
+def _adjacent(sizes: list[int], nbytes: int) -> list[int]:
     """The nearest sizes below and above."""
     below, above = [s for s in sizes if s < nbytes], [s for s in sizes if s > nbytes]
     return [*([max(below)] if below else []), *([min(above)] if above else [])]

@@ -1,4 +1,4 @@
-"""What a few noisy times say: a centre that outliers don't move, how far it may be off, and what a change gains.
+"""Robust statistics of a few noisy times: a centre without outliers, its standard error, and the gain of a change.
 
 Times on a shared machine are skewed upwards: medians, and deviations from them, instead of means.
 """
@@ -13,7 +13,7 @@ from statistics import median
 
 _TO_SIGMA = 1.4826  # from a median of deviations to a standard deviation, for normal noise
 _OF_MEDIAN = 1.2533  # a median's standard error over a mean's, for normal noise
-_LEAST = 0.01  # relative spread that is believed of few samples: a clock, a drift
+_LEAST = 0.01  # least relative spread: of few samples, a smaller one is chance
 _OUTLIER = 5.0  # deviations
 _RESAMPLES = 400
 
@@ -36,7 +36,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Gain:
-    """Part of the time that a change saves: what is expected, and between what it lies in 95 of 100 cases."""
+    """The part of the time that a change saves: expected value, and its 95 % confidence interval."""
 
     expected: float
     low: float
@@ -47,7 +47,7 @@ class Gain:
 
 
 def kept(samples: Sequence[float]) -> list[float]:
-    """The samples without those that lie far above the others: an interrupt, another job."""
+    """The samples without outliers far above the others, such as from an interrupt or another job."""
     middle = median(samples)
     spread = max(_TO_SIGMA * median(abs(s - middle) for s in samples), _LEAST * middle)
     return [s for s in samples if s <= middle + _OUTLIER * spread]
@@ -62,13 +62,13 @@ def estimate(samples: Sequence[float]) -> Estimate:
 
 
 def gain(old: Sequence[float], new: Sequence[float], seed: int = 0) -> Gain:
-    """What `new` saves of `old`: by resampling both, the same way for equal input."""
+    """The gain of `new` over `old`, by resampling both, which is deterministic."""
     before, after, draw = kept(old), kept(new), random.Random(seed)
 
     def once() -> float:
         a = median(draw.choices(before, k=len(before)))
         return 1 - median(draw.choices(after, k=len(after))) / a
 
-    found = sorted(once() for _ in range(_RESAMPLES))
+    gains = sorted(once() for _ in range(_RESAMPLES))
     edge = _RESAMPLES // 40
-    return Gain(1 - median(after) / median(before), found[edge], found[-edge - 1])
+    return Gain(1 - median(after) / median(before), gains[edge], gains[-edge - 1])

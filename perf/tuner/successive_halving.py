@@ -1,8 +1,9 @@
-"""Who wins at one point: racing with successive halving, wave after wave of what looks better than the winner so far.
+"""The fastest candidate at one point, by successive halving.
 
-All entrants of a heat are measured in turns, so that a drift hits all of them; the slower half leaves, and whoever is
-surely slower than the first. What the cost model, corrected by what was measured before,
-thinks slow is never entered: that is where most of a grid's time would go.
+All candidates of a round are measured in turns, so that a drift of the machine hits all of them. After a round the
+slower half leaves, and every candidate that is surely slower than the fastest. Wave after wave, candidates join that
+look faster than the fastest so far. A candidate that the cost model, corrected by earlier measurements, predicts to be
+slow never joins: that is where most of a grid's time would go.
 """
 
 from __future__ import annotations
@@ -13,53 +14,53 @@ from dataclasses import dataclass, field
 from tricomm.perf.tuner.points import Candidate, Point, neighbours
 from tricomm.perf.tuner.statistics import Estimate, estimate
 
-# Measures every candidate so many times, in turns; leaves out those that are wrong. Raises `Spent` without time left.
+# Measures every candidate this many times, in turns, and leaves out those with wrong results. Raises `BudgetExceeded`.
 Measure = Callable[[Point, Sequence[Candidate], int], dict[Candidate, list[float]]]
 Prior = Callable[[Point, Candidate], float]
 
 
-class Spent(Exception):
-    """The budget is used up."""
+class BudgetExceeded(Exception):
+    """No time is left for another round."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How hard a race looks. `close` is the difference that is not worth a measurement."""
+    """How much is measured at a point. `close` is the relative difference that is not worth a measurement."""
 
-    entrants: int = 12
-    per_family: int = 2
-    first: int = 2  # samples in the first heat
-    most: int = 16  # samples of one candidate in a race
-    waves: int = 8  # of candidates that look better, by what was measured, or are neighbours of the first
+    candidates: int = 12  # of the first wave
+    per_family: int = 2  # at the least
+    first_samples: int = 2  # of a candidate in the first round
+    most_samples: int = 16  # of a candidate in one wave
+    waves: int = 8  # of candidates that look faster, or are neighbours of the fastest
     likely: int = 6  # of the former, in a wave
-    patience: int = 2  # waves without a new first
+    patience: int = 2  # waves without a new fastest candidate
     close: float = 0.01
 
 
 @dataclass
-class Field:
-    """What is known at one point: samples by candidate, and who has turned out to be wrong."""
+class Samples:
+    """The samples at one point by candidate, in microseconds, and the candidates whose results are wrong."""
 
     point: Point
-    samples: dict[Candidate, list[float]] = field(default_factory=dict)
+    times: dict[Candidate, list[float]] = field(default_factory=dict)
     wrong: set[Candidate] = field(default_factory=set)
 
-    def run(self, measure: Measure, candidates: Sequence[Candidate], repeats: int) -> None:
-        """A heat. Who does not come back from it is out."""
-        found = measure(self.point, candidates, repeats)
+    def measure_round(self, measure: Measure, candidates: Sequence[Candidate], repeats: int) -> None:
+        """Measure the candidates. One that `measure` leaves out is wrong, and its earlier samples are dropped."""
+        measured = measure(self.point, candidates, repeats)
         for candidate in candidates:
-            if candidate in found:
-                self.samples.setdefault(candidate, []).extend(found[candidate])
+            if candidate in measured:
+                self.times.setdefault(candidate, []).extend(measured[candidate])
             else:
                 self.wrong.add(candidate)
-                self.samples.pop(candidate, None)
+                self.times.pop(candidate, None)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        return estimate(self.samples[candidate])
+        return estimate(self.times[candidate])
 
     def ranking(self, of: Iterable[Candidate] | None = None) -> list[Candidate]:
-        """Fastest first; equal ones by name, so that equal samples give equal orders."""
-        known = self.samples if of is None else [c for c in of if c in self.samples]
+        """Fastest first. Ties are ordered by name, so that equal samples give equal orders."""
+        known = self.times if of is None else [c for c in of if c in self.times]
         return sorted(known, key=lambda c: (self.estimate(c).centre, c))
 
     @property
@@ -69,48 +70,53 @@ class Field:
         return order[0] if order else None
 
     def rivals(self, close: float) -> list[Candidate]:
-        """Who may be faster than the best by more than `close`."""
+        """The candidates that may be faster than the best by more than `close`."""
         order = self.ranking()
         return [c for c in order[1:] if self.estimate(c).low < self.estimate(order[0]).high * (1 - close)]
 
 
-def race(
-    field: Field, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior, learn: Callable[[Field], None],
-    measure: Measure, rules: Rules,
-) -> None:  # fmt: skip
-    """Find the fastest of `pool` at the field's point; `seeds` (of neighbouring sizes, in force) run in any case.
+def successive_halving(
+    samples: Samples,
+    pool: Sequence[Candidate],
+    seeds: Sequence[Candidate],
+    prior: Prior,
+    learn: Callable[[Samples], None],
+    measure: Measure,
+    rules: Rules,
+) -> None:
+    """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
 
-    `learn` is told what was measured before `prior` is asked again. Raises `Spent` when `measure` does; the field keeps
-    what was measured.
+    `learn` gets the samples before `prior` is asked again. Raises `BudgetExceeded` if `measure` does; `samples` keeps
+    all that was measured.
     """
     known = set(pool)
-    _heats(field, _entrants(field.point, pool, seeds, prior, rules), measure, rules)
-    stayed = 0
+    _halve(samples, _first_wave(samples.point, pool, seeds, prior, rules), measure, rules)
+    unchanged = 0
     for _ in range(rules.waves):
-        leader = field.best
-        if leader is None or stayed == rules.patience:
+        best = samples.best
+        if best is None or unchanged == rules.patience:
             return
-        learn(field)
-        fresh = [c for c in pool if c not in field.samples and c not in field.wrong]
-        likely = _promising(field.point, fresh, prior, rules.likely, 1)
-        near = [c for c in neighbours(leader) if c in known and c in set(fresh)]
-        entrants = [leader, *dict.fromkeys([*near, *likely])]
-        if len(entrants) == 1:
+        learn(samples)
+        fresh = [c for c in pool if c not in samples.times and c not in samples.wrong]
+        likely = _promising(samples.point, fresh, prior, rules.likely, 1)
+        near = [c for c in neighbours(best) if c in known and c in set(fresh)]
+        candidates = [best, *dict.fromkeys([*near, *likely])]
+        if len(candidates) == 1:
             return
-        _heats(field, entrants, measure, rules)
-        stayed = stayed + 1 if field.best == leader else 0
+        _halve(samples, candidates, measure, rules)
+        unchanged = unchanged + 1 if samples.best == best else 0
 
 
-def _entrants(
+def _first_wave(
     point: Point, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior, rules: Rules
-) -> list[Candidate]:  # fmt: skip
-    """The seeds, and whoever looks fastest, of every family, so that a wrong prior excludes none."""
-    likely = _promising(point, [c for c in pool if c not in set(seeds)], prior, rules.entrants, rules.per_family)
-    return list(dict.fromkeys([*seeds, *likely]))
+) -> list[Candidate]:
+    """The seeds, and the most promising candidates of every family, so that a wrong prior excludes no family."""
+    others = [c for c in pool if c not in set(seeds)]
+    return list(dict.fromkeys([*seeds, *_promising(point, others, prior, rules.candidates, rules.per_family)]))
 
 
 def _promising(point: Point, of: Sequence[Candidate], prior: Prior, count: int, per_family: int) -> list[Candidate]:
-    """So many that look fastest, and the best of every family in any case."""
+    """The `count` candidates with the shortest predicted times, with `per_family` of every family among them."""
     times = {candidate: prior(point, candidate) for candidate in of}
     order = sorted(of, key=lambda c: (times[c], c))
     families = dict.fromkeys(c.family for c in order)
@@ -118,18 +124,19 @@ def _promising(point: Point, of: Sequence[Candidate], prior: Prior, count: int, 
     return [*chosen, *[c for c in order if c not in chosen][: max(0, count - len(chosen))]]
 
 
-def _heats(field: Field, entrants: Sequence[Candidate], measure: Measure, rules: Rules) -> None:
-    repeats, running = rules.first, list(entrants)
-    while len(running) > 1 or repeats == rules.first:
-        field.run(measure, running, repeats)
-        order = field.ranking(running)
+def _halve(samples: Samples, candidates: Sequence[Candidate], measure: Measure, rules: Rules) -> None:
+    """Rounds of twice as many samples each, of half as many candidates, until the fastest is clear."""
+    repeats, remaining = rules.first_samples, list(candidates)
+    while len(remaining) > 1 or repeats == rules.first_samples:
+        samples.measure_round(measure, remaining, repeats)
+        order = samples.ranking(remaining)
         if not order:
             return
-        leader = field.estimate(order[0])
+        fastest = samples.estimate(order[0])
         half = order[: max(1, len(order) // 2)]
-        running = [c for c in half if field.estimate(c).low <= leader.high]
-        if running and max(field.estimate(c).centre for c in running) <= leader.centre * (1 + rules.close):
+        remaining = [c for c in half if samples.estimate(c).low <= fastest.high]
+        if remaining and max(samples.estimate(c).centre for c in remaining) <= fastest.centre * (1 + rules.close):
             return
         repeats *= 2
-        if repeats > rules.most:
+        if repeats > rules.most_samples:
             return

@@ -70,9 +70,12 @@ def test_every_option_says_what_it_is() -> None:
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tricomm", *arguments], env={**os.environ, **variables}, capture_output=True, text=True,
+        [sys.executable, "-m", "tricomm", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 def test_version_and_exit_codes_from_outside() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tricomm.perf.evidence import messages
+from tricomm.perf.evidence import message_checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,7 +28,7 @@ def join(rank, world_size, url, **options):
 
 def swept(rank, world_size, tell, url, first):
     with join(rank, world_size, url, arena_bytes=4 << 20, first_epoch=first) as comm:
-        return comm.kind, messages.sweep(comm, False)[1]
+        return comm.kind, message_checks.sweep(comm, False)[1]
 
 
 @pytest.mark.parametrize("first", [1, 2**32 - 6])

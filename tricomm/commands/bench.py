@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, WRONG, joined, usage
+from tricomm.commands.common import INTERRUPTED, WRONG, errors_told, joined, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -34,7 +34,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, history: bool, **options: Any) -> None:
     """Time the collectives and check their results, with the columns and formulas of nccl-tests.
 
-    Starts --nproc ranks on this machine, or is one of them where torchrun (RANK, WORLD_SIZE) has started it. Every row
+    Starts --nproc ranks on this machine, or is one of them if torchrun (RANK, WORLD_SIZE) has started it. Every row
     is in the history when it is printed: an interrupt loses nothing that was measured.
 
     \b
@@ -42,10 +42,8 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
     tricomm bench --collective all --dtype float32,bfloat16 --mode eager,graph --against nccl,symm_mem
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
-    from tricomm.errors import ResourceError, TricommError
     from tricomm.perf.bench import session as runner
-    from tricomm.perf.bench.outputs import Files
-    from tricomm.perf.bench.progress import Output
+    from tricomm.perf.bench.outputs import Files, Output
     from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
@@ -62,21 +60,17 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
             output.header(record)
             written.header(record)
 
-        def row(record: dict[str, Any]) -> None:
-            written.row(record)
-            output.row(record)
+        def row(rows: Any) -> None:
+            written.row(rows)
+            output.row(rows)
 
         listener = runner.Listener(header, row, output.note)
         try:
-            if started:
-                runner.join(settings, listener, results)
-            else:
-                runner.run(settings, world_size, listener, results)
-        except TricommError as error:
-            output.stop()
-            click.echo(f"tricomm bench: {error}", err=True)
-            lacking = isinstance(error, ResourceError) or getattr(error, "unsupported", False)
-            sys.exit(UNSUPPORTED if lacking else FAILED)
+            with errors_told("bench", output.stop):
+                if started:
+                    runner.join(settings, listener, results)
+                else:
+                    runner.run(settings, world_size, listener, results)
         except KeyboardInterrupt:
             output.stop()
             output.summary(results)
@@ -88,13 +82,15 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
 
 
 def _settings(options: dict[str, Any], world_size: int) -> Any:
+    from tricomm.perf import parsing
     from tricomm.perf.bench import request as plan
+    from tricomm.perf.units import DATA_COLLECTIVES
 
-    collectives = plan.parse_names(options["collective"], plan.COLLECTIVES, "collective")
+    collectives = parsing.parse_names(options["collective"], DATA_COLLECTIVES, "collective")
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
-    against = plan.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
+    against = parsing.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
     cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against)
-    sizes = plan.parse_sizes(options["sizes"])
-    modes = plan.parse_names(options["mode"], plan.MODES, "mode")
+    sizes = parsing.parse_sizes(options["sizes"])
+    modes = parsing.parse_names(options["mode"], plan.MODES, "mode")
     rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
     return plan.Settings(cases, sizes, options["op"], modes, **rest)

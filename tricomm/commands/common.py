@@ -1,11 +1,13 @@
-"""What the commands share: exit codes, and how a bad argument is told.
+"""Exit codes, and messages for errors, of all commands.
 
 0 fine, 1 a check failed or something got slower, 2 usage, 3 unsupported environment, 4 wrong result, 130 interrupt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import click
@@ -24,18 +26,31 @@ def usage(function: Callable[[], Any]) -> Any:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of an error that no command has put into words of its own; None for a fault of tricomm itself."""
+    """The exit code for an error of tricomm; None for any other exception, which is a bug."""
     from tricomm.errors import InvalidArgument, ResourceError, TricommError
 
     if isinstance(error, InvalidArgument):
         return USAGE
-    if isinstance(error, ResourceError):
+    if isinstance(error, ResourceError) or getattr(error, "unsupported", False):
         return UNSUPPORTED
     return FAILED if isinstance(error, TricommError) else None
 
 
+@contextmanager
+def errors_told(command: str, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ends `command` with a message and an exit code if a `TricommError` is raised inside; `before` is called first."""
+    from tricomm.errors import TricommError
+
+    try:
+        yield
+    except TricommError as error:
+        before()
+        click.echo(f"tricomm {command}: {error}", err=True)
+        sys.exit(exit_code(error))
+
+
 def joined(nproc: int | None) -> tuple[int, bool, bool]:
-    """(world size, whether torchrun has started the ranks, whether this one is to be quiet). Raises click's errors."""
+    """(world size, True if torchrun has started the ranks, True if this rank prints nothing). Raises click's errors."""
     from tricomm import env
 
     started = env.text("RANK") is not None and env.text("WORLD_SIZE") is not None

@@ -9,20 +9,24 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, UNSUPPORTED, usage
+from tricomm.commands.common import FAILED, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = {
-    "html": "--html", "serve": "--serve", "changes": "--changes", "prometheus": "--prometheus", "trace": "--trace",
+    "html": "--html",
+    "serve": "--serve",
+    "changes": "--changes",
+    "prometheus": "--prometheus",
+    "trace": "--trace",
     "grafana": "--grafana",
-}  # fmt: skip
+}
 
 
 @click.command()
 @click.option("--html", type=_FILE, help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
-@click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 where something is slower.")
+@click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 if something is slower.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
 @click.option("--trace", type=_FILE, help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
@@ -46,13 +50,8 @@ def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
         raise click.UsageError(f"one of {', '.join(_WAYS.values())} is needed, {len(chosen)} were given")
     if port is not None and not ways["serve"]:
         raise click.UsageError("--port is for --serve")
-    from tricomm.errors import ResourceError
-
-    try:
+    with errors_told("dashboard"):
         _run(chosen[0], ways, port, history)
-    except ResourceError as error:
-        click.echo(f"tricomm dashboard: {error}", err=True)
-        sys.exit(UNSUPPORTED)
 
 
 def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
@@ -85,11 +84,11 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
 def _changes(data: dict[str, Any]) -> None:
     from tricomm.perf.dashboard import changes
 
-    found = changes.latest(data)
-    slower = sum(change.step > 0 for change in found)
-    for change in found:
+    latest = changes.latest(data)
+    slower = sum(change.step > 0 for change in latest)
+    for change in latest:
         click.echo(change)
-    click.echo(f"{slower} points are slower, {len(found) - slower} faster, of {data['rows']} rows")
+    click.echo(f"{slower} points are slower, {len(latest) - slower} faster, of {data['rows']} rows")
     if slower:
         sys.exit(FAILED)
 
@@ -101,6 +100,6 @@ def _serve(source: Any, port: int | None) -> None:
     with serve.Server(
         wanted, lambda: render.page(source.packed(), serve.RENEW), source.packed, source.metrics
     ) as server:
-        render.page("")  # what lacks is said now, and not by the page
+        render.page("")  # raises now, and not at the first request, if Plotly is missing
         click.echo(f"{server.url} until you press Ctrl-C")
         server.serve_forever()

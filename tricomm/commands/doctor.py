@@ -16,7 +16,7 @@ _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(as_json: bool) -> None:
-    """Look for what could go wrong on this machine, and say what to do about it. Exit code 1 where something FAILs.
+    """Look for what could go wrong on this machine, and say what to do about it. Exit code 1 if something FAILs.
 
     \b
     tricomm doctor
@@ -24,18 +24,18 @@ def doctor(as_json: bool) -> None:
     """
     from tricomm.perf.system import doctor as probes
 
-    found = probes.examine()
-    failed = sum(finding.verdict == probes.FAIL for finding in found)
+    findings = probes.examine()
+    failed = sum(finding.verdict == probes.FAIL for finding in findings)
     if as_json:
-        click.echo(json.dumps({"schema": 1, "findings": [asdict(finding) for finding in found]}, indent=1))
+        click.echo(json.dumps({"schema": 1, "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        width = max(len(finding.name) for finding in found)
-        for finding in found:
+        width = max(len(finding.name) for finding in findings)
+        for finding in findings:
             mark = click.style(finding.verdict, fg=_COLOURS[finding.verdict])
             click.echo(f"{mark}  {finding.name:<{width}}  {finding.text}")
             if finding.remedy:
                 click.echo(f"      {'':<{width}}  -> {finding.remedy}")
-        warned = sum(finding.verdict == probes.WARN for finding in found)
-        click.echo(f"\n{len(found)} findings, {failed} FAIL, {warned} WARN")
+        warned = sum(finding.verdict == probes.WARN for finding in findings)
+        click.echo(f"\n{len(findings)} findings, {failed} FAIL, {warned} WARN")
     if failed:
         sys.exit(FAILED)

@@ -17,9 +17,7 @@ from tricomm.commands.common import usage
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
 @click.option("--check", is_flag=True, help="Set the model beside published measurements instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def predict(
-    gpu: str, world_size: int, collective: str, sizes: str, mode: str, check: bool, as_json: bool
-) -> None:  # fmt: skip
+def predict(gpu: str, world_size: int, collective: str, sizes: str, mode: str, check: bool, as_json: bool) -> None:
     """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
 
     \b
@@ -27,10 +25,10 @@ def predict(
     tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
     tricomm predict --check
     """
-    from tricomm.perf.cost_model import forecast, model
+    from tricomm.perf.cost_model import forecast, kernel_time
 
     if check:
-        click.echo("\n".join(model.report(model.check())))
+        click.echo("\n".join(kernel_time.report(kernel_time.check())))
         return
-    found = usage(lambda: forecast.forecast(gpu, world_size, collective, sizes, mode))
-    click.echo(json.dumps(found.to_json(), indent=1) if as_json else "\n".join(found.lines()))
+    predicted = usage(lambda: forecast.forecast(gpu, world_size, collective, sizes, mode))
+    click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

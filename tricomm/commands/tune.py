@@ -1,4 +1,4 @@
-"""`tricomm tune`, and what can be done with the tables that it makes."""
+"""`tricomm tune`, and the commands for the tables that it makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, joined, usage
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, errors_told, joined, usage
 
 _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -37,31 +37,28 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from tricomm.errors import ResourceError, TricommError
-    from tricomm.perf.tuner import processes, request
+    from tricomm.perf.tuner import tune_ranks, tuning_request
 
     world_size, started, quiet = joined(nproc)
-    settings = usage(lambda: request.settings(**options))
+    request = usage(lambda: tuning_request.parse(**options))
 
-    def hear(what: str, message: dict[str, Any]) -> None:
+    def on_message(event: str, message: dict[str, Any]) -> None:
         if quiet:
             return
-        if what == "note":
+        if event == "note":
             click.echo(f"# {message['text']}", err=True)
-        elif what == "heat" and sys.stderr.isatty():
+        elif event == "round" and sys.stderr.isatty():
             click.echo(f"\r{message['point']}: {message['candidates']} candidates\x1b[K", err=True, nl=False)
-        elif what == "result":
+        elif event == "result":
             click.echo("\n".join(message["lines"]))
             click.echo(f"written to {message['file']}" if message["file"] else "nothing to change; no table is written")
 
     try:
-        if started:
-            processes.join(settings, hear)
-        else:
-            processes.run(settings, world_size, hear)
-    except TricommError as error:
-        click.echo(f"tricomm tune: {error}", err=True)
-        sys.exit(UNSUPPORTED if isinstance(error, ResourceError) or getattr(error, "unsupported", False) else FAILED)
+        with errors_told("tune"):
+            if started:
+                tune_ranks.join(request, on_message)
+            else:
+                tune_ranks.run(request, world_size, on_message)
     except KeyboardInterrupt:
         click.echo("interrupted; what was measured is kept, tune again to go on", err=True)
         sys.exit(INTERRUPTED)
@@ -76,15 +73,15 @@ def show(files: tuple[Path, ...]) -> None:
     tricomm tune show
     """
     from tricomm.errors import InvalidArgument
-    from tricomm.perf.tuner import tables
+    from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import user_tables
 
-    found, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
-    if not found:
+    tables, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
+    if not tables:
         click.echo(f"no tables in {user_tables.folder()}; `tricomm tune` makes one")
-    for file in found:
+    for file in tables:
         try:
-            click.echo("\n".join(tables.lines(file, user_tables.read(file))))
+            click.echo("\n".join(tuned_tables.table_lines(file, user_tables.read(file))))
         except InvalidArgument as error:
             broken = True
             click.echo(str(error), err=True)
@@ -106,18 +103,18 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     tricomm tune merge first.json second.json -o both.json
     """
     from tricomm.errors import ResourceError
-    from tricomm.perf.tuner import tables
+    from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import tuning_tables, user_tables
 
-    found = usage(lambda: tables.merge([user_tables.read(file) for file in files]))
+    merged = usage(lambda: tuned_tables.merge([user_tables.read(file) for file in files]))
     try:
-        where = user_tables.save(found) if output is None else output
+        where = user_tables.save(merged) if output is None else output
         if output is not None:
-            output.write_bytes(tuning_tables.dumps(found))
+            output.write_bytes(tuning_tables.dumps(merged))
     except (ResourceError, OSError) as error:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
-    click.echo(f"{len(found.rows)} rows written to {where}")
+    click.echo(f"{len(merged.rows)} rows written to {where}")
 
 
 @tune.command()
@@ -129,8 +126,8 @@ def export(file: Path, form: str) -> None:
     \b
     tricomm tune export table.json --format csv
     """
-    from tricomm.perf.tuner import tables
+    from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import tuning_tables, user_tables
 
-    found = usage(lambda: user_tables.read(file))
-    click.echo(tuning_tables.dumps(found) if form == "json" else tables.csv(found), nl=False)
+    table = usage(lambda: user_tables.read(file))
+    click.echo(tuning_tables.dumps(table) if form == "json" else tuned_tables.csv(table), nl=False)

@@ -14,21 +14,58 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tricomm import env
 from tricomm.errors import InvalidArgument
-from tricomm.metrics.counters import Activity, fallback_by_size
+from tricomm.metrics.counters import Activity, Statistics, fallback_by_size
 from tricomm.store import process
 
 SCHEMA = 1
 log = logging.getLogger("tricomm")
+_SLACK = 60.0  # seconds: clocks of hosts differ, and file systems that they share are slow
 _MOST = 64  # communicators of a process, the latest: one that makes and closes many must not grow
 _known: deque[Activity] = deque(maxlen=_MOST)
 _lock = threading.Lock()
 _publisher: _Publisher | None = None
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Calls that c10d groups of the process have given to NCCL or Gloo."""
+
+    route: str
+    collective: str
+    bucket: int
+    calls: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class JobStatistics:
+    """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time; it writes
+    `every` so many seconds."""
+
+    schema: int
+    pid: int
+    started: int
+    host: str
+    written: float
+    every: float
+    routed: tuple[Routed, ...]
+    communicators: tuple[Statistics, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.host}/{self.pid}-{self.started}"
+
+    @property
+    def live(self) -> bool:
+        """True if the process still runs; a process of another host counts as live as long as it writes."""
+        if self.host == socket.gethostname():
+            return process.start_time(self.pid) == self.started
+        return time.time() - self.written < 3 * self.every + _SLACK
 
 
 def folder() -> Path:
@@ -73,19 +110,20 @@ def interval() -> float | None:
     return seconds
 
 
-def snapshot() -> dict[str, Any]:
-    """Everything that this process's published communicators and c10d groups have done, as plain JSON values."""
+def snapshot() -> JobStatistics:
+    """The counts of this process's published communicators and c10d groups until now."""
     with _lock:
         known = list(_known)
-    routed = [
-        {"route": path, "collective": collective, "bucket": bucket, "calls": calls, "nbytes": nbytes}
-        for (path, collective, bucket), (calls, nbytes) in fallback_by_size().items()
-    ]
-    return {
-        "schema": SCHEMA, "pid": os.getpid(), "started": process.start_time(os.getpid()) or 0,
-        "host": socket.gethostname(), "written": time.time(), "every": interval() or 0.0, "routed": routed,
-        "communicators": [asdict(activity.statistics()) for activity in known],
-    }  # fmt: skip
+    return JobStatistics(
+        schema=SCHEMA,
+        pid=os.getpid(),
+        started=process.start_time(os.getpid()) or 0,
+        host=socket.gethostname(),
+        written=time.time(),
+        every=interval() or 0.0,
+        routed=tuple(Routed(*key, *counts) for key, counts in fallback_by_size().items()),
+        communicators=tuple(activity.statistics() for activity in known),
+    )
 
 
 def _after_fork() -> None:
@@ -125,7 +163,7 @@ class _Publisher:
         partial = self.file.with_suffix(".part")
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(json.dumps(snapshot()))
+            partial.write_text(json.dumps(asdict(snapshot())))
             os.replace(partial, self.file)
         except Exception as error:  # watching must not end what is watched
             if not self._said:

@@ -1,4 +1,4 @@
-"""The stages, in the order in which cases of the same value run: what is right first, then how fast it is."""
+"""The stages, in the order in which cases of the same tier run: checks first, then measurements."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STAGES: tuple[Stage, ...] = (
 
 
 def find(name: str) -> Stage:
-    """The stage of that name, or the one at "module:attribute"; raises `InvalidArgument` where there is none."""
+    """The stage of that name, or the one at "module:attribute"; raises `InvalidArgument` if there is none."""
     module, _, attribute = name.partition(":")
     if attribute:
-        found = getattr(importlib.import_module(module), attribute, None)
-        if isinstance(found, Stage):
-            return replace(found, reference=name)
+        stage = getattr(importlib.import_module(module), attribute, None)
+        if isinstance(stage, Stage):
+            return replace(stage, reference=name)
     for stage in STAGES:
         if stage.name == name:
             return stage

@@ -1,6 +1,6 @@
-"""The first minute: what decides about the rest. What fails here leaves out the stages that depend on it.
+"""The first minute: checks on which other stages depend. If one fails, the stages that need it are left out.
 
-Two stages, because ranks as streams need an environment that ranks as processes must not have.
+There are two stages, because ranks that are streams need an environment that ranks that are processes must not have.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from tricomm import Communicator, Options
 from tricomm.cuda_bindings import load_bindings
 from tricomm.kernels.collectives import registry
-from tricomm.perf.bench import calling
-from tricomm.perf.evidence import checks, compiling, environment, machine
+from tricomm.perf.bench import collective_calls
+from tricomm.perf.evidence import checks, compiling, environment, hardware
 from tricomm.perf.evidence.stage import (
     EIGHT,
     FIRST,
@@ -28,14 +28,14 @@ from tricomm.perf.evidence.stage import (
     SLICE,
     STREAMS,
     TWO,
-    Case,
     Data,
-    Settings,
+    EvidenceSettings,
     Stage,
+    StageCase,
     Wrong,
 )
 from tricomm.perf.evidence.stages import faults
-from tricomm.perf.workers import talk
+from tricomm.perf.workers import run_workers
 
 _TICK, _BLOCKED = 0.002, 0.05  # seconds
 _CYCLES = 200_000_000  # of the GPU's clock: about a tenth of a second
@@ -44,9 +44,9 @@ _KERNEL = registry.find("all_reduce", "one_shot", "ll")
 _COUNT = 1000
 
 
-def _processes(settings: Settings) -> Iterable[Case]:
-    def case(name: str, run: Callable[[], Data], **more: Any) -> Case:
-        return Case(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
+def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
+    def case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
+        return StageCase(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
 
     yield case("first/versions", partial(_versions, settings))
     yield case(GIL, partial(_gil, settings))
@@ -54,39 +54,47 @@ def _processes(settings: Settings) -> Iterable[Case]:
     yield case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
 
 
-def _streams(settings: Settings) -> Iterable[Case]:
+def _streams(settings: EvidenceSettings) -> Iterable[StageCase]:
     for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
-        yield Case(
-            name.partition("/")[2], partial(_all_reduce, settings, world_size), limit=60.0, tier=FIRST, needs=needs,
+        yield StageCase(
+            name.partition("/")[2],
+            partial(_all_reduce, settings, world_size),
+            limit=60.0,
+            tier=FIRST,
+            needs=needs,
             jobs=partial(_jobs, settings, world_size),
-        )  # fmt: skip
-    yield Case(
-        GRAPH.partition("/")[2], partial(_graph, settings), limit=60.0, tier=FIRST, needs=(TWO,),
+        )
+    yield StageCase(
+        GRAPH.partition("/")[2],
+        partial(_graph, settings),
+        limit=60.0,
+        tier=FIRST,
+        needs=(TWO,),
         jobs=partial(_jobs, settings, 2),
-    )  # fmt: skip
+    )
 
 
-def _versions(settings: Settings) -> Data:
+def _versions(settings: EvidenceSettings) -> Data:
     """Raises `Wrong` if CUDA's driver cannot be called."""
-    found = environment.facts(settings)
-    shown = {name: found["versions"].get(name, "?") for name in ("torch", "triton", "cuda", "cuda-bindings")}
-    devices = found["device"]
+    facts = environment.facts(settings)
+    shown = {name: facts["versions"].get(name, "?") for name in ("torch", "triton", "cuda", "cuda-bindings")}
+    devices = facts["device"]
     return {**shown, "driver": devices if isinstance(devices, str) else devices[0]["driver"]}
 
 
-def _gil(settings: Settings) -> Data:
-    """Raises `Wrong` if a driver call that blocks stops this process's other threads, such as the watch over peers."""
+def _gil(settings: EvidenceSettings) -> Data:
+    """Raises `Wrong` if a blocking driver call stops this process's other threads, such as the monitor of peers."""
     if settings.dry_run:
         return ticked(lambda: time.sleep(_BLOCKED))
     driver = load_bindings("driver")
-    torch.cuda._sleep(1000)  # loaded and the context current before
+    torch.cuda._sleep(1000)  # loads the kernel and makes the context current
     torch.cuda.synchronize()
     torch.cuda._sleep(_CYCLES)
     return ticked(driver.cuCtxSynchronize)
 
 
 def ticked(blocks: Callable[[], Any]) -> Data:
-    """Call `blocks` while another thread ticks."""
+    """Call `blocks` while another thread counts ticks. Raises `Wrong` if that thread stops."""
     ticks, stop = [0], threading.Event()
 
     def tick() -> None:
@@ -110,49 +118,65 @@ def ticked(blocks: Callable[[], Any]) -> Data:
     return {"blocked_s": round(seconds, 4), "ticks": made}
 
 
-def _slice(settings: Settings) -> Data:
-    """A word to and fro between two processes: each way takes as long as the other process keeps the device."""
-    asked = {"dry_run": settings.dry_run, "one_gpu": True, "trips": 2 if settings.dry_run else 10, "samples": 2}
-    heard = [record for _, record in talk("tricomm.perf.evidence.many_ranks", 2, asked, 40.0)]
-    if len(heard) != 2:
-        raise Wrong(f"two processes have sent a word to and fro in {len(heard)} of 2 ways")
-    return {"slice_us": round(median(time for record in heard for time in record["samples"]), 3)}
+def _slice(settings: EvidenceSettings) -> Data:
+    """A word exchanged by two processes: each way takes as long as the other process keeps the device."""
+    ranks = {"dry_run": settings.dry_run, "one_gpu": True, "trips": 2 if settings.dry_run else 10, "samples": 2}
+    pairs = [message for _, message in run_workers("tricomm.perf.evidence.latency:rank_main", 2, ranks, 40.0)]
+    if len(pairs) != 2:
+        raise Wrong(f"two processes have sent a word to and fro in {len(pairs)} of 2 ways")
+    return {"slice_us": round(median(time for pair in pairs for time in pair["samples"]), 3)}
 
 
-def _jobs(settings: Settings, world_size: int) -> list[compiling.Job]:
-    wanted = {"float32": [checks.Call(_COUNT, "sum", 0)]}
-    return compiling.jobs(_KERNEL, world_size, machine.capability(settings), wanted, _OPTIONS)
+def _jobs(settings: EvidenceSettings, world_size: int) -> list[compiling.Job]:
+    wanted = {"float32": [checks.CheckedCall(_COUNT, "sum", 0)]}
+    return compiling.jobs(_KERNEL, world_size, hardware.capability(settings), wanted, _OPTIONS)
 
 
-def _all_reduce(settings: Settings, world_size: int) -> Data:
-    call = [checks.Call(_COUNT, "sum", 0)]
+def _all_reduce(settings: EvidenceSettings, world_size: int) -> Data:
+    call = [checks.CheckedCall(_COUNT, "sum", 0)]
     check = partial(checks.wrong, kernel=_KERNEL, dtype=torch.float32, wanted=call)
     began = time.monotonic()
-    bad = [text for texts in machine.of(settings).together(world_size, check, _OPTIONS) for text in texts]
+    bad = [text for texts in hardware.of(settings).together(world_size, check, _OPTIONS) for text in texts]
     if bad:
         raise Wrong(bad[0])
     return {"ranks": world_size, "took_s": round(time.monotonic() - began, 3)}
 
 
-def _graph(settings: Settings) -> Data:
+def _graph(settings: EvidenceSettings) -> Data:
     def make(comm: Communicator) -> Callable[[], None]:
-        x, y = calling.tensors(comm, "all_reduce", _COUNT, torch.float32)
+        x, y = collective_calls.tensors(comm, "all_reduce", _COUNT, torch.float32)
 
         def run() -> None:
-            calling.call(comm, "all_reduce", 0, x, y, _KERNEL)
+            collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
 
         return run
 
-    return machine.spread(machine.of(settings).resident(2, make, 2, 3, _OPTIONS))
+    return hardware.spread(hardware.of(settings).resident(2, make, 2, 3, _OPTIONS))
 
 
 STAGE = Stage(
-    "first", "The first minute: what this machine does", _processes, machine.no_gpu,
-    columns=("driver", "cuda", "torch", "triton", "cuda-bindings", "blocked_s", "ticks", "slice_us", "error",
-             "after_s"),
-    environment={"TRICOMM_SHARE_DEVICE": "1"},  # its two ranks are on one GPU, and that is meant
-)  # fmt: skip
+    "first",
+    "The first minute: what this machine does",
+    _processes,
+    hardware.no_gpu,
+    columns=(
+        "driver",
+        "cuda",
+        "torch",
+        "triton",
+        "cuda-bindings",
+        "blocked_s",
+        "ticks",
+        "slice_us",
+        "error",
+        "after_s",
+    ),
+)
 ON_STREAMS = Stage(
-    "first_streams", "The first minute: ranks as streams", _streams, machine.no_gpu,
-    columns=("ranks", "took_s", "median_us"), environment=STREAMS,
-)  # fmt: skip
+    "first_streams",
+    "The first minute: ranks as streams",
+    _streams,
+    hardware.no_gpu,
+    columns=("ranks", "took_s", "median_us"),
+    environment=STREAMS,
+)

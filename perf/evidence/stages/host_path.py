@@ -1,8 +1,8 @@
-"""The host's part of a call: what a call costs the CPU before the GPU has anything to do, eager and without waiting.
+"""The host's part of a call: the time on the CPU before the GPU has work, for eager calls without a wait.
 
-With a GPU: `Communicator.all_reduce` and others of world size 1, beside Triton's own launcher and torch's NCCL
-backend. On any machine: the same call over a launcher that launches nothing, beside c10d's dispatch on torch's `fake`
-backend, which communicates nothing; the two take turns, and their ratio is what is compared between machines.
+With a GPU, calls of world size 1 are compared with Triton's own launcher and torch's NCCL backend. On any machine, a
+call over a launcher that launches nothing is compared with c10d's dispatch on torch's `fake` backend, which
+communicates nothing. These two take turns, and their ratio can be compared between machines.
 """
 
 from __future__ import annotations
@@ -20,44 +20,50 @@ import tricomm
 from tricomm import Options
 from tricomm.kernels.collectives import registry
 from tricomm.perf import null_launch
-from tricomm.perf.evidence import machine
-from tricomm.perf.evidence.stage import Case, Data, Settings, Skip, Stage
+from tricomm.perf.evidence import hardware
+from tricomm.perf.evidence.stage import Data, EvidenceSettings, Skip, Stage, StageCase
 
 _CALLS, _ROUNDS = 300, 15  # few enough that the GPU's queue of launches never fills
 
 
-def _cases(settings: Settings) -> Iterable[Case]:
-    yield Case("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
-    yield Case("all_reduce, direct", lambda: _direct(settings))
-    yield Case("torch.distributed tricomm, world size 1", lambda: _torch(settings, "tricomm"))
-    yield Case("Triton's launcher", lambda: _triton(settings))
-    yield Case("torch.distributed NCCL, world size 1", lambda: _torch(settings, "nccl"))
+def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
+    yield StageCase("null launcher against c10d's fake backend", lambda: null_against_fake(settings))
+    yield StageCase("all_reduce, direct", lambda: _direct(settings))
+    yield StageCase("torch.distributed tricomm, world size 1", lambda: _torch(settings, "tricomm"))
+    yield StageCase("Triton's launcher", lambda: _triton(settings))
+    yield StageCase("torch.distributed NCCL, world size 1", lambda: _torch(settings, "nccl"))
 
 
-def null_against_fake(settings: Settings) -> Data:
-    """Both on a CPU tensor of 4096 floats; `ratio` below 1 means that ours is the cheaper one."""
+def null_against_fake(settings: EvidenceSettings) -> Data:
+    """Both on a CPU tensor of 4096 floats; a `ratio` below 1 means that tricomm takes less time."""
     x = torch.ones(4096)
-    with _fake_backend(), null_launch.communicator() as comm:
-        contenders: dict[str, Callable[[], Any]] = {
-            "tricomm": lambda: comm.all_reduce(x), "fake": lambda: dist.all_reduce(x)}  # fmt: skip
-        times = in_turns(contenders, 100 if settings.dry_run else 2000, 15)
-    ours, theirs = (machine.spread(times[name]) for name in ("tricomm", "fake"))
+    with fake_backend(8), null_launch.communicator() as comm:
+        calls_by_name: dict[str, Callable[[], Any]] = {
+            "tricomm": lambda: comm.all_reduce(x),
+            "fake": lambda: dist.all_reduce(x),
+        }
+        times = in_turns(calls_by_name, 100 if settings.dry_run else 2000, 15)
+    ours, theirs = (hardware.spread(times[name]) for name in ("tricomm", "fake"))
     ratios = sorted(a / b for a, b in zip(times["tricomm"], times["fake"], strict=True))
-    return {"median_us": ours["median_us"], "p90_us": ours["p90_us"], "fake_us": theirs["median_us"],
-            "ratio": round(ratios[len(ratios) // 2], 3)}  # fmt: skip
+    return {
+        "median_us": ours["median_us"],
+        "p90_us": ours["p90_us"],
+        "fake_us": theirs["median_us"],
+        "ratio": round(ratios[len(ratios) // 2], 3),
+    }
 
 
-def in_turns(contenders: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds a call of each, one number a round; whoever was first in one round is last in the next."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for run in contenders.values():
+def in_turns(calls_by_name: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call of each, one number a round; the order is reversed from round to round."""
+    times: dict[str, list[float]] = {name: [] for name in calls_by_name}
+    names = list(calls_by_name)
+    for run in calls_by_name.values():
         for _ in range(calls):
             run()
     for number in range(rounds):
         for name in names if number % 2 else reversed(names):
-            found[name].append(clocked(contenders[name], calls))
-    return found
+            times[name].append(clocked(calls_by_name[name], calls))
+    return times
 
 
 def clocked(run: Callable[[], Any], calls: int) -> float:
@@ -69,10 +75,11 @@ def clocked(run: Callable[[], Any], calls: int) -> float:
 
 
 @contextmanager
-def _fake_backend() -> Iterator[None]:
+def fake_backend(world_size: int) -> Iterator[None]:
+    """torch's `fake` backend as the default group, which communicates nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -80,20 +87,20 @@ def _fake_backend() -> Iterator[None]:
 
 
 def _enqueued(run: Callable[[], Any]) -> Data:
-    """Times of enqueuing on the GPU, which is let catch up between two rounds."""
-    found = []
+    """Times of enqueuing calls; the GPU finishes them between two rounds."""
+    times = []
     for _ in range(_ROUNDS + 1):
-        found.append(clocked(run, _CALLS))
+        times.append(clocked(run, _CALLS))
         torch.cuda.synchronize()
-    return machine.spread(found[1:])
+    return hardware.spread(times[1:])
 
 
-def _needs_gpu(settings: Settings) -> None:
+def _needs_gpu(settings: EvidenceSettings) -> None:
     if settings.dry_run:
         raise Skip("a dry run has no GPU to enqueue on; the case with the null launcher has the same path")
 
 
-def _direct(settings: Settings) -> Data:
+def _direct(settings: EvidenceSettings) -> Data:
     _needs_gpu(settings)
     x = torch.ones(4096, device="cuda")
     with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
@@ -102,8 +109,8 @@ def _direct(settings: Settings) -> Data:
     return {**data, "target_us": 3.0}
 
 
-def _triton(settings: Settings) -> Data:
-    """The kernel of the direct call by `kernel[grid](...)`, which looks at its arguments every time."""
+def _triton(settings: EvidenceSettings) -> Data:
+    """The direct call's kernel by `kernel[grid](...)`, which inspects its arguments every time."""
     _needs_gpu(settings)
     kernel = next(k for k in registry.KERNELS if k.collective == "barrier").function
     with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
@@ -115,7 +122,7 @@ def _triton(settings: Settings) -> Data:
         return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, **given))
 
 
-def _torch(settings: Settings, backend: str) -> Data:
+def _torch(settings: EvidenceSettings, backend: str) -> Data:
     _needs_gpu(settings)
     if not dist.is_nccl_available():
         raise Skip("this torch has no NCCL, which both backends need")
@@ -128,6 +135,9 @@ def _torch(settings: Settings, backend: str) -> Data:
 
 
 STAGE = Stage(
-    "host_path", "The host's part of a call", _cases, columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
+    "host_path",
+    "The host's part of a call",
+    _cases,
+    columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
     share=0.5,
-)  # fmt: skip
+)

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from tricomm.perf.bench import nccl_table, session
+from tests.perf.test_workers import children, gone
+from tricomm.perf import bench_row
+from tricomm.perf.bench import outputs, session
+from tricomm.perf.bench_row import BenchRow, Measurement
 from tricomm.perf.history import database
-from tricomm.perf.workers import RankFailed, talk
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
 _HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
@@ -42,9 +44,23 @@ def run(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "rows.json"
     done = _bench(
-        "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
-        "--sizes", "512,2K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
-    )  # fmt: skip
+        "--nproc",
+        "3",
+        "--collective",
+        "all_reduce,all_gather",
+        "--algorithm",
+        "all",
+        "--protocol",
+        "all",
+        "--sizes",
+        "512,2K",
+        "--iters",
+        "2",
+        "--dtype",
+        "bfloat16",
+        "--json",
+        str(file),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
 
@@ -55,7 +71,7 @@ def test_the_table_has_the_columns_of_nccl_tests(run: Any) -> None:
     assert head.lstrip("# ").split() == _HEAD
     rows = [line.split() for line in lines if line.startswith(" ")]
     assert len(rows) == 12 and all(len(row) == len(_HEAD) for row in rows)
-    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({nccl_table.SIMULATED})"
+    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({outputs.SIMULATED})"
     assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
 
 
@@ -80,20 +96,39 @@ def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
         assert place["busbw_gbs"] == pytest.approx(place["algbw_gbs"] * factor)
 
 
-def _part(time_us: float, wrong: int | None) -> dict[str, Any]:
-    return {"time_us": time_us, "p50_us": time_us, "p99_us": 2 * time_us, "max_us": 3 * time_us, "wrong": wrong}
+def _part(place: str, time_us: float, wrong: int | None, library: str = "tricomm") -> BenchRow:
+    names = (library, "all_reduce", "one_shot", "ll", "float32", "sum", "eager", place)
+    measured = Measurement(*names, 1000, time_us, 2 * time_us, 3 * time_us, 0.0, library == "tricomm", 4, 8, 512)
+    return BenchRow(measured, 250, 3, 1000, 4000.0, 1000.0, 1, 0, time_us=time_us, wrong=wrong)
 
 
 def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
-    row = {"library": "tricomm", "collective": "all_reduce", "size_bytes": 1000, "in_place": _part(1.0, None)}
-    parts = [{**row, "out_of_place": _part(t, w)} for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
-    merged = session.merge(parts, 3, True)
-    assert merged["in_place"]["wrong"] is None and merged["simulated"] is True
-    place = merged["out_of_place"]
-    assert (place["time_us"], place["avg_us"], place["wrong"], place["algbw_gbs"]) == (4.0, 2.0, 5, 0.25)
-    assert (place["p99_us"], place["max_us"], place["skew_us"], place["slowest_rank"]) == (8.0, 12.0, 3.0, 1)
-    others = session.merge([{**p, "library": "gloo", "in_place": None} for p in parts], 3, True)
-    assert others["in_place"] is None and others["simulated"] is False
+    ranks = [(_part("out_of_place", t, w), _part("in_place", 1.0, None)) for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
+    row, in_place = session.merged(ranks)
+    assert in_place.wrong is None and in_place.measured.simulated is True
+    assert (row.time_us, row.avg_us, row.wrong, row.algbw_gbs) == (4.0, 2.0, 5, 0.25)
+    assert (row.measured.p99_us, row.measured.max_us, row.measured.skew_us, row.slowest_rank) == (8.0, 12.0, 3.0, 1)
+    assert session.merged([session.merged([rank]) for rank in ranks]) == (row, in_place)
+
+
+def test_a_row_is_the_same_in_csv_json_and_history() -> None:
+    """The columns are promises: files that were written before have them."""
+    row, gloo = _part("out_of_place", 4.0, 5), _part("in_place", 4.0, None, "gloo")
+    columns = row.columns()
+    assert (
+        ",".join(columns)
+        == ",".join(bench_row.CSV_HEADER)
+        == (
+            "library,collective,algorithm,protocol,dtype,op,mode,size_bytes,count,ranks,simulated,blocks,warps,tile_words,"
+            "moved_bytes,least_bytes,hops,barriers,place,time_us,avg_us,p50_us,p99_us,max_us,skew_us,slowest_rank,"
+            "algbw_gbs,busbw_gbs,wrong,input_bytes,reason"
+        )
+    )
+    assert (columns["size_bytes"], columns["tile_words"], columns["p99_us"], columns["count"]) == (1000, 512, 8.0, 250)
+    assert gloo.columns()["blocks"] is None and bench_row.to_json((gloo,))["out_of_place"] is None
+    data = bench_row.to_json((row,))
+    assert data["out_of_place"]["wrong"] == 5 and data["in_place"] is None and data["moved_bytes"] == 4000.0
+    assert sorted([*data, *data["out_of_place"], "place"]) == sorted([*columns, "out_of_place", "in_place"])
 
 
 def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_user: Path) -> None:
@@ -150,7 +185,7 @@ def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
         "if '1' in sys.orig_argv[3:4]:\n"
-        "    from tricomm.perf import bench_data as d\n"
+        "    from tricomm.perf.bench import check_data as d\n"
         "    real = d.values\n"
         "    d.values = lambda *a: real(*a[:3], 0, *a[4:]) if a[3] == 1 else real(*a)\n"
     )
@@ -193,76 +228,41 @@ def test_a_device_that_is_not_there_is_reported() -> None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run(
         [sys.executable, "-m", "tricomm", "bench", "--device", "cuda", "--sizes", "1K"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
 
 
 def test_the_ranks_of_torchrun_are_joined() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm",
-         "bench", "--device", "cpu", "--sizes", "1K", "--iters", "2", "--collective", "all"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tricomm",
+            "bench",
+            "--device",
+            "cpu",
+            "--sizes",
+            "1K",
+            "--iters",
+            "2",
+            "--collective",
+            "all",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
-
-
-# Ranks that fail. Each is a module that `talk` runs in place of a benchmark.
-
-
-def _failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> str:
-    (tmp_path / "bad_rank.py").write_text(
-        "import os, sys, time\nfrom tricomm.perf.workers import speak\n"
-        "def main(say, rank, world_size, url, settings):\n"
-        "    say('pid', pid=os.getpid())\n"
-        + "".join(f"    {line}\n" for line in body.splitlines())
-        + "sys.exit(speak(main))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.getcwd()]))
-    return "bad_rank"
-
-
-def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
-    pids = []
-    with pytest.raises(RankFailed) as failed:
-        for _, record in talk(module, 3, {}, timeout):
-            pids.append(record["pid"])
-    return pids, str(failed.value)
-
-
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", "rank 1: ValueError: no good"),
-        ("time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\ntime.sleep(60)",
-         "rank 2: exit code 7; it said: last words"),
-        ("time.sleep(60)", "rank 0, 1, 2: nothing was heard for 8 s"),
-    ],
-    ids=["raises", "dies", "hangs"],
-)  # fmt: skip
-def test_a_bad_rank_is_named_and_all_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, said: str
-) -> None:
-    start = time.monotonic()
-    pids, error = _pids_and_error(_failing(tmp_path, monkeypatch, body), 8.0)
-    assert said in error
-    assert len(pids) >= 1 and all(_gone(pid) for pid in pids)
-    assert time.monotonic() - start < 30
-
-
-def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nsay('value', value=rank)")
-    records = [record for _, record in talk(module, 2, {}, 30.0)]
-    assert sorted(r["value"] for r in records if r["what"] == "value") == [0, 1]
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
@@ -273,19 +273,12 @@ def test_a_command_that_is_stopped_leaves_no_rank_behind(how: signal.Signals) ->
         while "#wrong" not in process.stdout.readline():
             assert process.poll() is None
         ranks = [int(p) for p in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        ranks += [c for t in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(t)]
+        ranks += [c for t in Path(f"/proc/{process.pid}/task").iterdir() for c in children(t)]
         assert len(set(ranks)) >= 2
         process.send_signal(how)
         code = process.wait(timeout=20)
     assert code == (130 if how == signal.SIGINT else -signal.SIGKILL)
     end = time.monotonic() + 10
-    while not all(_gone(pid) for pid in ranks) and time.monotonic() < end:
+    while not all(gone(pid) for pid in ranks) and time.monotonic() < end:
         time.sleep(0.05)
-    assert all(_gone(pid) for pid in ranks)
-
-
-def _children(task: Path) -> list[int]:
-    try:
-        return [int(p) for p in (task / "children").read_text().split()]
-    except FileNotFoundError:
-        return []
+    assert all(gone(pid) for pid in ranks)

@@ -7,20 +7,29 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from tricomm.perf.history.database import Entry, Measurement, Run, open_history
+from tricomm.perf.bench_row import Measurement
+from tricomm.perf.history.database import Entry, open_history
+from tricomm.perf.history.schema import Run
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 _LINES = (
-    ("tricomm", "one_shot", "ll"), ("tricomm", "one_shot", "simple"), ("tricomm", "two_shot", "ll"),
-    ("tricomm", "two_shot", "simple"), ("nccl", "nccl", "nccl"),
-)  # fmt: skip
+    ("tricomm", "one_shot", "ll"),
+    ("tricomm", "one_shot", "simple"),
+    ("tricomm", "two_shot", "ll"),
+    ("tricomm", "two_shot", "simple"),
+    ("nccl", "nccl", "nccl"),
+)
 _BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def entries(
-    runs: int, step_at: int | None = None, sizes: Sequence[int] = SIZES, device: str = "NVIDIA H100 80GB HBM3",
-    simulated: bool = False, dtype: str = "float32",
-) -> list[Entry]:  # fmt: skip
+    runs: int,
+    step_at: int | None = None,
+    sizes: Sequence[int] = SIZES,
+    device: str = "NVIDIA H100 80GB HBM3",
+    simulated: bool = False,
+    dtype: str = "float32",
+) -> list[Entry]:
     """`runs` runs of five lines; from `step_at` on, one_shot/simple takes a tenth longer."""
     draw = random.Random(0)
     found = []
@@ -34,9 +43,24 @@ def entries(
             for size in sizes:
                 p50 = (5 + 2 * place + size / (2e4 * (place + 1))) * draw.gauss(1, 0.005) * slower
                 row = Measurement(
-                    library, "all_reduce", algorithm, protocol, dtype, "sum", "eager", "out_of_place", size, p50,
-                    1.3 * p50, 2 * p50, 0.05 * p50, simulated, 16, 8, 512,
-                )  # fmt: skip
+                    library,
+                    "all_reduce",
+                    algorithm,
+                    protocol,
+                    dtype,
+                    "sum",
+                    "eager",
+                    "out_of_place",
+                    size,
+                    p50,
+                    1.3 * p50,
+                    2 * p50,
+                    0.05 * p50,
+                    simulated,
+                    16,
+                    8,
+                    512,
+                )
                 found.append(Entry(run, row))
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.perf.dashboard import dashboard_data
-from tests.perf.dashboard.test_jobs import publish
+from tests.perf.dashboard.test_jobs import job_file
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history.database import Entry
@@ -118,9 +118,7 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
         drawn = page.run("return document.querySelectorAll(`#${arguments[0]} .chart svg.main-svg`).length", name)
         assert drawn > 0, name
     latency = [t for t in page.traces("latency") if t.get("fill") is None]
-    assert [t["name"] for t in latency] == [
-        "one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"
-    ]  # fmt: skip
+    assert [t["name"] for t in latency] == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"]
     rows = [e.measurement for e in _rows() if e.run.commit == f"{29:07x}" and e.measurement.library == "nccl"]
     assert latency[-1]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
     axes = page.run("const l = document.querySelector('#latency .chart').layout; return [l.xaxis.type, l.yaxis.type]")
@@ -249,7 +247,7 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
             dashboard_data.written(path, dashboard_data.entries(1))
             page.until(lambda: page.run("return document.querySelectorAll('#latency svg').length"))
             page.choose("past-line", "2")
-            publish(tmp_path / "live")
+            job_file(tmp_path / "live")
             page.until(lambda: "all_reduce" in page.text("#jobs"))
             assert page.run("return document.querySelector('#past-line').value") == "2"
             assert "(simulated)" in page.text("#jobs") and set(page.requests()) == {f"{server.url}data"}

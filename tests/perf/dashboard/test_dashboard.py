@@ -21,7 +21,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.perf.dashboard import dashboard_data
-from tests.perf.dashboard.test_jobs import publish
+from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.perf.dashboard import collect, render, selected, serve
@@ -75,9 +75,13 @@ def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
 
 def test_what_selection_picks() -> None:
     scene = {
-        "device": "NVIDIA H100 80GB HBM3", "simulated": False, "world_size": 8, "collective": "all_reduce",
-        "dtype": "float32", "mode": "eager",
-    }  # fmt: skip
+        "device": "NVIDIA H100 80GB HBM3",
+        "simulated": False,
+        "world_size": 8,
+        "collective": "all_reduce",
+        "dtype": "float32",
+        "mode": "eager",
+    }
     assert selected.pick(scene, 1024) == "one_shot/ll" and selected.pick(scene, 1 << 26) == "two_shot/simple"
     for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
         assert selected.pick(scene | change, 1024) is None
@@ -180,7 +184,7 @@ def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path
     dashboard_data.written(path, dashboard_data.entries(1))
     second = _unpacked(source.packed())
     assert second["rows"] == 2 * _unpacked(first)["rows"] and second["jobs"] == []
-    publish(tmp_path / "live")
+    job_file(tmp_path / "live")
     assert {row["route"] for row in _unpacked(source.packed())["jobs"]} == {"kernels", "gloo", "waited"}
 
 
@@ -203,7 +207,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = _dashboard("--html", str(page))
     assert done.exit_code == 0 and "MB written to" in done.output and page.stat().st_size > 1e6
     assert json.loads(_dashboard("--grafana").output)["title"] == "tricomm"
-    publish(tmp_path / "live")
+    job_file(tmp_path / "live")
     assert "tricomm_calls_total{" in _dashboard("--prometheus").output
     done = _dashboard("--trace", str(tmp_path / "trace.json"))
     assert done.exit_code == 0 and done.output.startswith("2 timed calls written")

@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
-from tricomm.metrics.counters import Activity
+from tricomm.metrics.counters import Activity, Statistics
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
 from tricomm.perf.history.database import open_history
 from tricomm.store import process
@@ -39,9 +40,13 @@ def _communicator() -> dict[str, Any]:
     tally.total = 3 * ((1 << 96) + 1000)
     tally.took(2e-6)
     span = {
-        "start_us": 5.0, "time_us": 2.0, "collective": "all_reduce", "algorithm": "one_shot", "protocol": "ll",
+        "start_us": 5.0,
+        "time_us": 2.0,
+        "collective": "all_reduce",
+        "algorithm": "one_shot",
+        "protocol": "ll",
         "nbytes": 1000,
-    }  # fmt: skip
+    }
     return {**msgspec.to_builtins(found.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 
@@ -49,11 +54,15 @@ def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     """A file as a job writes it; of this process unless a pid is given."""
     mine = os.getpid()
     record = {
-        "schema": 1, "pid": pid or mine, "started": started or process.start_time(mine), "written": 1000.0,
-        "host": publish.socket.gethostname(), "every": 5.0,
+        "schema": 1,
+        "pid": pid or mine,
+        "started": started or process.start_time(mine),
+        "written": 1000.0,
+        "host": publish.socket.gethostname(),
+        "every": 5.0,
         "routed": [{"route": "gloo", "collective": "broadcast", "bucket": 16, "calls": 2, "nbytes": 20}],
         "communicators": [_communicator()],
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{record['pid']}-{record['started']}.json"
     file.write_text(json.dumps(record))
@@ -67,13 +76,13 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text(json.dumps(publish.snapshot()))
+    (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
     found = jobs.read(tmp_path)
     assert found.notes == () and found.jobs[0].live
 
 
 def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> None:
-    live, ended = job_file(tmp_path / "live"), publish(tmp_path / "live", pid=1 << 22, started=7)
+    live, ended = job_file(tmp_path / "live"), job_file(tmp_path / "live", pid=1 << 22, started=7)
     history = open_history(tmp_path / "history.sqlite")
     assert history is not None
     with history:
@@ -90,7 +99,7 @@ def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("age", "live"), [(0, True), (70, True), (80, False)])
 def test_a_job_of_another_host_lives_as_long_as_it_writes(age: float, live: bool) -> None:
-    assert jobs.Job(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
+    assert JobStatistics(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
 
 
 def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Path) -> None:
@@ -138,8 +147,8 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 @settings(deadline=None, max_examples=60)
 def test_any_name_survives_the_exposition_format(name: str) -> None:
-    comm = jobs.Communicator(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
-    job = jobs.Job(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
+    comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
+    job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
     found = [s for f in text_string_to_metric_families(text) for s in f.samples]
     assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]

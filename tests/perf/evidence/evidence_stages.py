@@ -1,6 +1,6 @@
-"""Stages that go well, fail, crash and hang, for `test_evidence`. Each case leaves a line where it was run.
+"""Stages that succeed, fail, crash and hang, for `test_evidence`. Each case writes a line when it runs.
 
-As a process it is a rank that goes through every collective: what a kernel moves, and how others are called.
+`rank_main` is a rank that makes every collective, by the kernels, whose bytes it counts, and by a baseline.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import torch
 
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreter
-from tricomm.perf.bench import contenders
-from tricomm.perf.bench.ground import Call
-from tricomm.perf.evidence import peer_ranks, stage_worker
-from tricomm.perf.evidence.comparison import Race
-from tricomm.perf.evidence.stage import Case, Settings, Skip, Stage, Wrong
-from tricomm.perf.evidence.stage_workers import Outcome
+from tricomm.perf.bench.baselines import ComparedCall
+from tricomm.perf.evidence import comparison, stage_process
+from tricomm.perf.evidence.comparison import Comparison
+from tricomm.perf.evidence.stage import EvidenceSettings, Skip, Stage, StageCase, Wrong
+from tricomm.perf.evidence.stage_process import CaseOutcome
 from tricomm.perf.evidence.stages import device_time
-from tricomm.perf.workers import speak
 
 HERE = "tests.perf.evidence.evidence_stages"
 
@@ -34,7 +32,7 @@ def case(key, settings, act=lambda: None, **more):
         act()
         return {"value_us": 1.5, "key": key}
 
-    return Case(key, run, **more)
+    return StageCase(key, run, **more)
 
 
 def raising(error):
@@ -77,7 +75,7 @@ def slow(settings):
 
 
 def broken(settings):
-    if "worker" in sys.argv[0]:
+    if "stage_process" in sys.argv[0]:
         raise Wrong("no such machine")
     yield case("never", settings)
     yield case("neither", settings)
@@ -92,18 +90,16 @@ BROKEN = Stage("broken", "Its process does not start", broken)
 MISSING = Stage("nothing", "Cannot run here", good, missing=lambda settings: "no GPU of the kind")
 
 
-class Here:
-    """Stands for `workers.Workers`: cases run in this process."""
+class InThisProcess:
+    """Stands for `StageProcesses`: cases run in this process."""
 
     def __init__(self, settings):
         self.ended = []
 
     def run(self, stage, case, left):
-        said = []
-        stage_worker._run(case, Settings(Path(), dry_run=True), lambda **record: said.append(record))
-        return Outcome(**said[0])
+        return CaseOutcome(**stage_process.run_case(case, EvidenceSettings(Path(), dry_run=True)))
 
-    def knows(self, settings):
+    def update(self, settings):
         pass
 
     def end(self, stage):
@@ -113,29 +109,26 @@ class Here:
         pass
 
 
-def main(say, rank, world_size, url, nbytes):
+def rank_main(emit, rank, world_size, url, nbytes):
     torch.set_num_threads(1)
     data = {"dry_run": True, "one_gpu": False, "peers": None}
-    with peer_ranks.ground(rank, world_size, url, data) as here:
+    with comparison.bench_context(rank, world_size, url, data) as here:
         for kernel in registry.KERNELS:
             if kernel.collective != "barrier" and not kernel.needs_cube:
-                say("moved", kernel=kernel.name, moved=counted(device_time.repeating(here.comm, kernel, nbytes)))
+                emit("moved", kernel=kernel.name, moved=counted(device_time.repeating(here.comm, kernel, nbytes)))
         for collective in dict.fromkeys(kernel.collective for kernel in registry.KERNELS):
             count = 0 if collective == "barrier" else 5
             for root in range(world_size):
-                race = Race(Call(here, collective, torch.float32, count, root), 2, False, lambda *a, **k: None)
-                race.admit((name, make) for name, make in contenders.offered(collective, world_size, True).items()
-                           if name in ("tricomm", "gloo"))  # fmt: skip
-                say("race", collective=collective, ready=list(race.ready), missing=race.missing)
+                call = ComparedCall(here, collective, torch.float32, count, root)
+                compared = Comparison(call, 2, False, lambda *a, **k: None)
+                makers = comparison.offered(collective, world_size, True)
+                compared.prepare((name, makers[name]) for name in ("tricomm", "gloo"))
+                emit("compared", collective=collective, ready=list(compared.ready), missing=compared.missing)
 
 
 def counted(run):
-    """Bytes of all accesses of the kernels that `run` launches, but for looks at headers: those depend on the wait."""
+    """Bytes of all accesses of the kernels that `run` launches, without polls of headers, which depend on the wait."""
     sizes = []
     with interpreter.observe(lambda kind, addresses, itemsize: sizes.append((addresses.size, itemsize))):
         run()
     return sum(count * itemsize for count, itemsize in sizes if count > 64)
-
-
-if __name__ == "__main__":
-    sys.exit(speak(main))

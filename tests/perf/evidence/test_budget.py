@@ -8,8 +8,8 @@ import pytest
 
 from tricomm.perf.evidence import result_schema, runner
 from tricomm.perf.evidence.schedule import START, Schedule
-from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, Case, Settings, Stage
-from tricomm.perf.evidence.stage_workers import Outcome
+from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, EvidenceSettings, Stage, StageCase
+from tricomm.perf.evidence.stage_process import CaseOutcome
 from tricomm.perf.evidence.stages import STAGES
 
 WRITING = runner._WRITING
@@ -24,7 +24,7 @@ class Fake:
     def clock(self):
         return self.now
 
-    def workers(self, settings):
+    def processes(self, settings):
         return self
 
     def run(self, stage, case, left):
@@ -32,11 +32,11 @@ class Fake:
         takes = self.seconds.get(stage.name, 10.0)
         self.now += min(takes, left, case.limit)
         if takes > min(left, case.limit):
-            return Outcome("timeout", "no end")
+            return CaseOutcome("timeout", "no end")
         data = {"slice_us": 2000.0} if self.ran[-1] == SLICE else {}
-        return Outcome(self.ends.get(self.ran[-1], "ok"), "", data)
+        return CaseOutcome(self.ends.get(self.ran[-1], "ok"), "", data)
 
-    def knows(self, settings):
+    def update(self, settings):
         self.told.append(settings.slice_us)
 
     def end(self, stage):
@@ -48,7 +48,7 @@ class Fake:
 
 def stage(name, *tiers, share=1.0, limit=100.0, **more):
     def cases(settings):
-        return [Case(f"{tier}-{n}", lambda: {}, limit=limit, tier=tier) for n, tier in enumerate(tiers)]
+        return [StageCase(f"{tier}-{n}", lambda: {}, limit=limit, tier=tier) for n, tier in enumerate(tiers)]
 
     return Stage(name, name, cases, share=share, **more)
 
@@ -56,11 +56,11 @@ def stage(name, *tiers, share=1.0, limit=100.0, **more):
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     monkeypatch.setattr(runner.environment, "facts", lambda settings: {"date": "", "device": "one", "versions": {}})
-    return Settings(tmp_path / "out", None, True)
+    return EvidenceSettings(tmp_path / "out", None, True)
 
 
 def run(machine, settings, stages, budget, say=lambda text: None):
-    results = runner.run(stages, settings, say, budget, machine.workers, machine.clock)
+    results = runner.run(stages, settings, say, budget, machine.processes, machine.clock)
     assert all(result_schema.problems(result) == [] for result in results)
     return {result["stage"]: result for result in results}
 
@@ -79,7 +79,7 @@ def test_value_decides_and_stages_take_turns(out):
 
 def test_one_size_of_every_kernel_comes_before_any_second_size(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    pairs = [(stage, list(stage.cases(Settings(tmp_path)))) for stage in STAGES if stage.name != "many_gpus"]
+    pairs = [(stage, list(stage.cases(EvidenceSettings(tmp_path)))) for stage in STAGES if stage.name != "many_gpus"]
     order = [entry.key for entry in Schedule.of(pairs).waiting]
     first = next(n for n, (name, _) in enumerate(order) if not name.startswith("first"))
     assert {name for name, _ in order[:first]} == {"first", "first_streams"} and first <= 8
@@ -111,7 +111,7 @@ def test_a_stage_stops_when_its_share_is_over_and_what_is_left_goes_to_all(out):
     without = Schedule._share
     try:
         Schedule._share = lambda self, stage, remaining: float("inf")
-        run(machine, Settings(out.out.parent / "other", None, True), stages, 200.0 + WRITING)
+        run(machine, EvidenceSettings(out.out.parent / "other", None, True), stages, 200.0 + WRITING)
     finally:
         Schedule._share = without
     assert "small" not in {name.partition("/")[0] for name in machine.ran}  # what shares protect from
@@ -124,7 +124,7 @@ def test_a_case_that_cannot_end_in_time_is_not_started(out):
     assert left(results["slow"]) == dict.fromkeys(("0-3", "0-4"), "the budget was over")
     assert results["slow"]["status"] == "incomplete" and runner.good(list(results.values()), False)
     machine = Fake()
-    run(machine, Settings(out.out.parent / "short", None, True), [stage("slow", 0)], START + 2.0)
+    run(machine, EvidenceSettings(out.out.parent / "short", None, True), [stage("slow", 0)], START + 2.0)
     assert machine.ran == []  # nothing is known of it, and its process needs longer than that to start
 
 
@@ -140,7 +140,7 @@ def test_what_the_budget_has_cut_off_is_run_again_if_there_is_more_time(out):
 
 def test_three_commands_do_what_one_would(out, tmp_path):
     stages = [stage("ready", FIRST), stage("right", *[0] * 4, *[1] * 9), stage("fast", *[0] * 4, *[2] * 9)]
-    whole = run(Fake(), Settings(tmp_path / "whole", None, True), stages, 10_000.0)
+    whole = run(Fake(), EvidenceSettings(tmp_path / "whole", None, True), stages, 10_000.0)
     machine, said = Fake(), []
     for _ in range(3):
         found = run(machine, out, stages, 100.0 + WRITING, said.append)
@@ -179,7 +179,7 @@ def test_eight_ranks_as_streams_are_left_out_alone(out, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     stages = [stage for stage in STAGES if stage.name.startswith("first") or stage.name in ("streams", "device_time")]
     machine = Fake({"first_streams/8 ranks": "timeout"}, streams=0.01, device_time=0.01)
-    results = run(machine, Settings(out.out), stages, 1e9)
+    results = run(machine, EvidenceSettings(out.out), stages, 1e9)
     for name in ("streams", "device_time"):
         assert results[name]["cases"] and results[name]["left"]
         assert all("/8 ranks" in key for key in left(results[name]))
@@ -216,7 +216,7 @@ def test_a_stage_whose_process_does_not_start_is_tried_once(out):
     class Broken(Fake):
         def run(self, stage, case, left):
             super().run(stage, case, left)
-            return Outcome("crashed", "exit code 1", {}, stage.name != "right")
+            return CaseOutcome("crashed", "exit code 1", {}, stage.name != "right")
 
     machine = Broken()
     results = run(machine, out, [stage("right", 0, 0, 1)], 1000.0)

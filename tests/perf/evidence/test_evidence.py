@@ -19,21 +19,21 @@ from tests.perf.evidence import evidence_stages
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
-from tricomm.perf.evidence import environment, result_schema, runner, small_calls, stage_workers
+from tricomm.perf.evidence import environment, process_checks, result_schema, runner, stage_process
 from tricomm.perf.evidence.__main__ import main
 from tricomm.perf.evidence.journal import Journal
-from tricomm.perf.evidence.stage import STREAMS, Settings
+from tricomm.perf.evidence.stage import STREAMS, EvidenceSettings
 from tricomm.perf.evidence.stages import STAGES, faults, find, first, sanitizer
 
 
 @pytest.fixture
 def settings(tmp_path):
-    return Settings(tmp_path / "out", None, True)
+    return EvidenceSettings(tmp_path / "out", None, True)
 
 
-def run(name, settings, say=lambda text: None, workers=evidence_stages.Here, **more):
+def run(name, settings, say=lambda text: None, processes=evidence_stages.InThisProcess, **more):
     stage = find(f"{evidence_stages.HERE}:{name}")
-    (result,) = runner.run([stage], settings, say, workers=workers, **more)
+    (result,) = runner.run([stage], settings, say, processes=processes, **more)
     assert result_schema.problems(result) == []
     assert result_schema.read_all(settings.out / "evidence.zip") == [result]
     return result
@@ -97,14 +97,14 @@ def test_wrong_and_missing_cases_are_told_apart_and_only_the_wrong_one_is_tried_
     assert not runner.good([result], True)
     run("MIXED", settings)
     assert ran(settings) == ["fine", "wrong", "missing", "last", "wrong"]
-    result = run("PARTLY", Settings(settings.out.parent / "other", None, True))
+    result = run("PARTLY", EvidenceSettings(settings.out.parent / "other", None, True))
     assert result["status"] == "incomplete" and "missing: no such library" in result["reason"]
     assert runner.good([result], False)
 
 
 def test_a_process_that_dies_or_hangs_costs_its_case_only(settings, monkeypatch):
     monkeypatch.setenv("KIT", "other")
-    result = run("DYING", settings, workers=stage_workers.Workers)
+    result = run("DYING", settings, processes=stage_process.StageProcesses)
     assert states(result) == {"before": "ok", "crash": "crashed", "hang": "timeout", "after": "ok"}
     assert result["status"] == "failed" and "exit code -9" in result["reason"]
     assert "no end within 1.5 s" in result["cases"][2]["reason"] and result["cases"][2]["seconds"] < 200
@@ -113,7 +113,7 @@ def test_a_process_that_dies_or_hangs_costs_its_case_only(settings, monkeypatch)
 
 
 def test_a_process_that_cannot_start_is_started_once(settings):
-    result = run("BROKEN", settings, workers=stage_workers.Workers)
+    result = run("BROKEN", settings, processes=stage_process.StageProcesses)
     assert result["status"] == "crashed" and "Wrong: no such machine" in result["reason"]
     assert [left["key"] for left in result["left"]] == ["never", "neither"] and not result["cases"]
     assert not runner.good([result], True)
@@ -141,7 +141,7 @@ def test_a_run_that_is_killed_anywhere_loses_nothing_that_had_ended(settings):
 
 
 def test_a_stage_that_cannot_run_says_why_and_the_others_run(settings, monkeypatch, capsys):
-    monkeypatch.setattr(runner.run, "__defaults__", (math.inf, evidence_stages.Here, time.monotonic))
+    monkeypatch.setattr(runner.run, "__defaults__", (math.inf, evidence_stages.InThisProcess, time.monotonic))
     assert run("MISSING", settings)["status"] == "skipped"
     names = [f"{evidence_stages.HERE}:{name}" for name in ("MISSING", "GOOD")]
     arguments = [word for name in names for word in ("--stage", name)]
@@ -167,7 +167,7 @@ def test_without_a_gpu_every_stage_that_needs_one_says_so(tmp_path, capsys):
 def test_stages_have_the_environment_that_they_need(monkeypatch):
     for name in STREAMS:
         monkeypatch.delenv(name, raising=False)
-    found = {stage.name: stage_workers.environment(stage) for stage in STAGES}
+    found = {stage.name: stage_process.environment(stage) for stage in STAGES}
     eager = {name for name, it in found.items() if it.get("CUDA_MODULE_LOADING") == "EAGER"}
     many = {name for name, it in found.items() if it.get("CUDA_DEVICE_MAX_CONNECTIONS") == "32"}
     assert eager == many == {"first_streams", "streams", "device_time"}
@@ -177,13 +177,15 @@ def test_stages_have_the_environment_that_they_need(monkeypatch):
 
 def test_the_sanitizer_watches_ranks_that_are_processes(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(small_calls, "talk", lambda *how: asked.append(how) or [(n, {"wrong": []}) for n in (0, 1)])
+    monkeypatch.setattr(
+        process_checks, "run_workers", lambda *how: asked.append(how) or [(n, {"wrong": []}) for n in (0, 1)]
+    )
     command = sanitizer.command("memcheck", "tool", tmp_path / "log", 2, "all_reduce")
     assert ["--target-processes", "all"] == command[3:5] and command[-3:] == [
-        "tricomm.perf.evidence.small_calls", "2", "all_reduce"]  # fmt: skip
-    assert small_calls.main(2, "all_reduce") == 0
-    assert asked[0][:2] == ("tricomm.perf.evidence.process_checks", 2)
-    assert set(asked[0][2]["kernels"]) == {k.name for k in registry.of("all_reduce", 2)} and small_calls.main(3) == 1
+        "tricomm.perf.evidence.process_checks", "2", "all_reduce"]  # fmt: skip
+    assert process_checks.main(2, "all_reduce") == 0
+    assert asked[0][:2] == ("tricomm.perf.evidence.process_checks:rank_main", 2)
+    assert set(asked[0][2]["kernels"]) == {k.name for k in registry.of("all_reduce", 2)} and process_checks.main(3) == 1
 
 
 def test_a_call_that_stops_other_threads_is_found():
@@ -206,7 +208,7 @@ def test_a_call_that_stops_other_threads_is_found():
 # Says which processes have compiled, and hangs.
 COMPILING = """
 import json, time
-from tricomm.kernels import registry
+from tricomm.kernels.collectives import registry
 from tricomm.perf.evidence import checks, compiling
 kernel = registry.find("barrier", "one_shot", "simple")
 jobs = compiling.jobs(kernel, 2, 90, {"float32": checks.calls(kernel, 2, "float32", True)}, checks.options(True))
@@ -305,7 +307,9 @@ FAULTS = pytest.param("faults", marks=pytest.mark.soak)  # the same ranks as of 
 @pytest.mark.parametrize("name", ["first_streams", "streams", "processes", FAULTS, "device_time", "host_path"])
 def test_a_dry_run_goes_through_every_stage(tmp_path, name):
     """Those of several GPUs and of peers have a test of their own; the first one has the test of a bare checkout."""
-    (result,) = runner.run([find(name)], Settings(tmp_path, None, True), print, workers=evidence_stages.Here)
+    (result,) = runner.run(
+        [find(name)], EvidenceSettings(tmp_path, None, True), print, processes=evidence_stages.InThisProcess
+    )
     assert result["simulated"] and result["cases"] and not result["left"]
     assert result["status"] == ("incomplete" if name == "host_path" else "ok"), result["reason"]
 

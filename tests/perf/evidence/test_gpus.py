@@ -17,25 +17,25 @@ import tricomm
 from tests.perf.evidence.test_peers import done
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.perf.evidence import many_ranks
-from tricomm.perf.evidence.stage import Settings, Wrong
+from tricomm.perf.evidence import latency
+from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
 from tricomm.perf.evidence.stages import many_gpus
 
 
 def test_one_gpu_is_too_few(monkeypatch, tmp_path):
-    assert "no CUDA device" in many_gpus.missing(Settings(tmp_path))
+    assert "no CUDA device" in many_gpus.missing(EvidenceSettings(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for gpus, words in ((1, "one GPU is visible; this stage needs two or more"), (2, None)):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert many_gpus.missing(Settings(tmp_path)) == words
+        assert many_gpus.missing(EvidenceSettings(tmp_path)) == words
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert many_gpus.missing(Settings(tmp_path, None, True)) is None
+    assert many_gpus.missing(EvidenceSettings(tmp_path, None, True)) is None
     assert [many_gpus.worlds(n) for n in (2, 3, 4, 8)] == [(2,), (2, 3), (2, 4), (2, 4, 8)]
 
 
 def test_every_collective_and_kernel_has_its_case_on_eight_gpus(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    keys = [case.key for case in many_gpus.STAGE.cases(Settings(tmp_path))]
+    keys = [case.key for case in many_gpus.STAGE.cases(EvidenceSettings(tmp_path))]
     collectives = dict.fromkeys(k.collective for k in registry.KERNELS)
     assert set(collectives) == set(COLLECTIVES)
     assert {f"table/{c}/{n} ranks" for c in collectives for n in (2, 4, 8)} < set(keys)
@@ -85,7 +85,7 @@ def test_a_gpu_is_timed_by_events_on_the_device_that_is_copied_from(monkeypatch)
     y = SimpleNamespace(copy_=lambda x, non_blocking: log.append(("copy", non_blocking)))
     assert many_gpus.copied(x, y) == 2e-3 and log == [3, "record", ("copy", True), "record", "wait"]
     del log[:]
-    clock = many_ranks._clock(SimpleNamespace(simulated=False))
+    clock = latency._stopwatch(SimpleNamespace(simulated=False))
     assert clock() == 2000.0 and log == ["record", "record", "wait"]
 
 
@@ -102,14 +102,14 @@ def test_latencies_of_all_pairs_are_needed():
         many_gpus.latencies(said[:4], 3)
 
 
-@pytest.mark.parametrize("way", many_ranks.WAYS)
+@pytest.mark.parametrize("way", latency.WAYS)
 def test_the_last_word_has_gone_to_and_fro_and_nothing_races(way):
     def body(comm):
-        room = comm.symmetric((2, many_ranks._ROOM), torch.int64)
-        times = many_ranks.probe(comm, room.table, 1 - comm.rank, way, 3, 2)
+        buffer = comm.symmetric((2, latency._BUFFER), torch.int64)
+        times = latency.probe(comm, buffer.table, 1 - comm.rank, way, 3, 2)
         assert len(times) == 2 and min(times) >= 0
         comm.barrier()
-        assert int(room.local[1 - comm.rank, 0]) >> 32 == 8
+        assert int(buffer.local[1 - comm.rank, 0]) >> 32 == 8
 
     report = tricomm.check(body, world_size=2, schedules=3)
     assert report.ok, report
@@ -123,9 +123,9 @@ def test_the_last_word_has_gone_to_and_fro_and_nothing_races(way):
     ],
 )
 def test_the_probe_compiles_for_a_gpu_to_the_accesses_that_it_is_named_for(ll, accesses):
-    values = {"LEADS": True, "LL": ll, "ROOM": many_ranks._ROOM, "LANES": many_ranks._LANES, "PTX": True}
+    values = {"LEADS": True, "LL": ll, "BUFFER": latency._BUFFER, "LANES": latency._LANES, "PTX": True}
     types = {"group": "*i64", "table": "*i64", "bounds": "*i64", "rank": "i32", "other": "i32"}
-    source = ASTSource(many_ranks.ping_pong, types | dict.fromkeys(values, "constexpr"), values)
+    source = ASTSource(latency.ping_pong, types | dict.fromkeys(values, "constexpr"), values)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
     assert accesses <= set(re.findall(r"\b(?:ld|st)\.(?:volatile|relaxed|acquire|release)[.a-z0-9]*", made.asm["ptx"]))
 

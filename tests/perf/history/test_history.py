@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +17,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tricomm.errors import InvalidArgument
+from tricomm.perf.bench_row import Measurement
 from tricomm.perf.history import database, schema
-from tricomm.perf.history.database import Measurement, Run, open_history
+from tricomm.perf.history.database import open_history
+from tricomm.perf.history.schema import Run
 
 _RUN = Run("2026-11-21T12:00:00+00:00", "a box", "nvswitch", 8, {"tricomm": "0.1.0"}, "abc")
 _ROW = Measurement(
     "tricomm", "all_reduce", "one_shot", "ll", "float32", "sum", "eager", "in_place", 1024, 5.0, 6.0, 7.0, 0.5, True
-)  # fmt: skip
+)
 
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 _time = st.floats(0, 1e15)
 _count = st.integers(0, (1 << 63) - 1)
 _runs = st.builds(Run, _text, _text, _text, _count, st.dictionaries(_text, _text, max_size=3), _text)
-_rows = st.builds(
-    Measurement, *[_text] * 8, _count, *[_time] * 4, st.booleans(), *[_count] * 3
-)  # fmt: skip
+_rows = st.builds(Measurement, *[_text] * 8, _count, *[_time] * 4, st.booleans(), *[_count] * 3)
 
 
 class Said(list[str]):
@@ -80,9 +81,10 @@ def test_a_time_that_is_no_number_is_refused_and_the_next_row_goes_in(tmp_path: 
 _WRITER = """
 import sys
 from pathlib import Path
+from contextlib import closing
 from dataclasses import replace
 from tests.perf.history.test_history import _ROW, _RUN
-from tricomm.perf.history import open_history
+from tricomm.perf.history.database import open_history
 found = open_history(Path(sys.argv[1]), print)
 for number in range(int(sys.argv[2])):
     assert found.append(_RUN, replace(_ROW, library=sys.argv[3], nbytes=number))
@@ -126,6 +128,50 @@ def test_a_writer_waits_for_another_ones_row(tmp_path: Path, said: Said) -> None
         assert found.append(_RUN, _ROW) and not said
         later.join()
         other.close()
+
+
+_FIRST_FILES = """
+    CREATE TABLE runs (
+        id INTEGER PRIMARY KEY, date TEXT NOT NULL, device TEXT NOT NULL, topology TEXT NOT NULL,
+        world_size INTEGER NOT NULL, versions TEXT NOT NULL, "commit" TEXT NOT NULL
+    ) STRICT;
+    CREATE TABLE measurements (
+        run INTEGER NOT NULL REFERENCES runs, library TEXT NOT NULL, collective TEXT NOT NULL,
+        algorithm TEXT NOT NULL, protocol TEXT NOT NULL, dtype TEXT NOT NULL, op TEXT NOT NULL, mode TEXT NOT NULL,
+        place TEXT NOT NULL, nbytes INTEGER NOT NULL, p50_us REAL NOT NULL, p99_us REAL NOT NULL, max_us REAL NOT NULL,
+        skew_us REAL NOT NULL, simulated INTEGER NOT NULL, blocks INTEGER NOT NULL, warps INTEGER NOT NULL,
+        tile INTEGER NOT NULL
+    ) STRICT;
+    CREATE TABLE activity (
+        job TEXT NOT NULL, date TEXT NOT NULL, device TEXT NOT NULL, "group" TEXT NOT NULL, rank INTEGER NOT NULL,
+        world_size INTEGER NOT NULL, simulated INTEGER NOT NULL, route TEXT NOT NULL, collective TEXT NOT NULL,
+        algorithm TEXT NOT NULL, protocol TEXT NOT NULL, bucket INTEGER NOT NULL, calls INTEGER NOT NULL,
+        nbytes INTEGER NOT NULL, timed INTEGER NOT NULL, seconds REAL NOT NULL, p50_us REAL, p99_us REAL,
+        PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)
+    ) STRICT;
+    PRAGMA application_id = 0x7472636D;
+    PRAGMA user_version = 2;
+    INSERT INTO runs VALUES (1, 'd', 'a box', 'nvswitch', 8, '{"tricomm": "0.1.0"}', 'abc');
+    INSERT INTO measurements VALUES (1, 'tricomm', 'all_reduce', 'one_shot', 'll', 'float32', 'sum', 'eager',
+                                     'in_place', 1024, 5.0, 6.0, 7.0, 0.5, 1, 4, 8, 512);
+"""
+
+
+def _layout(path: Path) -> list[object]:
+    with closing(sqlite3.connect(path)) as file:
+        return [file.execute(f"PRAGMA table_info({t})").fetchall() for t in ("runs", "measurements", "activity")]
+
+
+def test_the_first_files_are_read_and_new_ones_have_their_layout(tmp_path: Path, said: Said) -> None:
+    old, new = tmp_path / "old.sqlite", tmp_path / "new.sqlite"
+    with closing(sqlite3.connect(old)) as file:
+        file.executescript(_FIRST_FILES)
+    row = replace(_ROW, blocks=4, warps=8, tile=512)
+    with _opened(old, said) as history:
+        assert [(e.run, e.measurement) for e in history.read()] == [(replace(_RUN, date="d"), row)]
+        assert history.append(_RUN, row) and len(history) == 2
+    _opened(new, said).close()
+    assert _layout(new) == _layout(old) and not said
 
 
 # Files that cannot be used

@@ -44,14 +44,14 @@ VARIANTS = _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_10
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[Variant, kernel_report.Report]:
+def reports() -> dict[Variant, kernel_report.KernelReport]:
     """All of them at once: they compile side by side."""
     return dict(zip(VARIANTS, kernel_report.examine_all(VARIANTS), strict=True))
 
 
 @pytest.mark.timeout(1200)  # all of them compile in the first one's set-up
 @pytest.mark.parametrize("variant", VARIANTS, ids=_name)
-def test_each_kernel_keeps_to_the_bars(reports: dict[Variant, kernel_report.Report], variant: Variant) -> None:
+def test_each_kernel_keeps_to_the_bars(reports: dict[Variant, kernel_report.KernelReport], variant: Variant) -> None:
     assert kernel_report.check(reports[variant]) == []
 
 
@@ -195,7 +195,12 @@ def test_a_report_is_plain_json_and_a_line() -> None:
     report = kernel_report.examine(Variant("test", "sm_90"), _good)
     record = json.loads(json.dumps(kernel_table.record(report)))
     assert record["violations"] == [] and record["variant"]["arch"] == "sm_90"
-    assert len(kernel_table.line(report)) == len(kernel_table.heading())
+    heading, line = kernel_table.lines([report])
+    assert len(line) == len(heading) and line.split()[:4] == ["test", "sm_90", "bfloat16", "sum"]
+    weak = replace(report, weak_flags=("st.release.gpu at x.py:1",))
+    assert kernel_table.lines([weak])[2] == (
+        "! test sm_90 bfloat16 sum of 8 ranks: flags that are not `.sys`: st.release.gpu at x.py:1"
+    )
 
 
 def test_inline_assembly_does_not_shift_lines() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import tricomm
 from tricomm.cli import cli
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
@@ -135,3 +136,4 @@ def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pyte
     decided = [c for c in found["selection"] if "tuned" in c["reason"]]
     assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]
     assert "row 0" in decided[0]["reason"] and found["paths"]["tuning tables"] == str(tmp_path)
+    assert found["paths"]["package"] == str(Path(tricomm.__file__).parent)

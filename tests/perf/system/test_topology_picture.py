@@ -72,7 +72,7 @@ MIXED = """\
   GPU2   PCI   NV3     X   PCI
   GPU3     -   PCI   PCI     X
 
-X itself; NV# so many NVLinks; PCI peer access without NVLink (PIX to SYS; not told which); - no peer access; \
+X itself; NV# so many NVLinks; PCI peer access without NVLink (PIX to SYS; which one is unknown); - no peer access; \
 ! linked, but without peer access
 
 4 devices (A, B)

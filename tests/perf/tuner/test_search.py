@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from devtools import tuner_benchmark
-from devtools.made_up_boxes import Surface
+from devtools.tuner_benchmark import MadeUpBox
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.perf.tuner import points, result, search, statistics
+from tricomm.perf.tuner import points, search, statistics, tuned_tables
 from tricomm.perf.tuner.points import Candidate, Point
-from tricomm.perf.tuner.successive_halving import Field, Rules, Spent, race
+from tricomm.perf.tuner.successive_halving import BudgetExceeded, Rules, Samples, successive_halving
 
 _POINT = Point("all_reduce", 16, "graph", 1 << 16)
 _times = st.lists(st.floats(0.5, 1e5), min_size=1, max_size=40)
@@ -30,7 +30,7 @@ def test_near_the_best_of_all_with_a_tenth_of_a_grids_measurements(gpu: str, wor
 
 def test_a_random_choice_of_so_many_would_not_do() -> None:
     """What the search adds: the same number of samples, spread blindly, misses the bar."""
-    box, draw, worst = Surface("h100", 8, 1), random.Random(0), 0.0
+    box, draw, worst = MadeUpBox("h100", 8, 1), random.Random(0), 0.0
     for nbytes in tuner_benchmark.SIZES:
         point = Point("all_reduce", 16, "graph", nbytes)
         pool = box.pool(point)
@@ -74,11 +74,11 @@ def test_a_gain_is_sure_where_it_is_large_and_not_where_it_is_noise() -> None:
     assert "95 %" in str(large)
 
 
-# The race
+# Successive halving
 
 
-class _Track:
-    """Exact times, with a record of what was asked."""
+class _ExactTimes:
+    """Exact times, and a record of the requests."""
 
     def __init__(self, times: dict[Candidate, float], wrong: Sequence[Candidate] = ()) -> None:
         self.times, self.wrong = times, set(wrong)
@@ -94,54 +94,54 @@ def _pool() -> list[Candidate]:
     return points.pool(kernels, layout.plan(4, 64 << 20), 64, cpu=False)
 
 
-def _raced(track: _Track, prior: dict[Candidate, float], seeds: Sequence[Candidate] = ()) -> Field:
-    field = Field(_POINT)
-    race(field, _pool(), seeds, lambda _, c: prior[c], lambda f: None, track, Rules())
-    return field
+def _halved(times: _ExactTimes, prior: dict[Candidate, float], seeds: Sequence[Candidate] = ()) -> Samples:
+    samples = Samples(_POINT)
+    successive_halving(samples, _pool(), seeds, lambda _, c: prior[c], lambda s: None, times, Rules())
+    return samples
 
 
-def test_who_is_fast_and_wrong_never_wins() -> None:
+def test_a_candidate_that_is_fast_and_wrong_never_wins() -> None:
     pool = _pool()
     times = {c: 10.0 + i for i, c in enumerate(pool)}
-    assert _raced(_Track(times), times).best == pool[0]
-    found = _raced(_Track(times, wrong=pool[:3]), times)
-    assert found.best == pool[3] and found.wrong == set(pool[:3]) and not found.wrong & set(found.samples)
+    assert _halved(_ExactTimes(times), times).best == pool[0]
+    found = _halved(_ExactTimes(times, wrong=pool[:3]), times)
+    assert found.best == pool[3] and found.wrong == set(pool[:3]) and not found.wrong & set(found.times)
 
 
-def test_every_family_runs_however_slow_the_prior_takes_it_for() -> None:
+def test_every_family_is_measured_even_if_the_prior_predicts_it_to_be_slow() -> None:
     pool = _pool()
     winner = next(c for c in pool if c.family == ("two_shot", "simple"))
     prior = {c: 1e6 if c.family == winner.family else 10.0 for c in pool}
     times = {c: 5.0 if c.family == winner.family else 10.0 for c in pool}
-    assert _raced(_Track(times), prior).best.family == winner.family  # type: ignore[union-attr]
+    assert _halved(_ExactTimes(times), prior).best.family == winner.family  # type: ignore[union-attr]
 
 
-def test_what_is_in_force_runs_in_any_case() -> None:
+def test_the_candidate_in_force_is_measured_in_any_case() -> None:
     pool = _pool()
     prior = {c: float(i) for i, c in enumerate(pool)}
     mine = Candidate("one_shot", "simple", 3, 8, 512)  # of a shape that no pool has
-    assert mine in _raced(_Track({c: 9.0 for c in [*pool, mine]}), {**prior, mine: 1e9}, [mine]).samples
+    assert mine in _halved(_ExactTimes({c: 9.0 for c in [*pool, mine]}), {**prior, mine: 1e9}, [mine]).times
 
 
-def test_heats_are_halved_and_never_blind() -> None:
+def test_rounds_are_halved_and_follow_the_prior() -> None:
     pool = _pool()
     times = {c: 10.0 * 1.2**i for i, c in enumerate(pool)}
-    track = _Track(times)
-    _raced(track, times)
-    sizes = [len(candidates) for candidates, _ in track.asked]
-    assert sizes[0] == Rules().entrants and all(n <= Rules().entrants for n in sizes)
-    assert sum(len(c) * r for c, r in track.asked) < len(pool)
+    exact = _ExactTimes(times)
+    _halved(exact, times)
+    sizes = [len(candidates) for candidates, _ in exact.asked]
+    assert sizes[0] == Rules().candidates and all(n <= Rules().candidates for n in sizes)
+    assert sum(len(c) * r for c, r in exact.asked) < len(pool)
 
 
 # The whole search
 
 
-def _search(box: Surface, most: int, sizes: Sequence[int] = tuner_benchmark.SIZES) -> list[search.Decision]:
+def _search(box: MadeUpBox, most: int, sizes: Sequence[int] = tuner_benchmark.SIZES) -> list[search.Decision]:
     todo = points.points(("all_reduce",), (16,), ("graph",), tuple(sizes))
 
     def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
         if box.measured + repeats * len(candidates) > most:
-            raise Spent
+            raise BudgetExceeded
         return box.measure(point, candidates, repeats)
 
     return search.search(todo, box.pool, lambda p: box.pool(p)[0], box.prior, measure)
@@ -150,7 +150,7 @@ def _search(box: Surface, most: int, sizes: Sequence[int] = tuner_benchmark.SIZE
 @given(st.integers(0, 900))
 @settings(deadline=None, max_examples=10)
 def test_whatever_the_budget_is_decisions_are_of_what_was_measured(most: int) -> None:
-    box = Surface("a100", 4, 2)
+    box = MadeUpBox("a100", 4, 2)
     found = _search(box, most)
     assert box.measured <= most
     assert sum(d.measured for d in found) <= most
@@ -160,7 +160,7 @@ def test_whatever_the_budget_is_decisions_are_of_what_was_measured(most: int) ->
 
 
 def test_a_small_budget_sees_the_ends_and_the_middle_first() -> None:
-    assert [d.point.nbytes for d in _search(Surface("h100", 4, 0), 500)][:1] == [tuner_benchmark.SIZES[0]]
+    assert [d.point.nbytes for d in _search(MadeUpBox("h100", 4, 0), 500)][:1] == [tuner_benchmark.SIZES[0]]
     order = search._coarse_to_fine(points.points(("broadcast",), (16,), ("eager",), (1, 2, 4, 8, 16)))
     assert [p.nbytes for p in order] == [1, 16, 4, 2, 8]
 
@@ -189,8 +189,8 @@ def test_a_gain_that_may_be_none_is_no_reason_to_change() -> None:
 
 def test_what_is_in_force_and_wrong_is_replaced() -> None:
     pool = _pool()
-    track = _Track({c: 10.0 + i for i, c in enumerate(pool)}, wrong=[pool[0]])
-    (found,) = search.search([_POINT], lambda p: pool, lambda p: pool[0], lambda p, c: 10.0, track)
+    exact = _ExactTimes({c: 10.0 + i for i, c in enumerate(pool)}, wrong=[pool[0]])
+    (found,) = search.search([_POINT], lambda p: pool, lambda p: pool[0], lambda p, c: 10.0, exact)
     assert found.changed and found.best != pool[0] and math.isinf(found.in_force_us)
 
 
@@ -204,7 +204,7 @@ def _decided(nbytes: int, chosen: Candidate, point: Point = _POINT) -> search.De
 
 def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_above_the_last() -> None:
     a, b = _pool()[:2]
-    found = result.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
+    found = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
     assert [(r.max_bytes, r.blocks, r.tile) for r in found] == [(8192, a.blocks, a.tile), (65536, b.blocks, b.tile)]
     assert {(r.mode, r.bits, r.world_size) for r in found} == {("graph", 16, 4)}
 
@@ -212,15 +212,15 @@ def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_above_the_last() -
 def test_rows_of_what_was_not_tuned_stay() -> None:
     a, b = _pool()[:2]
     other = Point("all_gather", 0, "eager", 1)
-    old = [*result.rows([_decided(1024, a)], 4), *result.rows([_decided(1024, a, other)], 4)]
-    new = result.rows([_decided(4096, b)], 4)
-    assert result.merged(old, new) == (old[1], *new)
+    old = [*tuned_tables.rows([_decided(1024, a)], 4), *tuned_tables.rows([_decided(1024, a, other)], 4)]
+    new = tuned_tables.rows([_decided(4096, b)], 4)
+    assert tuned_tables.replaced(old, new) == (old[1], *new)
 
 
 def test_what_changed_is_said_with_its_confidence() -> None:
     new, old = _pool()[:2]
     change = search.Decision(_POINT, new, 8.0, old, 10.0, statistics.Gain(0.2, 0.15, 0.25), 40)
-    said = result.lines([change, _decided(1 << 20, old)], asked=3, simulated=True)
+    said = tuned_tables.decision_lines([change, _decided(1 << 20, old)], asked=3, simulated=True)
     assert said[0] == f"simulated: all_reduce 16 bit graph 65536 B: {old} -> {new}"
     assert "10.00 -> 8.00 us, saves +20.0% (95 %: +15.0% to +25.0%)" in said[1]
     assert said[2].startswith("simulated: 1 of 2 decisions change") and "1 of 3 points were not reached" in said[3]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.perf.bench.test_bench import _children, _gone
+from tests.perf.test_workers import children, gone
 from tricomm.cli import cli
 from tricomm.policy import tuning_tables, user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
@@ -37,7 +37,7 @@ def _tune(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=180)
 
 
-def _heats(folder: Path) -> int:
+def _rounds(folder: Path) -> int:
     files = list(folder.glob("tuning-*.jsonl"))
     return max(0, len(files[0].read_bytes().split(b"\n")) - 2) if files else 0
 
@@ -52,8 +52,8 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     first = _tune("--simulated", "--budget", "1s")
     assert first.returncode == 0, first.stderr
     assert all(line.startswith("simulated: ") for line in first.stdout.splitlines() if "decisions change" in line)
-    known = _heats(_folder)
-    assert known > 0  # the first heat is run whatever the budget
+    known = _rounds(_folder)
+    assert known > 0  # the first round is run whatever the budget
     second = _tune("--simulated", "--budget", "2s")
     assert second.returncode == 0, second.stderr
     assert "going on from" in second.stderr and "samples are known" in second.stderr
@@ -74,15 +74,15 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         end = time.monotonic() + 90
-        while _heats(_folder) < 2 and time.monotonic() < end:
+        while _rounds(_folder) < 2 and time.monotonic() < end:
             time.sleep(0.1)
-        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in _children(task)})
-        named = {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3]): pid for pid in ranks}
+        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in children(task)})
+        named = {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4]): pid for pid in ranks}
         os.kill(named[1], signal.SIGKILL)
         said = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and "rank 1" in said and "What was measured is kept in" in said, said
-    kept = _heats(_folder)
-    assert kept >= 2 and all(map(_gone, ranks))
+    kept = _rounds(_folder)
+    assert kept >= 2 and all(map(gone, ranks))
     again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:64K:4")
     assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
 
@@ -90,11 +90,11 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
 def test_an_interrupt_keeps_what_was_measured(_folder: Path) -> None:
     with subprocess.Popen(_command("--simulated"), stderr=subprocess.PIPE, text=True) as process:
         end = time.monotonic() + 90
-        while _heats(_folder) < 1 and time.monotonic() < end:
+        while _rounds(_folder) < 1 and time.monotonic() < end:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and "what was measured is kept" in said and _heats(_folder) >= 1
+    assert process.returncode == 130 and "what was measured is kept" in said and _rounds(_folder) >= 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
         capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("decisions change") == 1 and _heats(_folder) > 0  # rank 0 alone prints
+    assert done.stdout.count("decisions change") == 1 and _rounds(_folder) > 0  # rank 0 alone prints
 
 
 # What can be done with tables

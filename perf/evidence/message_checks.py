@@ -1,4 +1,4 @@
-"""send and recv whose result is known exactly: all types, from nothing to many slots, tags out of order, any source."""
+"""send and recv with known results: all types, sizes from zero to many slots, tags out of order, any source."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ _PROTOCOLS = tuple(kernel.protocol for kernel in registry.MESSAGES if kernel.col
 
 
 def sweep(comm: Communicator, dry_run: bool) -> tuple[int, list[str]]:
-    """From each even rank to the next one, and back a word: how many messages were sent, and what was wrong."""
-    made, found = 0, []
+    """From each even rank to the next one, and a word back: the number of messages, and the errors in words."""
+    made, errors = 0, []
     for name in ("bfloat16", "complex64") if dry_run else DTYPES:
         for protocol in _PROTOCOLS:
             for number, count in enumerate(FEW if dry_run else COUNTS):
-                found += _one(comm, getattr(torch, name), protocol, number, count)
+                errors += _exchange(comm, getattr(torch, name), protocol, number, count)
                 made += 3
-    return made, found
+    return made, errors
 
 
-def _one(comm: Communicator, dtype: torch.dtype, protocol: str, number: int, count: int) -> list[str]:
-    """Two messages there, of which the second one is taken first, and one back, from whoever sends one."""
+def _exchange(comm: Communicator, dtype: torch.dtype, protocol: str, number: int, count: int) -> list[str]:
+    """Two messages to the odd rank, received in the other order, and one back, received from any source."""
     peer = comm.rank ^ 1
     if peer >= comm.world_size:
         return []
     word, data = _values(comm, comm.rank, number, 1, dtype), _values(comm, comm.rank, number, count, dtype)
-    found: list[str] = []
+    errors: list[str] = []
     if comm.rank % 2 == 0:
         comm.send(word, peer, 1, protocol=protocol)
         comm.send(data, peer, 2, protocol=protocol)
         back = _poisoned(comm, 1, dtype)
         source = comm.recv(back, None if comm.world_size == 2 else peer, 3, protocol=protocol)
-        found += [] if source == peer else [f"a message of rank {peer} was taken for rank {source}'s"]
-        found += _wrong(comm, back, _values(comm, peer, number, 1, dtype), protocol)
+        errors += [] if source == peer else [f"a message of rank {peer} was taken for rank {source}'s"]
+        errors += _wrong(comm, back, _values(comm, peer, number, 1, dtype), protocol)
     else:
         for tag, size in ((2, count), (1, 1)):
             into = _poisoned(comm, size, dtype)
             comm.recv(into, peer, tag, protocol=protocol)
-            found += _wrong(comm, into, _values(comm, peer, number, size, dtype), protocol)
+            errors += _wrong(comm, into, _values(comm, peer, number, size, dtype), protocol)
         comm.send(word, peer, 3, protocol=protocol)
     comm.synchronize()
-    return found
+    return errors
 
 
 def _values(comm: Communicator, rank: int, number: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -60,6 +60,6 @@ def _poisoned(comm: Communicator, count: int, dtype: torch.dtype) -> torch.Tenso
     return into
 
 
-def _wrong(comm: Communicator, found: torch.Tensor, exact: torch.Tensor, protocol: str) -> list[str]:
-    bad = check_data.wrong(found, exact.cpu())
-    return [f"rank {comm.rank}, {found.numel()} of {found.dtype}, {protocol}: {bad} are wrong"] if bad else []
+def _wrong(comm: Communicator, received: torch.Tensor, exact: torch.Tensor, protocol: str) -> list[str]:
+    bad = check_data.wrong(received, exact.cpu())
+    return [f"rank {comm.rank}, {received.numel()} of {received.dtype}, {protocol}: {bad} are wrong"] if bad else []

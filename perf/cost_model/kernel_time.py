@@ -4,7 +4,7 @@
 
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
-`python -m tricomm.perf.cost_model.model` sets the model beside published times of kernels of the same shape.
+`python -m tricomm.perf.cost_model.kernel_time` sets the model beside published times of kernels of the same shape.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import click
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.perf import units
-from tricomm.perf.bench.request import one_name
+from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.parsing import parse_name
 
-_THREADS = 512  # of the block whose bandwidth `Machine.block` is
+_THREADS = 512  # of the block whose bandwidth `MachineSpec.block` is
+_HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call, and what they are made of: `waits` for peers and launches, `wire`, own `memory`."""
+    """Microseconds of one call and their parts: `waits` for peers and launches, `wire`, own `memory`."""
 
     waits: float
     wire: float
@@ -39,14 +40,20 @@ class Prediction:
 
 
 def predict(
-    machine: Machine, kernel: Kernel, world_size: int, nbytes: float, mode: str = "graph",
-    blocks: int | None = None, warps: int = _THREADS // 32, share: float = 1.0,
-) -> Prediction:  # fmt: skip
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    nbytes: float,
+    mode: str = "graph",
+    blocks: int | None = None,
+    warps: int = _THREADS // 32,
+    share: float = 1.0,
+) -> Prediction:
     """The time of one call of `nbytes` of input per rank (of a root's where there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
-    many as the links need. `share` is the part of the kernel's bytes to peers that is sent (another's flags may cost
-    less).
+    many as the links need. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
+    cost less).
     """
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
@@ -60,53 +67,53 @@ def predict(
     return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3)
 
 
-def kernels(machine: Machine, collective: str, world_size: int) -> list[Kernel]:
-    """The kernels that such GPUs can run: on a cube mesh, where not all pairs are linked, those that go around that.
+def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
+    """The kernels that such GPUs can run. On a cube mesh, not all pairs are linked, so only some kernels can.
 
-    Raises `InvalidArgument` where there is none.
+    Raises `InvalidArgument` if there is none.
     """
     cube = machine.cube and world_size == registry.CUBE_RANKS
-    found = [k for k in registry.of(collective, world_size) if k.needs_cube == cube]
-    if not found:
+    usable = [k for k in registry.of(collective, world_size) if k.needs_cube == cube]
+    if not usable:
         raise InvalidArgument(
             f"{collective}: 8 {machine.name} are a hybrid cube mesh, and no kernel of it goes around the links that "
             "this lacks; ask for all_reduce, all_gather or fewer ranks"
         )
-    return found
+    return usable
 
 
-def limit(machine: Machine, collective: str, world_size: int, nbytes: int) -> float:
-    """Microseconds that no kernel can stay under: the least that must be sent, over what the links carry."""
+def limit(machine: MachineSpec, collective: str, world_size: int, nbytes: int) -> float:
+    """A lower bound for any kernel, in microseconds: the fewest bytes that must be sent, over the links' bandwidth."""
     return float(units.least(collective, world_size)) * nbytes / machine.links / 1e3
 
 
-def find(name: str) -> Machine:
+def find(name: str) -> MachineSpec:
     """The machine of that name; raises `InvalidArgument` with the nearest ones."""
-    return MACHINES[one_name(name.lower(), tuple(MACHINES), "gpu")]
+    return MACHINES[parse_name(name.lower(), tuple(MACHINES), "gpu")]
 
 
 @dataclass(frozen=True)
 class Checked:
     """A published measurement beside the model's answer."""
 
-    row: published.Measurement
+    row: published.PublishedTime
     time_us: float
 
     @property
     def error(self) -> float:
-        """0.1 where the model says ten per cent more than was measured."""
+        """0.1 if the model's time is ten per cent above the measured one."""
         return self.time_us / self.row.time_us - 1
 
 
 def check() -> list[Checked]:
     """Every published measurement of a kernel shaped like one of ours."""
-    found = []
+    checked = []
     for row in published.MEASUREMENTS:
         machine, kernel = MACHINES[row.gpu], registry.find(row.collective, row.algorithm, row.protocol, row.zero_copy)
-        found.append(
+        checked.append(
             Checked(row, predict(machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share).time_us)
         )
-    return found
+    return checked
 
 
 def median_error(rows: list[Checked]) -> float:
@@ -117,22 +124,22 @@ def median_error(rows: list[Checked]) -> float:
 
 
 def report(rows: list[Checked]) -> list[str]:
-    """The table that sets the model beside what was published."""
-    head = f"{'gpu':<6}{'W':>3} {'kernel':<35}{'mode':<6}{'bytes':>11}{'measured':>10}{'model':>10}{'error':>8}  source"
-    lines = ["# model: predicted, not measured; 'measured' is others' hardware and kernels; * gave a constant", head]
-    for row in rows:
-        m = row.row
-        kernel = m.kernel.name + ("*" if m.calibrates else "")
-        lines.append(
-            f"{m.gpu:<6}{m.world_size:>3} {kernel:<35}{m.mode:<6}{m.nbytes:>11}{m.time_us:>10.1f}{row.time_us:>10.1f}"
-            f"{row.error:>+8.0%}  {m.source}"
-        )
+    """The table that sets the model beside the published times."""
+    lines = ["# model: predicted, not measured; 'measured' is others' hardware and kernels; * gave a constant"]
+    lines += text_table.lines(_HEADER, map(_cells, rows), right=("W", "bytes", "measured", "model", "error"))
     free = [row for row in rows if not row.row.calibrates]
     lines.append(
         f"median error {median_error(rows):.0%} of {len(rows)} rows, "
         f"{median_error(free):.0%} of the {len(free)} that gave no constant"
     )
     return lines
+
+
+def _cells(checked: Checked) -> tuple[object, ...]:
+    row = checked.row
+    kernel = row.kernel.name + ("*" if row.calibrates else "")
+    times = (f"{row.time_us:.1f}", f"{checked.time_us:.1f}", f"{checked.error:+.0%}")
+    return row.gpu, row.world_size, kernel, row.mode, row.nbytes, *times, row.source
 
 
 @click.command()

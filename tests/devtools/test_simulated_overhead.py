@@ -8,7 +8,7 @@ import time
 import pytest
 import triton
 
-from devtools import simulated_overhead, simulated_overhead_rank
+from devtools import simulated_overhead
 from tricomm import communicator
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device import packing
@@ -18,7 +18,7 @@ from tricomm.kernels.launch import triton_adapter
 def test_shares_of_every_kernel() -> None:
     rows = simulated_overhead.measure(world_size=2, nbytes=16384, calls=2)
     assert {r["kernel"] for r in rows} == {
-        k.name for name in simulated_overhead_rank.COLLECTIVES for k in registry.of(name, 2)
+        k.name for name in simulated_overhead.COLLECTIVES for k in registry.of(name, 2)
     }
     for row in rows:
         assert row["simulated"] is True and row["wall_us"] > 0
@@ -27,7 +27,7 @@ def test_shares_of_every_kernel() -> None:
 
 
 def test_files_are_put_where_they_belong() -> None:
-    part = simulated_overhead_rank.part
+    part = simulated_overhead.part
     assert part(triton_adapter.__file__) == "adapter"
     assert part(str(packing.__file__)) == "lines"
     assert part(communicator.__file__) == "host"
@@ -37,4 +37,4 @@ def test_files_are_put_where_they_belong() -> None:
 def test_sleeping_is_waiting() -> None:
     profile = cProfile.Profile()
     profile.runcall(time.sleep, 0.05)
-    assert simulated_overhead_rank.shares(profile)["waiting"] > 0.9
+    assert simulated_overhead.shares(profile)["waiting"] > 0.9

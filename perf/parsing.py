@@ -1,0 +1,63 @@
+"""The words of a command line: sizes, durations, and names from a list."""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from tricomm.errors import InvalidArgument
+
+_SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Bytes of `1K:1M:4` (first:last:factor) or of a comma list such as `1K,64K,1M`.
+
+    Raises `InvalidArgument` for anything else, and for sizes below one byte or above 16 GiB.
+    """
+    if ":" not in text:
+        sizes = [_size(part) for part in text.split(",")]
+    else:
+        parts = text.split(":")
+        if len(parts) not in (2, 3) or (len(parts) == 3 and not re.fullmatch(r"\d{1,6}", parts[2])):
+            raise InvalidArgument(f"sizes {text!r}: first:last:factor is needed, like 1K:1M:4, or a comma list")
+        first, last, factor = _size(parts[0]), _size(parts[1]), int(parts[2]) if len(parts) == 3 else 2
+        if first > last or factor < 2:
+            raise InvalidArgument(f"sizes {text!r}: first must not exceed last, and the factor is 2 or more")
+        sizes = [first]
+        while sizes[-1] * factor <= last:
+            sizes.append(sizes[-1] * factor)
+    return tuple(dict.fromkeys(sizes))
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d{1,12})\s*([KMG]?)(?:i?B)?\s*", text, re.IGNORECASE)
+    size = int(match[1]) * _BYTES[match[2].upper()] if match else 0
+    if not 1 <= size <= 16 * _BYTES["G"]:
+        raise InvalidArgument(f"size {text!r}: bytes from 1 to 16G are needed, with K, M or G for powers of 1024")
+    return size
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of `90`, `90s`, `5m`, `1h`. Raises `InvalidArgument`."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh]?)", text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds <= 86400.0:
+        raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
+    return seconds
+
+
+def parse_names(text: str, allowed: tuple[str, ...], kind: str) -> tuple[str, ...]:
+    """The names of a comma list, each of them in `allowed`; `all` stands for all. Raises `InvalidArgument`."""
+    names = allowed if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    return tuple(parse_name(name, allowed, kind) for name in names)
+
+
+def parse_name(text: str, allowed: tuple[str, ...], kind: str) -> str:
+    """`text` if it is one of `allowed`; otherwise raises `InvalidArgument` with the nearest name and the list."""
+    if text not in allowed:
+        near = difflib.get_close_matches(text, allowed, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidArgument(f"{kind} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
+    return text

@@ -1,0 +1,187 @@
+"""Rank 0 of a tuning run: it searches, broadcasts what to measure, and writes the table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import tricomm
+from tricomm import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.perf import provenance
+from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.history import database
+from tricomm.perf.tuner import tuned_tables
+from tricomm.perf.tuner.points import Candidate, Point, pool
+from tricomm.perf.tuner.sample_log import Round, SampleLog
+from tricomm.perf.tuner.search import Decision, search
+from tricomm.perf.tuner.successive_halving import BudgetExceeded
+from tricomm.perf.tuner.tuning_request import TuningRequest
+from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
+from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy.tuning_tables import TunedTable
+
+
+class Coordinator:
+    """Searches within the request's budget. Emits `note`, `round` and at last `result`."""
+
+    def __init__(self, emit: Callable[..., None], worker: TuningWorker, request: TuningRequest) -> None:
+        self._emit, self._worker = emit, worker
+        comm = worker.comm
+        self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm.fingerprint
+        self._points = request.points(self._cpu)
+        self._in_force = {point: _in_force(comm, point) for point in self._points}
+        self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
+        self._times = CheckedTimes(emit, worker)
+        key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
+        self._log = SampleLog(user_tables.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
+        self._end, self._budget_exceeded = time.monotonic() + request.budget, False
+
+    def run(self) -> None:
+        """Search, give all ranks the table, save it, and report what changed. Raises `RankLost`."""
+        if self._log.known:
+            self._emit("note", text=f"going on from {self._log.file}: {self._log.known} samples are known")
+        finished = False
+        try:
+            decisions = search(self._points, self._pool, self._in_force.__getitem__, self._prior, self._measure)
+            self._publish(decisions)
+            finished = not self._budget_exceeded
+            self._worker.broadcast(TuningTask("end"))
+        except (RankLost, tricomm.PeerDied, tricomm.PeerStalled) as error:
+            raise RankLost(f"{error}. What was measured is kept in {self._log.file}; tune again to go on") from error
+        finally:
+            self._log.close(finished)
+
+    def _publish(self, decisions: list[Decision]) -> None:
+        earlier = user_tables.load(self._fingerprint)
+        tuned = tuned_tables.rows(decisions, self._world_size)
+        rows = tuned_tables.replaced(earlier.rows if earlier is not None else (), tuned)
+        lines = tuned_tables.decision_lines(decisions, len(self._points), self._cpu)
+        if not any(d.changed for d in decisions):
+            self._emit("result", lines=lines, file=None)
+            return
+        table = TunedTable(self._fingerprint, rows, database.now(), provenance.versions())
+        self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
+
+    def _pool(self, point: Point) -> list[Candidate]:
+        kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
+        return pool(kernels, self._worker.comm.arena_layout, self._worker.comm.most_blocks, self._cpu)
+
+    def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
+        try:
+            self._worker.comm.explain(point.collective, 8, algorithm=kernel.algorithm, protocol=kernel.protocol)
+        except InvalidArgument:  # not over these links
+            return False
+        return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
+
+    def _prior(self, point: Point, candidate: Candidate) -> float:
+        return predicted_us(self._machine, self._world_size, point, candidate)
+
+    def _measure(self, point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
+        candidates = [c for c in candidates if not self._log.wrong(point, c)]
+        known = {candidate: self._log.recall(point, candidate, repeats) for candidate in candidates}
+        lacking = [candidate for candidate in candidates if len(known[candidate]) < repeats]
+        if not lacking:
+            return known
+        if time.monotonic() > self._end:
+            self._budget_exceeded = True
+            raise BudgetExceeded
+        missing = repeats - min(len(known[c]) for c in lacking)
+        times = self._times.times(point, self._times.right(point, lacking), missing)
+        self._log.append(Round(point, tuple(lacking), tuple(times.get(c) for c in lacking)))
+        self._emit("round", point=str(point), candidates=len(lacking), repeats=repeats)
+        return {c: [*known[c], *times.get(c, ())] for c in candidates if c in times or c not in lacking}
+
+
+class CheckedTimes:
+    """Times of candidates by all ranks, after their results were right on all ranks. Emits a `note` on the others."""
+
+    def __init__(self, emit: Callable[..., None], worker: TuningWorker) -> None:
+        self._emit, self._worker = emit, worker
+        self._right: set[tuple[Point, Candidate]] = set()
+
+    def right(self, point: Point, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The candidates with right results on every rank: a broken protocol may well be fast."""
+        fresh = [c for c in candidates if (point, c) not in self._right]
+        while fresh:
+            answers = self._worker.broadcast(TuningTask("check", point, tuple(fresh), 1))
+            at = self._fatal_candidate(answers)
+            if at is None:
+                break
+            self._leave_out(point, fresh.pop(at), next(a.fault for a in answers if a.fault))
+        for at, candidate in enumerate(fresh):
+            trouble = _trouble(answers, at)
+            if trouble is None:
+                self._right.add((point, candidate))
+            else:
+                self._leave_out(point, candidate, trouble)
+        return [c for c in candidates if (point, c) in self._right]
+
+    def _leave_out(self, point: Point, candidate: Candidate, reason: str) -> None:
+        self._right.discard((point, candidate))
+        self._emit("note", text=f"{point.collective} {point.nbytes} B, {candidate}: left out, {reason}")
+
+    def _fatal_candidate(self, answers: Sequence[TuningAnswer]) -> int | None:
+        """The number of the candidate that cost the group, if one did; then all ranks make a new group."""
+        fatal = [answer.at for answer in answers if answer.fault]
+        if not fatal:
+            return None
+        self._worker.broadcast(TuningTask("renew"))
+        return min(fatal)  # a rank that had finished this candidate saw the fault in the next one
+
+    def times(self, point: Point, candidates: list[Candidate], repeats: int) -> dict[Candidate, tuple[float, ...]]:
+        """The slowest rank's time of every sample."""
+        if not candidates:
+            return {}
+        answers = self._worker.broadcast(TuningTask("time", point, tuple(candidates), repeats))
+        at = self._fatal_candidate(answers)
+        if at is not None:
+            self._leave_out(point, candidates[at], next(a.fault for a in answers if a.fault))
+            return self.times(point, [c for c in candidates if c != candidates[at]], repeats)
+        refused = {at for answer in answers for at in answer.refused}
+        return {
+            candidate: tuple(max(sample) for sample in zip(*(a.values[at] for a in answers), strict=True))
+            for at, candidate in enumerate(candidates)
+            if at not in refused
+        }
+
+
+def adopt(worker: TuningWorker, table: TunedTable) -> Path:
+    """Have all ranks use the table, and save it; the file. Raises `RankLost` instead if a rank has another table."""
+    for rank, answer in enumerate(worker.broadcast(TuningTask("table", table=tuning_tables.dumps(table).decode()))):
+        if answer.digest != table.digest.hex():
+            raise RankLost(f"rank {rank} has table {answer.digest[:12]}, rank 0 {table.digest.hex()[:12]}")
+    return user_tables.save(table)
+
+
+def predicted_us(machine: MachineSpec, world_size: int, point: Point, candidate: Candidate) -> float:
+    """The cost model's time of a candidate, in microseconds."""
+    kernel = registry.find(point.collective, *candidate.family)
+    shape = {"blocks": candidate.blocks, "warps": candidate.warps}
+    return kernel_time.predict(machine, kernel, world_size, point.nbytes, point.mode, **shape).time_us
+
+
+def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:
+    """What is wrong with candidate number `at` on any rank."""
+    for rank, answer in enumerate(answers):
+        if at in answer.refused:
+            return f"rank {rank}: {answer.refused[at]}"
+    wrong = sum(answer.values[at][0] for answer in answers)
+    return f"{wrong:.0f} wrong elements" if wrong else None
+
+
+def _in_force(comm: tricomm.Communicator, point: Point) -> Candidate:
+    dtype = getattr(torch, point.dtype)
+    choice = comm.explain(point.collective, point.nbytes, dtype, mode=point.mode)
+    return Candidate(choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block)
+
+
+def _similar_machine(device: str, topology: str) -> MachineSpec:
+    """The machine that the prior assumes; a wrong one costs time only, because the search corrects it."""
+    if topology == "pcie":
+        return MACHINES["pcie4"]
+    return next((m for m in MACHINES.values() if m.architecture == device), MACHINES["h100"])

@@ -1,0 +1,77 @@
+"""The processes of `tricomm tune`: start the ranks, or be one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+import tricomm
+from tricomm import InvalidArgument, ResourceError, env
+from tricomm.perf.bench.measure import pick_device
+from tricomm.perf.tuner.coordinator import Coordinator
+from tricomm.perf.tuner.tuning_request import TuningRequest
+from tricomm.perf.tuner.worker import TuningWorker
+from tricomm.perf.workers import run_workers
+from tricomm.store.rendezvous import open_store
+
+OnMessage = Callable[[str, dict[str, Any]], None]
+_RENDEZVOUS = 60.0  # seconds for all ranks to arrive
+
+
+def run(request: TuningRequest, world_size: int, on_message: OnMessage) -> None:
+    """Tune with `world_size` ranks of this node, started here. Raises `RankFailed`; leaves no rank behind."""
+    silence = 2 * request.timeout + _RENDEZVOUS
+    settings = msgspec.to_builtins(request)
+    for rank, message in run_workers("tricomm.perf.tuner.tune_ranks:main", world_size, settings, silence):
+        if rank == 0:
+            on_message(message.pop("event"), message)
+
+
+def join(request: TuningRequest, on_message: OnMessage) -> None:
+    """Be one rank of a group that torchrun has started. Raises `InvalidArgument` if its variables are not set."""
+    rank, world_size = env.integer("RANK"), env.integer("WORLD_SIZE")
+    if rank is None or world_size is None:
+        raise InvalidArgument("RANK and WORLD_SIZE are both needed; torchrun sets them")
+    store, rank, world_size = open_store("env://", rank, world_size, _RENDEZVOUS)
+    _tune(lambda event, **message: on_message(event, message), rank, world_size, store, request)
+
+
+def main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: Any) -> None:
+    """One rank, a process of its own (see `tricomm.perf.workers`)."""
+    store, rank, world_size = open_store(url, rank, world_size, _RENDEZVOUS)
+    _tune(emit, rank, world_size, store, msgspec.convert(settings, TuningRequest))
+
+
+def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, request: TuningRequest) -> None:
+    """Be one rank of a tuning run; rank 0 emits what `Coordinator` does.
+
+    Raises `ResourceError` if times would be simulated without a request for that, or if nothing can be written;
+    `RankLost` or the group's own error if a rank ended.
+    """
+    device = pick_device(request.device, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif not request.simulated:
+        raise ResourceError(
+            "these ranks run on a CPU, whose times are simulated and say nothing about a GPU; --simulated makes a "
+            "table of them that no GPU ever uses"
+        )
+    torch.set_num_threads(1)
+
+    def open_group(number: int) -> tricomm.Communicator:
+        options = tricomm.Options(timeout=request.timeout)
+        prefixed = PrefixStore(f"tricomm-tune-{number}", store)
+        return tricomm.Communicator(prefixed, rank, world_size, device, options=options, meeting_timeout=_RENDEZVOUS)
+
+    worker = TuningWorker(store, rank, world_size, open_group, 2 * request.timeout + _RENDEZVOUS)
+    try:
+        if rank:
+            worker.serve()
+        else:
+            Coordinator(emit, worker, request).run()
+    finally:
+        worker.close()

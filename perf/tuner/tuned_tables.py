@@ -1,0 +1,119 @@
+"""Tuned tables: from decisions to rows, merged, and as text for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tricomm.errors import InvalidArgument
+from tricomm.perf import text_table
+from tricomm.perf.tuner.points import Point
+from tricomm.perf.tuner.search import Decision
+from tricomm.policy.tuning_tables import TableRow, TunedTable
+
+_COLUMNS = "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits"
+
+
+def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
+    """Rows of all decisions. A size decides up to halfway, in doublings, to the next one; equal neighbours share a row.
+
+    There is no row for messages above the largest size, because they were not measured.
+    """
+    made: list[TableRow] = []
+    for group in _groups(decisions):
+        for here, larger in zip(group, [*group[1:], None], strict=True):
+            if larger is not None and larger.chosen == here.chosen:
+                continue
+            limit = here.point.nbytes if larger is None else math.isqrt(here.point.nbytes * larger.point.nbytes)
+            made.append(here.chosen.row(here.point, world_size, limit))
+    return made
+
+
+def replaced(old: Sequence[TableRow], new: Sequence[TableRow]) -> tuple[TableRow, ...]:
+    """`new`, and the rows of `old` whose collective, width and mode are not in `new`."""
+    groups = {row.group for row in new}
+    return (*(row for row in old if row.group not in groups), *new)
+
+
+def merge(tables: Sequence[TunedTable]) -> TunedTable:
+    """One table; a later one's rows replace those of the same collective, width and mode.
+
+    Raises `InvalidArgument` for tables of different kinds of boxes.
+    """
+    first = tables[0]
+    merged: tuple[TableRow, ...] = ()
+    for table in tables:
+        if table.fingerprint != first.fingerprint:
+            raise InvalidArgument(
+                f"tables of different boxes cannot be merged: {first.fingerprint}; {table.fingerprint}"
+            )
+        merged = replaced(merged, table.rows)
+    return TunedTable(first.fingerprint, merged, tables[-1].date, tables[-1].versions)
+
+
+def decision_lines(decisions: Sequence[Decision], asked: int, simulated: bool) -> list[str]:
+    """The decisions that change, with the expected gain of each, and a summary of all of the `asked` ones."""
+    mark = "simulated: " if simulated else ""
+    lines = []
+    for d in sorted(decisions, key=lambda d: (d.point.group, d.point.nbytes)):
+        if d.changed:
+            lines.append(f"{mark}{_name(d.point)}: {d.in_force} -> {d.best}")
+            lines.append(f"    {d.in_force_us:.2f} -> {d.time_us:.2f} us, saves {d.gain}")
+    changed = [d for d in decisions if d.changed]
+    measured = sum(d.measured for d in decisions)
+    lines.append(f"{mark}{len(changed)} of {len(decisions)} decisions change, {measured} samples")
+    if changed:
+        saved = sum(d.gain.expected for d in changed) / len(changed)
+        lines[-1] += f"; those that change save {saved:.1%} on average"
+    if asked > len(decisions):
+        lines.append(
+            f"{asked - len(decisions)} of {asked} points were not reached; a larger --budget goes on from here"
+        )
+    return lines
+
+
+def table_lines(file: Path, table: TunedTable) -> list[str]:
+    """A table for people: the box that it is for, and its rows."""
+    versions = ", ".join(f"{name} {value}" for name, value in table.versions.items())
+    mark = ", simulated: no GPU uses it" if table.simulated else ""
+    head = [f"{file}", f"    {table.fingerprint}{mark}", f"    {table.date or 'no date'}; {versions or 'no versions'}"]
+    header = ("row", "collective", "element", "mode", "bytes", "kernel")
+    cells = [(number, *_cells(least, row)) for number, (least, row) in enumerate(_ranges(table.rows))]
+    return head + text_table.lines(header, cells, right=("row", "bytes"), indent=4)
+
+
+def _cells(least: int, row: TableRow) -> tuple[str, ...]:
+    limit = "any" if row.max_bytes is None else str(row.max_bytes)
+    kernel = f"{row.algorithm}/{row.protocol} {row.blocks or '-'}x{row.warps or '-'} tile {row.tile or '-'}"
+    return row.collective, f"{row.bits} bit" if row.bits else "", row.mode or "", f"{least} to {limit}", kernel
+
+
+def csv(table: TunedTable) -> str:
+    """A line a row with its range of sizes; an empty `max_bytes` has no end."""
+    values = [
+        [row.collective, least, row.max_bytes, row.algorithm, row.protocol, row.blocks, 1, row.world_size, row.warps,
+         row.tile, row.mode, row.bits]
+        for least, row in _ranges(table.rows)
+    ]  # fmt: skip
+    return "\n".join([_COLUMNS, *(",".join("" if v is None else str(v) for v in row) for row in values)]) + "\n"
+
+
+def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
+    """Rows with the least bytes that they decide: one more than the limit of the row before of the same kind."""
+    ends: dict[tuple[object, ...], int] = {}
+    for row in table:
+        yield ends.get(row.group, 0), row
+        ends[row.group] = (row.max_bytes or 0) + 1
+
+
+def _groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
+    groups: dict[tuple[str, int, str], list[Decision]] = {}
+    for decision in sorted(decisions, key=lambda d: d.point.nbytes):
+        groups.setdefault(decision.point.group, []).append(decision)
+    return list(groups.values())
+
+
+def _name(point: Point) -> str:
+    width = f" {point.bits} bit" if point.bits else ""
+    return f"{point.collective}{width} {point.mode} {point.nbytes} B"

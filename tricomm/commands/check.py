@@ -1,0 +1,168 @@
+"""`tricomm check`: kernels under many schedules."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tricomm.commands.common import FAILED, errors_told, usage
+
+if TYPE_CHECKING:
+    from tricomm.explorer.report.findings import Finding
+    from tricomm.explorer.report.report import Report
+
+_SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going")
+
+
+@click.command()
+@click.argument("function", required=False, metavar="[FILE.py:FUNCTION]")
+@click.option("--collective", help="Shipped kernels to check: a collective, a list, or all [default: all].")
+@click.option("--algorithm", help="Only these [default: all].")
+@click.option("--protocol", help="Only these [default: all].")
+@click.option("--world-size", type=click.IntRange(1, 16), default=3, show_default=True, help="Ranks.")
+@click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; exhaustive: all there are].")
+@click.option("--strategy", type=click.Choice(["random", "pct", "exhaustive"]), default="random", show_default=True)
+@click.option("--preemptions", type=click.IntRange(0), default=2, show_default=True, help="Bound of exhaustive.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--fault", "faults", default="delay", show_default=True, help="A list of delay, stop, drop, or none.")
+@click.option("--residency", type=click.IntRange(1), help="Blocks of a launch on a device at once [default: all].")
+@click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
+@click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what was found there, as JSON.")
+@click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="Draw it, as .html or .svg.")
+@click.option(
+    "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Repeat a report's finding."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def check(replay: Path | None, **options: Any) -> None:
+    """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
+
+    FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked.
+
+    \b
+    tricomm check --collective all_reduce --world-size 2
+    tricomm check mine.py:body --schedules 500 --report found.json
+    tricomm check --replay found.json
+    """
+    with errors_told("check"):
+        ok = usage(lambda: _check(options) if replay is None else _replay(replay, options))
+    if not ok:
+        sys.exit(FAILED)
+
+
+def _check(options: dict[str, Any]) -> bool:
+    """Check a user's function, or shipped kernels, and print the reports. True if they have no findings."""
+    _check_paths(options)
+    reports = []
+    for name, run in _runs(options):
+        report = run()
+        reports.append(report)
+        if not options["as_json"]:
+            click.echo(f"{name}: {report}")
+    if options["as_json"]:
+        click.echo(json.dumps([r.as_json() for r in reports], indent=1))
+    _write(reports, options)
+    return all(report.ok for report in reports)
+
+
+def _replay(path: Path, options: dict[str, Any]) -> bool:
+    """Run the schedules of a stored report's findings again. True if none of them has a finding any more."""
+    from tricomm.errors import InvalidArgument
+    from tricomm.explorer import campaign, subjects
+    from tricomm.explorer.report.report import Report, digest
+
+    _check_paths(options)
+    if options["function"] is not None:
+        raise InvalidArgument(f"--replay names its function itself; {options['function']} would not be looked at")
+    report = Report.load(path)
+    if report.ok:
+        raise InvalidArgument(f"{path}: nothing was found, so there is nothing to repeat")
+    again = campaign.replay(report, subjects.of_report(report))
+    if options["as_json"]:
+        click.echo(json.dumps([[f.as_json() for f in findings] for findings in again], indent=1))
+    else:
+        if digest(report.subject.get("file")) != report.subject.get("sha256"):
+            click.echo(f"{report.subject['file']} has changed since: steps and lines may have moved")
+        for number, (before, findings) in enumerate(zip(report.findings, again, strict=True), 1):
+            click.echo(f"{number}. {_compared(before, findings)}")
+    _write([report], options)
+    return not any(again)
+
+
+def _compared(before: Finding, findings: list[Finding]) -> str:
+    same = next((f for f in findings if f.key == before.key), None)
+    if same is not None:
+        return f"repeated: {same}"
+    return f"NOT repeated: {before}" + "".join(f"\n   found instead: {other}" for other in findings)
+
+
+def _check_paths(options: dict[str, Any]) -> None:
+    """Before a campaign: raises `InvalidArgument` if its outcome cannot be written to the files that were given."""
+    from tricomm.errors import InvalidArgument
+    from tricomm.explorer.report import timeline
+
+    for name in ("report", "timeline"):
+        path = options[name]
+        if path is not None and not path.parent.is_dir():
+            raise InvalidArgument(f"--{name} {path}: the folder {path.parent} does not exist")
+    if options["timeline"] is not None:
+        timeline.check_path(options["timeline"])
+
+
+def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]:
+    """The campaigns, by name."""
+    from tricomm.errors import InvalidArgument
+    from tricomm.explorer import campaign, shipped, subjects
+
+    faults = () if options["faults"] == "none" else tuple(options["faults"].split(","))
+    settings = {name: options[name] for name in _SETTINGS}
+    if settings["schedules"] is None and settings["strategy"] != "exhaustive":
+        settings["schedules"] = 200
+    size, progress = options["world_size"], None if options["as_json"] else _progress()
+    if options["function"] is not None:
+        if any(options[name] is not None for name in ("collective", "algorithm", "protocol", "blocks")):
+            raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
+        fn = subjects.from_file(options["function"])
+        yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
+        return
+    for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
+        memory = shipped.options(size, options["blocks"] or shipped.BLOCKS)
+        body = shipped.body(kernel)
+        yield (
+            kernel.name,
+            lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]
+                body, size, faults=faults, options=memory, progress=progress, **settings
+            ),
+        )
+
+
+def _progress() -> Callable[[int, int], None]:
+    """Prints the state of a campaign every ten seconds."""
+    last = time.monotonic()
+
+    def report(schedules: int, findings: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            click.echo(f"  {schedules} schedules, {findings} findings", err=True)
+
+    return report
+
+
+def _write(reports: list[Report], options: dict[str, Any]) -> None:
+    from tricomm.explorer.report import timeline
+
+    written = next((r for r in reports if not r.ok), reports[0])
+    if options["report"] is not None:
+        written.save(options["report"])
+    if options["timeline"] is not None:
+        if written.ok:
+            click.echo("nothing was found, so there is no timeline to draw", err=True)
+        else:
+            timeline.write(written, options["timeline"])

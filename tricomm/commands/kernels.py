@@ -1,0 +1,45 @@
+"""`tricomm kernels`: the machine code of the shipped kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import click
+
+from tricomm.commands.common import FAILED, errors_told, usage
+
+
+@click.command()
+@click.option("--arch", default="sm_80,sm_90,sm_100", show_default=True, help="Comma list of architectures.")
+@click.option("--kernel", help="Only this kernel [default: all].")
+@click.option("--all-variants", is_flag=True, help="All types, operations, world sizes, alignments (an hour or more).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) -> None:
+    """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags.
+
+    \b
+    tricomm kernels --arch sm_90
+    tricomm kernels --kernel all_reduce_one_shot_ll --json
+    """
+    from rich.console import Console
+    from rich.progress import track
+
+    from tricomm.perf.machine_code import kernel_report, kernel_table
+
+    archs = tuple(part.strip() for part in arch.split(","))
+    variants = usage(lambda: kernel_report.variants(archs, kernel, all_variants))
+    console = Console(stderr=True)
+    with errors_told("kernels"):
+        examined = kernel_report.examine_all(variants)
+        hidden = not console.is_terminal
+        reports = list(track(examined, "compiling", len(variants), console=console, transient=True, disable=hidden))
+    records = [kernel_table.record(report) for report in reports]
+    broken = sum(bool(record["violations"]) for record in records)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "variants": records}, indent=1))
+    else:
+        click.echo("\n".join(kernel_table.lines(reports)))
+        click.echo(f"\n{kernel_table.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
+    if broken:
+        sys.exit(FAILED)
