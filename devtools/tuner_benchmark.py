@@ -17,7 +17,7 @@ import click
 
 from tricomm.kernels import layout
 from tricomm.perf import text_table
-from tricomm.perf.cost_model import model
+from tricomm.perf.cost_model import kernel_time
 from tricomm.perf.cost_model.machines import MACHINES
 from tricomm.perf.tuner import search
 from tricomm.perf.tuner.coordinator import predicted_us
@@ -53,7 +53,7 @@ class MadeUpBox:
 
     def pool(self, point: Point) -> list[Candidate]:
         """All candidates."""
-        kernels = model.kernels(self._machine, point.collective, self.world_size)
+        kernels = kernel_time.kernels(self._machine, point.collective, self.world_size)
         return pool(kernels, self._layout, layout.MAX_BLOCKS, cpu=False)
 
     def prior(self, point: Point, candidate: Candidate) -> float:

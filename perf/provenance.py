@@ -1,4 +1,4 @@
-"""Facts about this machine and this installation, each probe guarded: what cannot be known is said to be unknown."""
+"""Facts about this machine and this installation. A fact that cannot be read is given as not available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tricomm import Communicator
 
 
 def guarded(probe: Callable[[], Any]) -> Any:
-    """The probe's result, or `not available: reason` whatever it raises."""
+    """The probe's result, or `not available: reason` if it raises anything."""
     try:
         return probe()
     except Exception as error:
@@ -38,26 +38,26 @@ def versions() -> dict[str, str]:
 
 
 def installed() -> dict[str, str]:
-    """Versions as the package metadata give them; they differ from the loaded ones where two copies are about."""
+    """Versions in the packages' metadata; they differ from the loaded ones if there are two copies."""
     names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nvidia-ml-py", "nccl4py")
     return {name: guarded(partial(metadata.version, name)) for name in names}
 
 
 def commit() -> str:
-    """The commit of the checkout that tricomm was loaded from, `+` where files differ; empty for an installed copy."""
+    """The commit of the checkout that tricomm was loaded from, `+` if files differ; empty for an installed copy."""
 
     def git(*arguments: str) -> str:
         folder = Path(tricomm.__file__).resolve().parent
         done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
         return done.stdout.strip() if done.returncode == 0 else ""
 
-    def found() -> str:
+    def read() -> str:
         if not (Path(tricomm.__file__).resolve().parent.parent / ".git").exists():
             return ""
         head = git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if head and git("status", "--porcelain", "--untracked-files=no") else "")
 
-    text: str = guarded(found)
+    text: str = guarded(read)
     return "" if text.startswith("not available") else text
 
 
@@ -84,7 +84,7 @@ def topology(comm: Communicator) -> str:
 
 
 def header(comm: Communicator) -> dict[str, Any]:
-    """What every table and every JSON file of measurements starts with."""
+    """The facts at the head of every table and every JSON file of measurements."""
     return {
         "device": processor() if comm.simulated else torch.cuda.get_device_name(comm.device),
         "topology": guarded(lambda: topology(comm)),

@@ -1,7 +1,7 @@
 """Data for the check: integers, different for every rank and call, whose result every type holds exactly.
 
-So the comparison is exact, and a result that is right by luck (a stale output, another rank's part, a neighbour's
-element) is not found right. Where there is a root, it is call number modulo world size.
+So the comparison is exact, and no stale output, no part of another rank and no neighbouring element passes for the
+right result. The root of a call, if its collective has one, is the call's number modulo world size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def root(world_size: int, call: int) -> int:
 def values(
     collective: str, op: str, world_size: int, rank: int, call: int, count: int, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """int64 [elements of the input]: what `rank` puts into call number `call`, for `count` elements a row.
+    """The input of `rank` in call number `call`, int64 [elements of the input], for `count` elements a row.
 
     Sums, averages and products of up to 8 ranks are exact in `dtype`, fp8 among them.
     """
@@ -35,8 +35,8 @@ def values(
     mixed = mixed ^ (mixed >> 17)
     if dtype == torch.bool:
         return mixed % 2
-    found = _spread(mixed, op if COLLECTIVES[collective].reduces else "none", world_size, dtype in _SMALL)
-    return found.abs() if dtype == torch.uint8 else found
+    spread = _spread(mixed, op if COLLECTIVES[collective].reduces else "none", world_size, dtype in _SMALL)
+    return spread.abs() if dtype == torch.uint8 else spread
 
 
 def _spread(mixed: torch.Tensor, op: str, world_size: int, few: bool) -> torch.Tensor:
@@ -54,43 +54,42 @@ def expected(
 ) -> torch.Tensor:
     """The exact result of call number `call` on `rank`, int64 (bool for bool)."""
     wide = torch.bool if dtype == torch.bool else torch.int64
-    facts = (call, count, dtype)
-    parts = [values(collective, op, world_size, r, *facts).to(wide) for r in range(world_size)]
+    parts = [values(collective, op, world_size, r, call, count, dtype).to(wide) for r in range(world_size)]
     return reference.expected(collective, op, parts, rank, root(world_size, call))
 
 
 def options(collective: str, op: str, world_size: int, call: int, count: int) -> dict[str, Any]:
-    """What else the method of that name is called with: the operation, the root, `count` rows for each rank."""
-    kind = COLLECTIVES[collective]
-    found: dict[str, Any] = {"op": op} if kind.reduces else {}
+    """The other arguments of the method of that name: the operation, the root, `count` rows for each rank."""
+    spec = COLLECTIVES[collective]
+    arguments: dict[str, Any] = {"op": op} if spec.reduces else {}
     if collective == "all_to_all_v":
-        found = {"in_splits": [count] * world_size, "out_splits": [count] * world_size}
-    return found | ({kind.root: root(world_size, call)} if kind.root else {})
+        arguments = {"in_splits": [count] * world_size, "out_splits": [count] * world_size}
+    return arguments | ({spec.root: root(world_size, call)} if spec.root else {})
 
 
 def gets(collective: str, world_size: int, rank: int, call: int) -> bool:
-    """True where the rank has a result."""
+    """True if the rank has a result."""
     return COLLECTIVES[collective].root != "dst" or rank == root(world_size, call)
 
 
 def in_place(collective: str) -> bool:
-    """True for what has no output of its own."""
+    """True for a collective that has no output of its own."""
     return collective in ("broadcast", "reduce")
 
 
 def poison(out: torch.Tensor) -> None:
-    """Fill `out` with what no result is: NaN, or a large number where the type has none."""
+    """Fill `out` with a value that no result has: NaN, or a large number if the type has no NaN."""
     if out.dtype.is_floating_point or out.dtype.is_complex:
         out.fill_(float("nan"))
     else:
         out.view(torch.uint8).fill_(_POISON)
 
 
-def wrong(found: torch.Tensor, exact: torch.Tensor) -> int:
-    """Elements of `found` that are not exactly `exact`; a NaN is wrong."""
-    here, there = found.cpu(), exact.to(found.dtype)
-    if found.dtype in _SMALL:
+def wrong(result: torch.Tensor, exact: torch.Tensor) -> int:
+    """Elements of `result` that are not exactly `exact`; a NaN is wrong."""
+    here, there = result.cpu(), exact.to(result.dtype)
+    if result.dtype in _SMALL:
         here, there = here.float(), there.float()
-    if found.dtype == torch.bool:  # poison is true, too
+    if result.dtype == torch.bool:  # poison is true, too
         here, there = here.view(torch.uint8), there.view(torch.uint8)
     return int((here != there).sum())

@@ -13,7 +13,6 @@ from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
 from tricomm.perf.units import DATA_COLLECTIVES
 
-MAX_RANKS = 8
 LIBRARIES = ("nccl", "gloo", "symm_mem")
 MODES = ("eager", "graph", "kernel")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
@@ -24,7 +23,7 @@ PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collec
 class Case:
     """One collective of one type with the kernel that is asked for; None leaves the choice to selection.
 
-    `library` is tricomm, or who makes the call instead.
+    `library` is tricomm, or the library that makes the call instead.
     """
 
     collective: str
@@ -36,8 +35,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """A run: every case at every size in every mode. Sizes in bytes, `timeout` in seconds, `device` is auto, cpu or
-    cuda. `eager` is a launch a call, `graph` a CUDA graph of one call, `kernel` one of many."""
+    """A run: every case at every size in every mode. Sizes in bytes, `timeout` in seconds; `device` is auto, cpu or
+    cuda.
+
+    Mode `eager` is a launch a call, `graph` is a CUDA graph of one call, `kernel` a CUDA graph of many calls.
+    """
 
     cases: tuple[Case, ...]
     sizes: tuple[int, ...]
@@ -51,7 +53,7 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """How many rows there will be, at most."""
+        """The number of rows, at most."""
         return len(self.cases) * len(self.sizes) * len(self.modes)
 
     def to_json(self) -> dict[str, Any]:
@@ -65,9 +67,9 @@ class Settings:
 
 
 def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:
-    """The types of a comma list; `all` stands for those for which `op` is defined, where a collective reduces.
+    """The types of a comma list; `all` stands for those that have `op`, if a collective reduces.
 
-    Raises `InvalidArgument` for a type or an operation that is unknown, or that do not fit.
+    Raises `InvalidArgument` for an unknown type or operation, and for a type without the operation.
     """
     parse_name(op, OPS, "op")
     names = parse_names(text, tuple(DTYPES), "dtype")
@@ -81,27 +83,31 @@ def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str,
 
 
 def cases(
-    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int,
-    dtypes: tuple[str, ...] = ("float32",), against: tuple[str, ...] = (),
-) -> tuple[Case, ...]:  # fmt: skip
-    """Every shipped kernel of `collectives` for `world_size` ranks among the comma lists (or `all`), for every type;
-    None leaves that part to selection. Then the libraries `against` which it is measured.
+    collectives: tuple[str, ...],
+    algorithms: str | None,
+    protocols: str | None,
+    world_size: int,
+    dtypes: tuple[str, ...] = ("float32",),
+    against: tuple[str, ...] = (),
+) -> tuple[Case, ...]:
+    """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
-    Raises `InvalidArgument` where a collective has no such kernel, with the list of those that it has.
+    None for a list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
+    list of its kernels.
     """
-    wanted = None if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
-    spoken = None if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
-    found: list[Case] = []
+    allowed_algorithms = ALGORITHMS if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
+    allowed_protocols = PROTOCOLS if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
+    chosen: list[Case] = []
     for collective in collectives:
         shipped = [(k.algorithm, k.protocol) for k in registry.of(collective, world_size)]
-        fits = [(a, p) for a, p in shipped if wanted is None or a in wanted if spoken is None or p in spoken]
+        fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:
             raise InvalidArgument(
                 f"{collective}: no kernel fits algorithm {algorithms or 'any'}, protocol {protocols or 'any'}; "
                 f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
             )
+        forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
         for dtype in dtypes:
-            for a, p in fits:
-                found.append(Case(collective, None if wanted is None else a, None if spoken is None else p, dtype))
-            found += [Case(collective, None, None, dtype, library) for library in against]
-    return tuple(dict.fromkeys(found))
+            chosen += [Case(collective, algorithm, protocol, dtype) for algorithm, protocol in forced]
+            chosen += [Case(collective, None, None, dtype, library) for library in against]
+    return tuple(dict.fromkeys(chosen))

@@ -1,4 +1,4 @@
-"""How calls are timed: as a user makes them, one after another, and what the times of all ranks come to."""
+"""Times of calls that follow one another, as a user makes them, and the summary of all ranks' times."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tricomm import Communicator
 from tricomm.errors import ResourceError
 
 Call = Callable[[], Any]
-CALLS_PER_GRAPH = 20  # of mode `kernel`: what a launch of the graph costs is shared by so many
+CALLS_PER_GRAPH = 20  # of mode `kernel`: they share the cost of the graph's launch
 
 
 def check_mode(mode: str, simulated: bool) -> None:
-    """Refuse what a CPU has not. Raises `ResourceError`."""
+    """Raises `ResourceError` for a mode that a CPU does not have."""
     if simulated and mode != "eager":
         raise ResourceError(f"mode {mode!r} needs CUDA graphs, and these ranks run on a CPU; use --mode eager")
 
 
 def prepare(comm: Communicator, call: Call, mode: str, warmup: int) -> tuple[Call, int]:
-    """What to time in `mode`, warmed up, and how many calls it makes. Every rank does so at the same time."""
-    for _ in range(max(warmup, mode != "eager")):  # what is captured has to be compiled and loaded
+    """The function to time in `mode`, warmed up, and the number of calls that it makes. All ranks do so together."""
+    for _ in range(max(warmup, mode != "eager")):  # a kernel has to be compiled and loaded before the capture
         call()
     comm.synchronize()
     if mode == "eager":
@@ -66,8 +66,10 @@ def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
 
 
 def timed(comm: Communicator, run: Call, calls: int, iters: int) -> list[float]:
-    """Microseconds of each of `iters` runs of `calls` calls, a call. The ranks meet first, and then nothing waits for
-    them: on a GPU the runs follow each other on the stream, marked by events."""
+    """Microseconds a call, for each of `iters` runs of `calls` calls, after a barrier of all ranks.
+
+    On a GPU the host does not wait between the runs, which follow each other on the stream; events mark them.
+    """
     comm.barrier()
     marks = _on_cpu(run, iters) if comm.simulated else _on_gpu(comm, run, iters)
     return [us / calls for us in marks]
@@ -88,12 +90,12 @@ def _on_gpu(comm: Communicator, run: Call, iters: int) -> list[float]:
         run()
         mark.record()
     comm.synchronize()
-    torch.cuda.synchronize(comm.device)  # a library's call is not on the communicator's own books
+    torch.cuda.synchronize(comm.device)  # the communicator does not know of a library's call
     return [begin.elapsed_time(end) * 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """The smallest value that `part` of all do not exceed (nearest rank)."""
+    """The smallest value that the fraction `part` of all values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
 
 
@@ -108,13 +110,13 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def over_ranks(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' summaries as one: the slowest rank's, the average of their means, and how far apart medians lie."""
-    found: dict[str, Any] = {name: max(part[name] for part in parts) for name in ("p50_us", "p99_us", "max_us")}
+    """One summary of all ranks: the slowest rank's times, the average of the means, the range of the medians."""
+    largest: dict[str, Any] = {name: max(part[name] for part in parts) for name in ("p50_us", "p99_us", "max_us")}
     times, medians = [part["time_us"] for part in parts], [part["p50_us"] for part in parts]
     return {
         "time_us": max(times),
         "avg_us": sum(times) / len(times),
-        **found,
+        **largest,
         "skew_us": max(medians) - min(medians),
         "slowest_rank": medians.index(max(medians)),
     }

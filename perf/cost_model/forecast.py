@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm.perf import parsing, text_table, units
-from tricomm.perf.cost_model import model
-from tricomm.perf.cost_model.machines import Machine
+from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.machines import MachineSpec
 
 LABEL = "predicted by a cost model, not measured"
 _NUMBERS = ("size (B)", "time (us)", "busbw (GB/s)", "limit (us)", "waits")
@@ -34,7 +34,7 @@ class ForecastRow:
 class Forecast:
     """Rows of every kernel and size on `world_size` GPUs of `machine`."""
 
-    machine: Machine
+    machine: MachineSpec
     world_size: int
     mode: str
     rows: list[ForecastRow]
@@ -63,21 +63,21 @@ def _cells(row: ForecastRow) -> tuple[str, ...]:
 
 def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> Forecast:
     """The times of every kernel of a comma list of collectives. Raises `InvalidArgument` with the nearest names."""
-    machine = model.find(gpu)
+    machine = kernel_time.find(gpu)
     names = parsing.parse_names(collectives, units.DATA_COLLECTIVES, "collective")
     wanted = parsing.parse_sizes(sizes)
     rows = [row for name in names for size in wanted for row in _at(machine, world_size, name, size, mode)]
     return Forecast(machine, world_size, mode, rows)
 
 
-def _at(machine: Machine, world_size: int, collective: str, size: int, mode: str) -> list[ForecastRow]:
+def _at(machine: MachineSpec, world_size: int, collective: str, size: int, mode: str) -> list[ForecastRow]:
     elements = units.row_elements(collective, size, 1, world_size)
     nbytes = units.input_bytes(collective, elements, 1, world_size)
     total = units.total_bytes(collective, elements, 1, world_size)
-    kernels = model.kernels(machine, collective, world_size)
-    predictions = [model.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
+    kernels = kernel_time.kernels(machine, collective, world_size)
+    predictions = [kernel_time.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
     least = min(p.time_us for p in predictions)
-    limit = model.limit(machine, collective, world_size, nbytes)
+    limit = kernel_time.limit(machine, collective, world_size, nbytes)
     factor = units.bus_factor(collective, world_size)
     return [
         ForecastRow(

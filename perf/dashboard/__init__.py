@@ -1,1 +1,1 @@
-"""What was measured and what jobs do now, for people to look at: a page, metrics for Prometheus, a trace."""
+"""Views of the history and of live jobs: a page, metrics for Prometheus, a trace."""

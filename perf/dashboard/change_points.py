@@ -1,9 +1,9 @@
-"""Where a series of measurements has changed its level: a rank test, so neither noise's shape nor outliers matter.
+"""Changes of the level of a series of measurements, by a rank test: the noise may have any shape, and outliers.
 
-For every split of a series the Mann-Whitney statistic says how surely one side is above the other. The largest of
-them is compared with what the largest of a series without any change would be, from shuffled series of that length: no
-per cent is set, a noisy series needs a larger step and a quiet one a smaller. Both sides of a change are looked at
-again. What is found once in a thousand unchanged series is a change.
+For every split of a series, the Mann-Whitney statistic measures how clearly one side is above the other. The largest
+value is compared with the largest values of shuffled series of the same length. So there is no threshold in per cent: a
+noisy series needs a larger step than a quiet one. A value that one in a thousand unchanged series reaches is a change.
+Both sides of a change are tested again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 FALSE_ALARMS = 1e-3  # of a series in which nothing has changed
-FEWEST = 14  # measurements: of fewer no order is as rare as that
-_SIDE = 3  # measurements that a level needs
+FEWEST = 14  # measurements: no order of fewer ones is as rare as that
+_SIDE = 3  # measurements that a level has at least
 _LENGTHS = (*range(FEWEST, 25), 32, 48, 64, 96, 128, 192, 256, 512)
 _SHUFFLES = 20000
 
@@ -36,12 +36,12 @@ def find(values: Sequence[float]) -> list[Change]:
     series = np.asarray(values[-_LENGTHS[-1] :], dtype=np.float64)
     first = len(values) - len(series)
     places = sorted(_split(series, 0, len(series)))
-    found = []
+    changes = []
     for number, at in enumerate(places):
         begin = places[number - 1] if number else 0
         end = places[number + 1] if number + 1 < len(places) else len(series)
-        found.append(Change(first + at, float(np.median(series[begin:at])), float(np.median(series[at:end]))))
-    return found
+        changes.append(Change(first + at, float(np.median(series[begin:at])), float(np.median(series[at:end]))))
+    return changes
 
 
 def _split(series: NDArray[np.float64], begin: int, end: int) -> list[int]:
@@ -55,14 +55,14 @@ def _split(series: NDArray[np.float64], begin: int, end: int) -> list[int]:
 
 
 def _intervals(count: int) -> list[tuple[int, int]]:
-    """Where to look: all of a series, and its halves: what goes up and comes down again is no change of the whole."""
+    """The parts to test: the whole series, and halves of it, because steps up and down again hide in the whole."""
     half, quarter = count // 2, count // 4
     halves = [(0, half), (quarter, quarter + half), (count - half, count)]
     return [(0, count), *(halves if half >= FEWEST else [])]
 
 
 def _best(series: NDArray[np.float64], first: int) -> tuple[float, int]:
-    """The largest score of a series that begins at number `first`, and the number where its right side does."""
+    """The largest score of a series that begins at number `first`, and the number at which its right side begins."""
     scores = _scores(_ranks(series)[None, :])[0]
     at = int(np.argmax(scores))
     return float(scores[at]), first + _SIDE + at
@@ -77,21 +77,21 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _scores(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[series, splits]: how many standard deviations the sum of a side's ranks is from what chance gives."""
+    """[series, splits]: the distance of the sum of a side's ranks from its expectation, in standard deviations."""
     count = ranks.shape[1]
     left = np.arange(_SIDE, count - _SIDE + 1)
     sums = np.cumsum(ranks, axis=1)[:, left - 1]
     spread = np.sqrt(left * (count - left) * (count + 1) / 12)
-    found: NDArray[np.float64] = np.abs(sums - left * (count + 1) / 2) / spread
-    return found
+    scores: NDArray[np.float64] = np.abs(sums - left * (count + 1) / 2) / spread
+    return scores
 
 
 @cache
 def _threshold(count: int) -> float:
-    """What the largest score of an unchanged series of `count` stays under, but for `FALSE_ALARMS` of them."""
+    """The value that the largest score exceeds in `FALSE_ALARMS` of all unchanged series of `count`."""
     shuffles = np.random.default_rng(0).random((_SHUFFLES if count <= 64 else _SHUFFLES // 4, count))
-    found = [
+    largest = [
         _scores(shuffles[:, a:b].argsort(axis=1).argsort(axis=1).astype(np.float64) + 1).max(axis=1)
         for a, b in _intervals(count)
     ]
-    return float(np.quantile(np.max(found, axis=0), 1 - FALSE_ALARMS))
+    return float(np.quantile(np.max(largest, axis=0), 1 - FALSE_ALARMS))

@@ -9,22 +9,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Changed:
-    """A point whose level is now `after` microseconds and was `before` until run (date, commit) `since`."""
+    """A point whose level is `after` microseconds from run (date, commit) `since` on, and was `before` until then."""
 
-    what: str
+    point: str
     before: float
     after: float
     since: tuple[str, str]
 
     @property
     def step(self) -> float:
-        """0.1 where the point takes a tenth longer."""
+        """0.1 if the point takes a tenth longer."""
         return self.after / self.before - 1 if self.before else 0.0
 
     def __str__(self) -> str:
         date, commit = self.since
         times = f"{self.before:g} -> {self.after:g} us"
-        return f"{self.step:+8.1%}  {times:<24}  since {date} {commit or '(no commit)'}  {self.what}"
+        return f"{self.step:+8.1%}  {times:<24}  since {date} {commit or '(no commit)'}  {self.point}"
 
 
 def latest(data: dict[str, Any]) -> list[Changed]:
@@ -40,5 +40,5 @@ def _all(data: dict[str, Any]) -> Iterator[Changed]:
             for size, runs, changes in zip(line["size"], line["run"], line["changes"], strict=True):
                 if changes:
                     at, before, after = changes[-1]
-                    what = f"{scene['collective']} {scene['dtype']} {line['kernel']} {size} B, {where}"
-                    yield Changed(what, before, after, tuple(data["runs"][runs[at]]))
+                    point = f"{scene['collective']} {scene['dtype']} {line['kernel']} {size} B, {where}"
+                    yield Changed(point, before, after, tuple(data["runs"][runs[at]]))

@@ -9,10 +9,10 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.metrics.counters import Statistics
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 
 
-def trace(jobs: Sequence[Job]) -> dict[str, Any]:
+def trace(jobs: Sequence[JobStatistics]) -> dict[str, Any]:
     """Trace events in the JSON format of Chrome's tracer: a process per job, a thread per communicator."""
     spans = [span for job in jobs for comm in job.communicators for span in comm.spans]
     zero = min((span.start_us for span in spans), default=0.0)
@@ -34,19 +34,24 @@ def _named(what: str, name: str, pid: int, tid: int = 0) -> dict[str, Any]:
 def _spans(comm: Statistics, zero: float, pid: int, tid: int) -> list[dict[str, Any]]:
     return [
         {
-            "ph": "X", "name": span.collective, "cat": f"{span.algorithm}/{span.protocol}", "pid": pid, "tid": tid,
-            "ts": span.start_us - zero, "dur": span.time_us,
+            "ph": "X",
+            "name": span.collective,
+            "cat": f"{span.algorithm}/{span.protocol}",
+            "pid": pid,
+            "tid": tid,
+            "ts": span.start_us - zero,
+            "dur": span.time_us,
             "args": {"bytes": span.nbytes, "kernel": f"{span.algorithm}/{span.protocol}", "simulated": comm.simulated},
         }
         for span in comm.spans
-    ]  # fmt: skip
+    ]
 
 
-def write(jobs: Sequence[Job], file: Path) -> int:
-    """Write the trace of `jobs`; returns how many calls are in it. Raises `InvalidArgument` where it cannot."""
-    found = trace(jobs)
+def write(jobs: Sequence[JobStatistics], file: Path) -> int:
+    """Write the trace of `jobs`; returns the number of calls in it. Raises `InvalidArgument` if the file is refused."""
+    events = trace(jobs)
     try:
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(events))
     except OSError as error:
         raise InvalidArgument(f"--trace {file}: {error.strerror}") from None
-    return sum(event["ph"] == "X" for event in found["traceEvents"])
+    return sum(event["ph"] == "X" for event in events["traceEvents"])

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from tricomm.kernels.collectives import registry
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.dashboard import change_points, selected
@@ -31,8 +31,8 @@ _line_key = attrgetter(*bench_row.chart_keys(bench_row.LINE))  # library, algori
 _Point = dict[int, list[Entry]]  # by run
 
 
-def page_data(entries: Iterable[Entry], jobs: Sequence[Job] = (), source: str = "") -> Record:
-    """Everything that a page shows, as plain JSON values. Times in microseconds, to three digits."""
+def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), source: str = "") -> Record:
+    """All data of a page as plain JSON values. Times in microseconds, to four digits."""
     runs: dict[tuple[str, str], int] = {}
     scenes: dict[_Key, dict[_Key, dict[int, _Point]]] = {}
     count = 0
@@ -45,10 +45,13 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[Job] = (), source: str = 
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
     dates = [date for date, _ in runs]
     return {
-        "made": now(), "source": source, "rows": count, "runs": list(runs),
+        "made": now(),
+        "source": source,
+        "rows": count,
+        "runs": list(runs),
         "scenes": [_scene(key, lines, dates) for key, lines in scenes.items()],
         "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
-    }  # fmt: skip
+    }
 
 
 def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) -> Record:
@@ -59,31 +62,31 @@ def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) ->
     return scene | {
         "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
         "link_gbs": machine.links if machine is not None else None,
-        "picks": {str(size): found for size in sizes if (found := selected.pick(scene, size)) is not None},
+        "picks": {str(size): kernel for size in sizes if (kernel := selected.pick(scene, size)) is not None},
         "lines": [_line(scene, line, points, dates) for line, points in lines.items()],
     }
 
 
 def _line(scene: Record, line: _Key, points: dict[int, _Point], dates: list[str]) -> Record:
     library, algorithm, protocol = line
-    found: Record = {"library": library, "kernel": f"{algorithm}/{protocol}" if library == OURS else library}
-    found["moved"] = _moved(scene, algorithm, protocol) if library == OURS else None
+    curve: Record = {"library": library, "kernel": f"{algorithm}/{protocol}" if library == OURS else library}
+    curve["moved"] = _moved(scene, algorithm, protocol) if library == OURS else None
     for name in ("size", "p50", "p99", "skew", "run", "past", "changes"):
-        found[name] = []
+        curve[name] = []
     for size, point in sorted(points.items()):
         order = sorted(point, key=lambda run: dates[run])  # runs of several processes come in any order
         past = [_digits(median(e.measurement.p50_us for e in point[run])) for run in order]
         latest = [entry.measurement for entry in point[order[-1]]]
         changes = change_points.find(past)
-        found["size"].append(size)
-        found["p50"].append(past[-1])
-        found["p99"].append(_digits(max(m.p99_us for m in latest)))
-        found["skew"].append(_digits(median(m.skew_us for m in latest)))
-        found["run"].append(order[-_PAST:])
-        found["past"].append(past[-_PAST:])
+        curve["size"].append(size)
+        curve["p50"].append(past[-1])
+        curve["p99"].append(_digits(max(m.p99_us for m in latest)))
+        curve["skew"].append(_digits(median(m.skew_us for m in latest)))
+        curve["run"].append(order[-_PAST:])
+        curve["past"].append(past[-_PAST:])
         dropped = max(0, len(past) - _PAST)
-        found["changes"].append([[c.at - dropped, c.before, c.after] for c in changes if c.at >= dropped])
-    return found
+        curve["changes"].append([[c.at - dropped, c.before, c.after] for c in changes if c.at >= dropped])
+    return curve
 
 
 def _moved(scene: Record, algorithm: str, protocol: str) -> float | None:
@@ -101,26 +104,33 @@ def _digits(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _job(job: Job) -> list[Record]:
+def _job(job: JobStatistics) -> list[Record]:
     owner = {"job": f"pid {job.pid} on {job.host}"}
     rows: list[Record] = []
     for comm in job.communicators:
         group = {"group": f"{comm.group} rank {comm.rank} of {comm.world_size}", "simulated": comm.simulated}
         rows += [
-            owner | group | {
-                "route": "kernels", "collective": c.collective, "kernel": f"{c.algorithm}/{c.protocol}",
-                "bucket": c.bucket, "calls": c.calls, "nbytes": c.nbytes, "p50": c.p50_us, "p99": c.p99_us,
+            owner
+            | group
+            | {
+                "route": "kernels",
+                "collective": c.collective,
+                "kernel": f"{c.algorithm}/{c.protocol}",
+                "bucket": c.bucket,
+                "calls": c.calls,
+                "nbytes": c.nbytes,
+                "p50": c.p50_us,
+                "p99": c.p99_us,
             }
             for c in comm.calls
-        ]  # fmt: skip
+        ]
         rows += [
             owner | group | {"route": "waited", "collective": f"for rank {peer}", "seconds": round(seconds, 2)}
-            for peer, seconds in comm.waited.items() if seconds
-        ]  # fmt: skip
+            for peer, seconds in comm.waited.items()
+            if seconds
+        ]
     rows += [
-        owner | {
-            "route": r.route, "collective": r.collective, "bucket": r.bucket, "calls": r.calls, "nbytes": r.nbytes
-        }
+        owner | {"route": r.route, "collective": r.collective, "bucket": r.bucket, "calls": r.calls, "nbytes": r.nbytes}
         for r in job.routed
-    ]  # fmt: skip
+    ]
     return rows

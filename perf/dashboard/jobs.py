@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from tricomm.metrics import publish
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.history.database import History
-from tricomm.perf.history.schema import Activity
+from tricomm.perf.history.schema import ActivityRow
 
 _MOST_BYTES = 64 << 20
 
@@ -20,24 +20,24 @@ _MOST_BYTES = 64 << 20
 class PublishedJobs:
     """Jobs, oldest first, the files that they were read from, and notes about files that are not a job's."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[JobStatistics, ...]
     files: tuple[Path, ...]
     notes: tuple[str, ...]
 
     @property
-    def live(self) -> tuple[Job, ...]:
+    def live(self) -> tuple[JobStatistics, ...]:
         return tuple(job for job in self.jobs if job.live)
 
 
 def read(folder: Path | None = None) -> PublishedJobs:
     """The jobs published in `folder` [default: where jobs write]. A file that is not a job's is noted and left."""
     folder = publish.folder() if folder is None else folder
-    pairs: list[tuple[Job, Path]] = []
+    pairs: list[tuple[JobStatistics, Path]] = []
     notes = []
     for file in sorted(folder.glob("*.json")):
         try:
             with file.open("rb") as stream:
-                job = msgspec.json.decode(stream.read(_MOST_BYTES), type=Job)
+                job = msgspec.json.decode(stream.read(_MOST_BYTES), type=JobStatistics)
             if job.schema != publish.SCHEMA:
                 raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
             pairs.append((job, file))
@@ -62,19 +62,35 @@ def keep(published: PublishedJobs, history: History) -> int:
     return rows
 
 
-def activities(job: Job) -> list[Activity]:
+def activities(job: JobStatistics) -> list[ActivityRow]:
     """Rows of the history."""
     date = datetime.fromtimestamp(job.written, UTC).isoformat(timespec="seconds")
     rows = [
-        Activity(
-            job.name, date, comm.device, comm.group, comm.rank, comm.world_size, comm.simulated, "kernels",
-            c.collective, c.algorithm, c.protocol, c.bucket, c.calls, c.nbytes, c.timed, c.seconds, c.p50_us, c.p99_us,
+        ActivityRow(
+            job.name,
+            date,
+            comm.device,
+            comm.group,
+            comm.rank,
+            comm.world_size,
+            comm.simulated,
+            "kernels",
+            c.collective,
+            c.algorithm,
+            c.protocol,
+            c.bucket,
+            c.calls,
+            c.nbytes,
+            c.timed,
+            c.seconds,
+            c.p50_us,
+            c.p99_us,
         )
         for comm in job.communicators
         for c in comm.calls
-    ]  # fmt: skip
+    ]
     rows += [
-        Activity(job.name, date, "", "", -1, 0, False, r.route, r.collective, "", "", r.bucket, r.calls, r.nbytes)
+        ActivityRow(job.name, date, "", "", -1, 0, False, r.route, r.collective, "", "", r.bucket, r.calls, r.nbytes)
         for r in job.routed
     ]
     return rows

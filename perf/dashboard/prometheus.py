@@ -1,6 +1,6 @@
-"""What live jobs do, as metrics in Prometheus' exposition format, by the official client.
+"""The counts of live jobs as metrics in Prometheus' exposition format, by the official client.
 
-Everything is read anew at each scrape; a job that ended is gone from it, and Prometheus keeps what it scraped.
+Everything is read anew at each scrape. A job that has ended is no longer in it; Prometheus keeps its old samples.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from tricomm.errors import ResourceError
 from tricomm.metrics.counters import Calls, Statistics
-from tricomm.metrics.publish import Job
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.units import bus_factor
 
 _INSTALL = "metrics need prometheus-client: pip install 'tricomm[metrics]'"
@@ -30,8 +30,8 @@ NAMES = {
 }
 
 
-def exposition(jobs: Sequence[Job]) -> bytes:
-    """The text of a scrape. Raises `ResourceError` where the client is not installed."""
+def exposition(jobs: Sequence[JobStatistics]) -> bytes:
+    """The text of a scrape. Raises `ResourceError` if the client is not installed."""
     try:
         from prometheus_client import CollectorRegistry, generate_latest
     except ImportError:
@@ -42,11 +42,11 @@ def exposition(jobs: Sequence[Job]) -> bytes:
 
 
 class _Collector:
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[JobStatistics]) -> None:
         self._jobs = jobs
 
     def collect(self) -> Iterator[Any]:
-        """Families of metrics, as the client asks for them."""
+        """The families of metrics, in the client's form."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
         def family(kind: type[Any], name: str, labels: tuple[str, ...]) -> Any:
@@ -91,7 +91,7 @@ class _Collector:
         yield from (calls, nbytes, updated)
 
 
-def _owner(job: Job, comm: Statistics) -> list[str]:
+def _owner(job: JobStatistics, comm: Statistics) -> list[str]:
     simulated = "true" if comm.simulated else "false"
     return [job.host, str(job.pid), comm.group, str(comm.rank), str(comm.world_size), comm.device, simulated]
 

@@ -1,4 +1,4 @@
-"""The page: one file with its script, its style, its data and Plotly, that asks nobody for anything."""
+"""The page: one file with its script, its style, its data and Plotly, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ _INSTALL = "the page needs Plotly: pip install 'tricomm[report]'"
 
 
 def packed(data: dict[str, Any]) -> str:
-    """`data` as the page's script reads it: compressed, and in letters that mean nothing in HTML."""
+    """`data` as the page's script reads it: compressed, and in characters without a meaning in HTML."""
     return base64.b64encode(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
 
 
 def page(data: str, renew: float = 0) -> str:
-    """The page's HTML, with `packed` data. `renew`: every so many seconds it asks its server for new data; 0: never.
+    """The page's HTML, with `packed` data. It asks its server for new data every `renew` seconds; 0: never.
 
-    Raises `ResourceError` where Plotly is not installed.
+    Raises `ResourceError` if Plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ResourceError(_INSTALL) from None
     parts = {
-        "nonce": secrets.token_urlsafe(16), "connect": "'self'" if renew else "'none'", "renew": f"{renew:g}",
-        "plotly": get_plotlyjs(), "data": data, "css": _text("page.css"), "charts": _text("charts.js"),
+        "nonce": secrets.token_urlsafe(16),
+        "connect": "'self'" if renew else "'none'",
+        "renew": f"{renew:g}",
+        "plotly": get_plotlyjs(),
+        "data": data,
+        "css": _text("page.css"),
+        "charts": _text("charts.js"),
         "script": _text("page.js"),
-    }  # fmt: skip
+    }
     return string.Template(_text("page.html")).substitute(parts)
 
 

@@ -1,4 +1,4 @@
-"""What selection picks on the boxes that the history knows, and what their links can carry."""
+"""The choices of selection on the machines in the history, and the bandwidth of their links."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.perf import units
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.policy import selection, user_tables
 from tricomm.policy.tables import Row
 
 
-def machine(device: str) -> Machine | None:
-    """The generation that a device's name says; None where it says none that is known."""
+def machine(device: str) -> MachineSpec | None:
+    """The GPU generation in a device's name; None if there is none that is known."""
     words = device.lower().replace("-", " ").split()
     return next((m for name, m in MACHINES.items() if name in words), None)
 
 
 @cache
 def _site(device: str, simulated: bool, world_size: int) -> selection.Site | None:
-    """What a communicator there would know. The history has the links in words only: as if all were linked."""
+    """The facts that selection would have there. The history has no links, so all pairs count as linked."""
     known = machine(device)
     kind = "cpu" if simulated else known.architecture if known is not None else ""
     if not kind or kind == "any":
@@ -35,20 +35,20 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.Site | Non
 
 
 def _own(gpu: str, world_size: int) -> tuple[str, tuple[Row, ...]]:
-    """The user's own table for such a box, the latest of them."""
+    """The user's latest table for such a machine."""
     files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
         try:
-            found = user_tables.read(file)
+            table = user_tables.read(file)
         except TricommError:  # `tricomm doctor` names it
             continue
-        if (found.fingerprint.gpu, found.fingerprint.world_size) == (gpu, world_size):
-            return found.name, found.rows
+        if (table.fingerprint.gpu, table.fingerprint.world_size) == (gpu, world_size):
+            return table.name, table.rows
     return "", ()
 
 
 def pick(scene: dict[str, Any], size: int) -> str | None:
-    """`algorithm/protocol` for a row of the history of `size` bytes; None where that cannot be told."""
+    """`algorithm/protocol` for a row of the history of `size` bytes; None if that is not known."""
     world_size, collective = scene["world_size"], scene["collective"]
     dtype = getattr(torch, scene["dtype"], None)
     if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:

@@ -1,8 +1,8 @@
 """The page on loopback, renewed while a benchmark or a job runs; and its metrics, for a Prometheus on this machine.
 
-Whatever clients do, there are at most `CONNECTIONS` of them with a thread each, a request is complete within
-`SECONDS` and has at most `HEAD_BYTES`, and an answer is taken within `SECONDS`. If all places are taken, the client
-that has been sending its request for longest loses its own, so slow clients lock nobody out.
+There are at most `CONNECTIONS` clients, each with a thread. A request is complete within `SECONDS` and has at most
+`HEAD_BYTES`; its answer is taken within `SECONDS`. If there is no room for a client, the one that has been sending its
+request for longest is cut off, so slow clients cannot lock others out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: clos
 
 
 class Server(ThreadingHTTPServer):
-    """`/` is `page()`, `/data` what it asks for again, `/metrics` for Prometheus. Only this machine reaches it.
+    """`/` is `page()`, `/data` is its new data, `/metrics` is for Prometheus. Only this machine reaches it.
 
-    `connections` at once, each with `seconds` to send its request, and as many to take the answer. Raises
-    `ResourceError` for a port that cannot be had.
+    `connections` at once, each with `seconds` to send its request and `seconds` to take the answer. Raises
+    `ResourceError` for a port that is refused.
     """
 
     daemon_threads = True
@@ -43,9 +43,14 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # a full queue costs the next client a second
 
     def __init__(
-        self, port: int, page: Callable[[], str], data: Callable[[], str], metrics: Callable[[], bytes],
-        connections: int = CONNECTIONS, seconds: float = SECONDS,
-    ) -> None:  # fmt: skip
+        self,
+        port: int,
+        page: Callable[[], str],
+        data: Callable[[], str],
+        metrics: Callable[[], bytes],
+        connections: int = CONNECTIONS,
+        seconds: float = SECONDS,
+    ) -> None:
         self.answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": (_HTML, lambda: page().encode()),
             "/data": (_DATA, lambda: data().encode()),
@@ -53,7 +58,7 @@ class Server(ThreadingHTTPServer):
         }
         self._seconds, self._places = seconds, threading.BoundedSemaphore(connections)
         self._lock = threading.Lock()
-        self._asking: dict[socket.socket, float] = {}  # until when; the oldest first
+        self._asking: dict[socket.socket, float] = {}  # their deadlines, the oldest client first
         self._taking: dict[socket.socket, float] = {}
         try:
             super().__init__((ADDRESS, port), _Handler)
@@ -67,7 +72,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/"
 
     def server_bind(self) -> None:
-        # As http.server has it, but for its look-up of our own name, which may wait for a name server.
+        # As in http.server, without the look-up of this host's name, which may wait for a name server.
         socket.socket.bind(self.socket, self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
@@ -81,7 +86,7 @@ class Server(ThreadingHTTPServer):
             self._asking[request] = time.monotonic() + self._seconds
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread can be had
+        except BaseException:  # no thread could be started
             self._leave(request)
             raise
 
@@ -102,7 +107,7 @@ class Server(ThreadingHTTPServer):
             self._taking[request] = time.monotonic() + self._seconds
 
     def service_actions(self) -> None:
-        """Cut those whose time is up; called by `serve_forever` twice a second."""
+        """Cut off the clients whose time is up; called by `serve_forever` twice a second."""
         now = time.monotonic()
         with self._lock:
             for request, end in (*self._asking.items(), *self._taking.items()):
@@ -110,7 +115,7 @@ class Server(ThreadingHTTPServer):
                     _cut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes, or is cut, is no news; anything else is a bug."""
+        """Report nothing for a client that has gone or was cut off; any other error is a bug."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -134,7 +139,7 @@ class Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         request.setblocking(False)
         try:
-            request.recv(4 * HEAD_BYTES)  # what is left unread when a socket closes may take the answer with it
+            request.recv(4 * HEAD_BYTES)  # closing a socket with unread data may discard the answer
         except OSError:
             pass
         super().shutdown_request(request)
@@ -148,13 +153,13 @@ class Server(ThreadingHTTPServer):
 
 def _cut(request: socket.socket) -> None:
     try:
-        request.shutdown(socket.SHUT_RDWR)  # whoever reads or writes it returns; its thread closes it
+        request.shutdown(socket.SHUT_RDWR)  # ends the reads and writes of its thread, which closes it
     except OSError:
         pass
 
 
 class _Bounded:
-    """What a request is read from: `HEAD_BYTES` in all."""
+    """The input of a request: `HEAD_BYTES` in all."""
 
     def __init__(self, file: BufferedIOBase) -> None:
         self._file, self._left = file, HEAD_BYTES
@@ -178,13 +183,13 @@ class _Handler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         try:
             super().handle()
-        except LineTooLong:  # in the first line; http.server answers for the others
+        except LineTooLong:  # in the first line; http.server handles the others
             self.requestline = self.request_version = self.command = ""
             self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
 
     def do_GET(self) -> None:
         self.server.asked(self.connection)
-        # A page elsewhere can point a name of its own at this address; its requests carry that name.
+        # Another site's page can resolve its own host name to this address; its requests carry that name.
         host = (self.headers.get("Host") or "").rpartition(":")[0]
         if host not in (ADDRESS, "localhost"):
             return self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1 or localhost")
@@ -206,4 +211,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing: the terminal belongs to whoever started this."""
+        """Print nothing: the terminal is the command's."""

@@ -1,4 +1,4 @@
-"""What the dashboard reads: the history, and the jobs' files, whose numbers it puts into the history on the way."""
+"""The data of the dashboard: the history, and the jobs' files, whose numbers it also puts into the history."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tricomm.perf.history import database
 
 
 class Source:
-    """A history file and the jobs of this user. `say` is told what cannot be read."""
+    """A history file and the jobs of this user. `say` is called with a message about each file that cannot be read."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path = database.default_path() if path is None else path
@@ -26,22 +26,22 @@ class Source:
         self._made: tuple[Any, str] = (None, "")
 
     def jobs(self) -> jobs.PublishedJobs:
-        """What jobs publish now."""
-        found = jobs.read()
-        for note in found.notes:
+        """The jobs' statistics as they are published now."""
+        published = jobs.read()
+        for note in published.notes:
             self._say(note)
-        return found
+        return published
 
     def data(self) -> dict[str, Any]:
         """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
-        found = self.jobs()
+        published = self.jobs()
         past = database.open_history(self._path, self._say)
         if past is None:
-            return collect.page_data((), found.live)
+            return collect.page_data((), published.live)
         with past:
-            jobs.keep(found, past)
+            jobs.keep(published, past)
             try:
-                return collect.page_data(past.read(), found.live, past.path.name)
+                return collect.page_data(past.read(), published.live, past.path.name)
             except sqlite3.Error as error:
                 raise ResourceError(f"history {past.path}: {error}; open it again to have it set aside") from None
 
@@ -54,7 +54,7 @@ class Source:
             return self._made[1]
 
     def metrics(self) -> bytes:
-        """What live jobs do, for Prometheus."""
+        """The metrics of live jobs, for Prometheus."""
         return prometheus.exposition(self.jobs().live)
 
     def _state(self) -> Any:

@@ -12,7 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ import platformdirs
 from tricomm.errors import InvalidArgument
 from tricomm.perf.bench_row import Measurement
 from tricomm.perf.history import schema
-from tricomm.perf.history.schema import ACTIVITY, MEASUREMENT, RUN, Activity, Run
+from tricomm.perf.history.schema import ACTIVITY, MEASUREMENT, RUN, ActivityRow, Run
 
 _LARGEST = (1 << 63) - 1  # of SQLite's integers
 _LOCK_SECONDS = 10.0  # for another process to finish its row
@@ -98,7 +98,7 @@ class History:
         runs: dict[int, Run] = {}
         return [_entry(row, runs) for row in self._database.execute(query, tuple(equal.values()))]
 
-    def keep(self, rows: list[Activity]) -> bool:
+    def keep(self, rows: list[ActivityRow]) -> bool:
         """Write the activity of jobs; a row replaces the older one of its key. False, with a message, if that fails."""
         values = [tuple(min(v, _LARGEST) if isinstance(v, int) else v for v in astuple(row)) for row in rows]
         try:
@@ -110,10 +110,10 @@ class History:
             self._say(f"history {self.path}: {error}; what jobs did is not in it")
             return False
 
-    def activities(self) -> list[Activity]:
+    def activities(self) -> list[ActivityRow]:
         """The activity of jobs, oldest first."""
         rows = self._database.execute(f"SELECT {', '.join(ACTIVITY.quoted)} FROM activity ORDER BY date, rowid")
-        return [Activity(**ACTIVITY.values(row)) for row in rows]
+        return [ActivityRow(**ACTIVITY.values(row)) for row in rows]
 
     def __len__(self) -> int:
         return int(self._database.execute("SELECT count(*) FROM measurements").fetchone()[0])
@@ -142,11 +142,6 @@ def _entry(row: tuple[Any, ...], runs: dict[int, Run]) -> Entry:
             facts["versions"] = {"damaged": facts["versions"]}
         runs[number] = Run(**facts)
     return Entry(runs[number], Measurement(**MEASUREMENT.values(values[of_run:])))
-
-
-def to_json(entry: Entry) -> dict[str, Any]:
-    """A flat record of a row."""
-    return asdict(entry.run) | asdict(entry.measurement)
 
 
 def open_history(path: Path | None = None, say: Say = lambda text: None) -> History | None:

@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Activity:
+class ActivityRow:
     """The calls of one kernel and bucket of sizes by a process (`job`), as in `tricomm.metrics.counters.Calls`.
 
     `route` is kernels, nccl or gloo; the last two are counted for a process, so `rank` is -1 and `group` is empty.
@@ -57,7 +57,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Table:
+class SqlTable:
     """A table with a column for each field of `row`, after the columns `first`; `last` are its constraints."""
 
     name: str
@@ -99,16 +99,19 @@ def _declared(annotation: Any) -> str:
     return _TYPES[kind] + ("" if optional else " NOT NULL")
 
 
-RUN = Table("runs", Run, ("id INTEGER PRIMARY KEY",))
-MEASUREMENT = Table("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
+RUN = SqlTable("runs", Run, ("id INTEGER PRIMARY KEY",))
+MEASUREMENT = SqlTable("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
 _KEY = 'PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)'
-ACTIVITY = Table("activity", Activity, (), (_KEY,))
+ACTIVITY = SqlTable("activity", ActivityRow, (), (_KEY,))
 # A column that is added later needs a step of its own, and must not be in the step that made its table.
 _STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create)
 VERSION = len(_STEPS)
 
-COLUMN = {name: f"{table.name}.{quoted}" for table in (RUN, MEASUREMENT)
-          for name, quoted in zip(table.names, table.quoted, strict=True)}  # fmt: skip
+COLUMN = {
+    name: f"{table.name}.{quoted}"
+    for table in (RUN, MEASUREMENT)
+    for name, quoted in zip(table.names, table.quoted, strict=True)
+}
 ROWS = f"SELECT runs.id, {', '.join(COLUMN.values())} FROM measurements JOIN runs ON runs.id = measurements.run"
 ORDER = "ORDER BY measurements.rowid"
 SAME_RUN = f"SELECT id FROM runs WHERE {' AND '.join(f'{name} = ?' for name in RUN.quoted)}"

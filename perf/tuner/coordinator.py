@@ -12,8 +12,8 @@ import tricomm
 from tricomm import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.perf import provenance
-from tricomm.perf.cost_model import model
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.history import database
 from tricomm.perf.tuner import tuned_tables
 from tricomm.perf.tuner.points import Candidate, Point, pool
@@ -158,11 +158,11 @@ def adopt(worker: TuningWorker, table: Tuned) -> Path:
     return user_tables.save(table)
 
 
-def predicted_us(machine: Machine, world_size: int, point: Point, candidate: Candidate) -> float:
+def predicted_us(machine: MachineSpec, world_size: int, point: Point, candidate: Candidate) -> float:
     """The cost model's time of a candidate, in microseconds."""
     kernel = registry.find(point.collective, *candidate.family)
     shape = {"blocks": candidate.blocks, "warps": candidate.warps}
-    return model.predict(machine, kernel, world_size, point.nbytes, point.mode, **shape).time_us
+    return kernel_time.predict(machine, kernel, world_size, point.nbytes, point.mode, **shape).time_us
 
 
 def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:
@@ -180,7 +180,7 @@ def _in_force(comm: tricomm.Communicator, point: Point) -> Candidate:
     return Candidate(choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block)
 
 
-def _similar_machine(device: str, topology: str) -> Machine:
+def _similar_machine(device: str, topology: str) -> MachineSpec:
     """The machine that the prior assumes; a wrong one costs time only, because the search corrects it."""
     if topology == "pcie":
         return MACHINES["pcie4"]

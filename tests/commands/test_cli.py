@@ -40,9 +40,9 @@ def _examples(command: click.Command) -> list[list[str]]:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: " ".join(path) or "tricomm")
 def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
-    found = _examples(ALL[path])
-    assert found, f"tricomm {' '.join(path)} --help shows no example"
-    for words in found:
+    examples = _examples(ALL[path])
+    assert examples, f"tricomm {' '.join(path)} --help shows no example"
+    for words in examples:
         command: click.Command = cli
         context = click.Context(cli, info_name="tricomm")
         while isinstance(command, click.Group) and words and words[0] in command.commands:
@@ -70,9 +70,12 @@ def test_every_option_says_what_it_is() -> None:
 
 def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tricomm", *arguments], env={**os.environ, **variables}, capture_output=True, text=True,
+        [sys.executable, "-m", "tricomm", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 def test_version_and_exit_codes_from_outside() -> None:

@@ -13,9 +13,13 @@ from tricomm.commands.common import FAILED, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = {
-    "html": "--html", "serve": "--serve", "changes": "--changes", "prometheus": "--prometheus", "trace": "--trace",
+    "html": "--html",
+    "serve": "--serve",
+    "changes": "--changes",
+    "prometheus": "--prometheus",
+    "trace": "--trace",
     "grafana": "--grafana",
-}  # fmt: skip
+}
 
 
 @click.command()

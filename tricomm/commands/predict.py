@@ -25,10 +25,10 @@ def predict(gpu: str, world_size: int, collective: str, sizes: str, mode: str, c
     tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
     tricomm predict --check
     """
-    from tricomm.perf.cost_model import forecast, model
+    from tricomm.perf.cost_model import forecast, kernel_time
 
     if check:
-        click.echo("\n".join(model.report(model.check())))
+        click.echo("\n".join(kernel_time.report(kernel_time.check())))
         return
     predicted = usage(lambda: forecast.forecast(gpu, world_size, collective, sizes, mode))
     click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

@@ -1,4 +1,4 @@
-"""`tricomm tune`, and what can be done with the tables that it makes."""
+"""`tricomm tune`, and the commands for the tables that it makes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
 
-    Every candidate's result is checked before it is timed; the slowest rank's time counts; the budget goes where a
-    decision is close. What is measured is kept: an interrupted run goes on when it is started again.
+    Every candidate's result is checked before it is timed; the slowest rank's time counts; most of the budget is
+    spent on close decisions. Measurements are kept: an interrupted run goes on when it is started again.
 
     \b
     tricomm tune --nproc 8 --budget 10m
@@ -76,10 +76,10 @@ def show(files: tuple[Path, ...]) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import user_tables
 
-    found, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
-    if not found:
+    tables, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
+    if not tables:
         click.echo(f"no tables in {user_tables.folder()}; `tricomm tune` makes one")
-    for file in found:
+    for file in tables:
         try:
             click.echo("\n".join(tuned_tables.table_lines(file, user_tables.read(file))))
         except InvalidArgument as error:
@@ -92,7 +92,10 @@ def show(files: tuple[Path, ...]) -> None:
 @tune.command()
 @click.argument("files", nargs=-1, required=True, type=_FILES)
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not where it counts."
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write this file instead.",
 )
 def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.
@@ -106,15 +109,15 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import table_json, user_tables
 
-    found = usage(lambda: tuned_tables.merge([user_tables.read(file) for file in files]))
+    merged = usage(lambda: tuned_tables.merge([user_tables.read(file) for file in files]))
     try:
-        where = user_tables.save(found) if output is None else output
+        where = user_tables.save(merged) if output is None else output
         if output is not None:
-            output.write_bytes(table_json.dumps(found))
+            output.write_bytes(table_json.dumps(merged))
     except (ResourceError, OSError) as error:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
-    click.echo(f"{len(found.rows)} rows written to {where}")
+    click.echo(f"{len(merged.rows)} rows written to {where}")
 
 
 @tune.command()
@@ -129,5 +132,5 @@ def export(file: Path, form: str) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import table_json, user_tables
 
-    found = usage(lambda: user_tables.read(file))
-    click.echo(table_json.dumps(found) if form == "json" else tuned_tables.csv(found), nl=False)
+    table = usage(lambda: user_tables.read(file))
+    click.echo(table_json.dumps(table) if form == "json" else tuned_tables.csv(table), nl=False)

@@ -44,7 +44,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobStatistics:
     """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time; it writes
     `every` so many seconds."""
 
@@ -111,11 +111,11 @@ def interval() -> float | None:
     return seconds
 
 
-def snapshot() -> Job:
+def snapshot() -> JobStatistics:
     """The counts of this process's published communicators and c10d groups until now."""
     with _lock:
         known = list(_known)
-    return Job(
+    return JobStatistics(
         schema=SCHEMA,
         pid=os.getpid(),
         started=process.start_time(os.getpid()) or 0,

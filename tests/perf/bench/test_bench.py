@@ -44,9 +44,23 @@ def run(
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "rows.json"
     done = _bench(
-        "--nproc", "3", "--collective", "all_reduce,all_gather", "--algorithm", "all", "--protocol", "all",
-        "--sizes", "512,2K", "--iters", "2", "--dtype", "bfloat16", "--json", str(file),
-    )  # fmt: skip
+        "--nproc",
+        "3",
+        "--collective",
+        "all_reduce,all_gather",
+        "--algorithm",
+        "all",
+        "--protocol",
+        "all",
+        "--sizes",
+        "512,2K",
+        "--iters",
+        "2",
+        "--dtype",
+        "bfloat16",
+        "--json",
+        str(file),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
 
@@ -131,8 +145,8 @@ def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_u
         for library, place in (("tricomm", "out_of_place"), ("tricomm", "in_place"), ("gloo", "in_place"))
     ]
     with database.open_history(_no_history_of_the_user) as past:  # type: ignore[union-attr]
-        found = past.read()[-len(rows) :]
-    for row, entry in zip(rows, found, strict=True):
+        entries = past.read()[-len(rows) :]
+    for row, entry in zip(rows, entries, strict=True):
         assert entry.run.versions["tricomm"] and entry.run.world_size == 2 and entry.measurement.mode == "eager"
         assert entry.measurement.library == row["library"] and entry.measurement.nbytes == int(row["size_bytes"])
         assert entry.measurement.p50_us == float(row["p50_us"]) <= entry.measurement.p99_us <= entry.measurement.max_us
@@ -157,8 +171,8 @@ def test_an_interrupt_loses_nothing_that_was_measured(tmp_path: Path) -> None:
     assert 2 <= shown < 11 and f"{shown} rows of 11, 0 wrong" in said
     assert len(json.loads(data.read_text())["results"]) == shown
     assert len(rows_file.read_text().splitlines()) == 1 + 2 * shown
-    with database.open_history(past) as found:  # type: ignore[union-attr]
-        assert len(found) == 2 * shown
+    with database.open_history(past) as history:  # type: ignore[union-attr]
+        assert len(history) == 2 * shown
 
 
 def test_a_graph_is_refused_where_there_is_none() -> None:
@@ -214,17 +228,39 @@ def test_a_device_that_is_not_there_is_reported() -> None:
         pytest.skip("this machine has a GPU")
     done = subprocess.run(
         [sys.executable, "-m", "tricomm", "bench", "--device", "cuda", "--sizes", "1K"],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
 
 
 def test_the_ranks_of_torchrun_are_joined() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm",
-         "bench", "--device", "cpu", "--sizes", "1K", "--iters", "2", "--collective", "all"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "tricomm",
+            "bench",
+            "--device",
+            "cpu",
+            "--sizes",
+            "1K",
+            "--iters",
+            "2",
+            "--collective",
+            "all",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 

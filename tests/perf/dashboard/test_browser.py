@@ -52,8 +52,8 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def traces(self, chart: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.run(_TRACES, chart)
-        return found
+        traces: list[dict[str, Any]] = self.run(_TRACES, chart)
+        return traces
 
     def text(self, selector: str) -> str:
         return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
@@ -92,9 +92,9 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Page]:
     browser.get_log("browser")
-    found = Page(browser)
-    yield found
-    assert found.log() == [], "the console stays silent"
+    page = Page(browser)
+    yield page
+    assert page.log() == [], "the console stays silent"
 
 
 def _rows() -> list[Entry]:
@@ -118,9 +118,7 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
         drawn = page.run("return document.querySelectorAll(`#${arguments[0]} .chart svg.main-svg`).length", name)
         assert drawn > 0, name
     latency = [t for t in page.traces("latency") if t.get("fill") is None]
-    assert [t["name"] for t in latency] == [
-        "one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"
-    ]  # fmt: skip
+    assert [t["name"] for t in latency] == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"]
     rows = [e.measurement for e in _rows() if e.run.commit == f"{29:07x}" and e.measurement.library == "nccl"]
     assert latency[-1]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
     axes = page.run("const l = document.querySelector('#latency .chart').layout; return [l.xaxis.type, l.yaxis.type]")

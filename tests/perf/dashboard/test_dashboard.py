@@ -75,9 +75,13 @@ def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
 
 def test_what_selection_picks() -> None:
     scene = {
-        "device": "NVIDIA H100 80GB HBM3", "simulated": False, "world_size": 8, "collective": "all_reduce",
-        "dtype": "float32", "mode": "eager",
-    }  # fmt: skip
+        "device": "NVIDIA H100 80GB HBM3",
+        "simulated": False,
+        "world_size": 8,
+        "collective": "all_reduce",
+        "dtype": "float32",
+        "mode": "eager",
+    }
     assert selected.pick(scene, 1024) == "one_shot/ll" and selected.pick(scene, 1 << 26) == "two_shot/simple"
     for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
         assert selected.pick(scene | change, 1024) is None
@@ -115,11 +119,11 @@ def server() -> Iterator[serve.Server]:
     def broken() -> bytes:
         raise ResourceError("no client <here>")
 
-    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
+    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield found
-        found.shutdown()
+        yield server
+        server.shutdown()
         thread.join(timeout=10)
 
 

@@ -26,6 +26,7 @@ from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
+from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
 from tricomm.perf.history.database import open_history
 from tricomm.store import process
@@ -34,26 +35,34 @@ NASTY = 'a"b\\c\n<script>'
 
 
 def _communicator() -> dict[str, Any]:
-    found = Activity(NASTY, 1, 2, torch.device("cpu"), {0: 1.5})
-    tally = found.tally("all_reduce", "one_shot", "ll", 1000)
+    activity = Activity(NASTY, 1, 2, torch.device("cpu"), {0: 1.5})
+    tally = activity.tally("all_reduce", "one_shot", "ll", 1000)
     tally.total = 3 * ((1 << 96) + 1000)
     tally.took(2e-6)
     span = {
-        "start_us": 5.0, "time_us": 2.0, "collective": "all_reduce", "algorithm": "one_shot", "protocol": "ll",
+        "start_us": 5.0,
+        "time_us": 2.0,
+        "collective": "all_reduce",
+        "algorithm": "one_shot",
+        "protocol": "ll",
         "nbytes": 1000,
-    }  # fmt: skip
-    return {**msgspec.to_builtins(found.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
+    }
+    return {**msgspec.to_builtins(activity.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 
 def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     """A file as a job writes it; of this process unless a pid is given."""
     mine = os.getpid()
     record = {
-        "schema": 1, "pid": pid or mine, "started": started or process.start_time(mine), "written": 1000.0,
-        "host": publish.socket.gethostname(), "every": 5.0,
+        "schema": 1,
+        "pid": pid or mine,
+        "started": started or process.start_time(mine),
+        "written": 1000.0,
+        "host": publish.socket.gethostname(),
+        "every": 5.0,
         "routed": [{"route": "gloo", "collective": "broadcast", "bucket": 16, "calls": 2, "nbytes": 20}],
         "communicators": [_communicator()],
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{record['pid']}-{record['started']}.json"
     file.write_text(json.dumps(record))
@@ -68,8 +77,8 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
-    found = jobs.read(tmp_path)
-    assert found.notes == () and found.jobs[0].live
+    published = jobs.read(tmp_path)
+    assert published.notes == () and published.jobs[0].live
 
 
 def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> None:
@@ -90,7 +99,7 @@ def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("age", "live"), [(0, True), (70, True), (80, False)])
 def test_a_job_of_another_host_lives_as_long_as_it_writes(age: float, live: bool) -> None:
-    assert jobs.Job(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
+    assert JobStatistics(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
 
 
 def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Path) -> None:
@@ -105,8 +114,8 @@ def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Pat
 def test_a_foreign_file_is_named_and_left(tmp_path: Path, text: str) -> None:
     job_file(tmp_path)
     (tmp_path / "foreign.json").write_text(text)
-    found = jobs.read(tmp_path)
-    assert len(found.jobs) == 1 and "foreign.json" in found.notes[0] and (tmp_path / "foreign.json").exists()
+    published = jobs.read(tmp_path)
+    assert len(published.jobs) == 1 and "foreign.json" in published.notes[0] and (tmp_path / "foreign.json").exists()
 
 
 def test_a_newer_jobs_file_is_named(tmp_path: Path) -> None:
@@ -122,27 +131,27 @@ def _samples(folder: Path) -> dict[str, Any]:
 
 def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
     job_file(tmp_path)
-    found = _samples(tmp_path)
-    calls = found["tricomm_calls_total"]
+    samples = _samples(tmp_path)
+    calls = samples["tricomm_calls_total"]
     assert calls.value == 3 and calls.labels["group"] == NASTY and calls.labels["bucket"] == "1024"
     assert calls.labels["simulated"] == "true"
-    assert found["tricomm_bytes_total"].value == 3000
-    assert found["tricomm_call_seconds_count"].value == 1
-    assert found["tricomm_call_p50_microseconds"].value == pytest.approx(2.0)
-    assert found["tricomm_bus_bandwidth_gbs"].value == pytest.approx(1000 / 2.0 / 1e3)  # 2 (n - 1) / n is 1
-    assert found["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
-    assert found["tricomm_routed_calls_total"].labels["route"] == "gloo"
-    assert found["tricomm_job_updated_timestamp_seconds"].value == 1000
+    assert samples["tricomm_bytes_total"].value == 3000
+    assert samples["tricomm_call_seconds_count"].value == 1
+    assert samples["tricomm_call_p50_microseconds"].value == pytest.approx(2.0)
+    assert samples["tricomm_bus_bandwidth_gbs"].value == pytest.approx(1000 / 2.0 / 1e3)  # 2 (n - 1) / n is 1
+    assert samples["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
+    assert samples["tricomm_routed_calls_total"].labels["route"] == "gloo"
+    assert samples["tricomm_job_updated_timestamp_seconds"].value == 1000
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 @settings(deadline=None, max_examples=60)
 def test_any_name_survives_the_exposition_format(name: str) -> None:
     comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
-    job = jobs.Job(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
+    job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
-    found = [s for f in text_string_to_metric_families(text) for s in f.samples]
-    assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]
+    samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
+    assert [s.labels["group"] for s in samples if s.name == "tricomm_peer_wait_seconds_total"] == [name]
 
 
 def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
@@ -200,10 +209,10 @@ def test_the_trace_has_every_timed_call_once(tmp_path: Path) -> None:
     job_file(tmp_path / "live")
     file = tmp_path / "trace.json"
     assert chrome_trace.write(jobs.read(tmp_path / "live").jobs, file) == 2
-    found = json.loads(file.read_text())
-    spans = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    written = json.loads(file.read_text())
+    spans = [e for e in written["traceEvents"] if e["ph"] == "X"]
     assert [(e["ts"], e["dur"], e["name"]) for e in spans] == [(0.0, 2.0, "all_reduce"), (4.0, 2.0, "all_reduce")]
-    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["ph"] == "M"}
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["ph"] == "M"}
     assert "(simulated)" in names["thread_name", 0, 0] and all(e["args"]["simulated"] for e in spans)
     with pytest.raises(InvalidArgument, match="--trace"):
         chrome_trace.write((), tmp_path)

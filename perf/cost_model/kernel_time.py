@@ -1,10 +1,10 @@
-"""How long a kernel should take, from what it sends and how often its ranks wait for each other.
+"""The time that a kernel should take, from its bytes and from the number of times that its ranks wait for each other.
 
     time = launch + hops * hop + barriers * barrier + bytes to and from peers / links + bytes in own memory / memory
 
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
-`python -m tricomm.perf.cost_model.model` sets the model beside published times of kernels of the same shape.
+`python -m tricomm.perf.cost_model.kernel_time` sets the model beside published times of kernels of the same shape.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.parsing import parse_name
 
-_THREADS = 512  # of the block whose bandwidth `Machine.block` is
+_THREADS = 512  # of the block whose bandwidth `MachineSpec.block` is
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
 
@@ -40,7 +40,7 @@ class Prediction:
 
 
 def predict(
-    machine: Machine,
+    machine: MachineSpec,
     kernel: Kernel,
     world_size: int,
     nbytes: float,
@@ -49,7 +49,7 @@ def predict(
     warps: int = _THREADS // 32,
     share: float = 1.0,
 ) -> Prediction:
-    """The time of one call of `nbytes` of input per rank (of a root's where there is one), on the busiest rank.
+    """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
     many as the links need. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
@@ -67,7 +67,7 @@ def predict(
     return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3)
 
 
-def kernels(machine: Machine, collective: str, world_size: int) -> list[Kernel]:
+def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
     """The kernels that such GPUs can run. On a cube mesh, not all pairs are linked, so only some kernels can.
 
     Raises `InvalidArgument` if there is none.
@@ -82,12 +82,12 @@ def kernels(machine: Machine, collective: str, world_size: int) -> list[Kernel]:
     return usable
 
 
-def limit(machine: Machine, collective: str, world_size: int, nbytes: int) -> float:
+def limit(machine: MachineSpec, collective: str, world_size: int, nbytes: int) -> float:
     """A lower bound for any kernel, in microseconds: the fewest bytes that must be sent, over the links' bandwidth."""
     return float(units.least(collective, world_size)) * nbytes / machine.links / 1e3
 
 
-def find(name: str) -> Machine:
+def find(name: str) -> MachineSpec:
     """The machine of that name; raises `InvalidArgument` with the nearest ones."""
     return MACHINES[parse_name(name.lower(), tuple(MACHINES), "gpu")]
 

@@ -15,45 +15,49 @@ from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, model
-from tricomm.perf.cost_model.machines import MACHINES, Machine
+from tricomm.perf.cost_model import forecast, kernel_time
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
 _ONE_SHOT = registry.find("all_reduce", "one_shot", "ll")
 _TWO_SHOT = registry.find("all_reduce", "two_shot", "simple")
 # Every cost is another power of ten, so that a prediction spells its own formula.
-_DIGITS = Machine("digits", "any", 1e-3, 1e-3, 1e-3, 1e9, hop=1.0, barrier=10.0, launch=100.0, eager=1000.0)
+_DIGITS = MachineSpec("digits", "any", 1e-3, 1e-3, 1e-3, 1e9, hop=1.0, barrier=10.0, launch=100.0, eager=1000.0)
 
 
 def test_time_is_launch_hops_barriers_and_bytes() -> None:
-    assert model.predict(_DIGITS, _ONE_SHOT, 4, 0).time_us == 100 + 1
-    assert model.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 2 + 20
-    assert model.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 2 + 20
-    assert model.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
-    assert model.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
-    assert model.predict(_DIGITS, _ONE_SHOT, 4, 1000, share=0.5).wire == pytest.approx(3000)
+    assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 0).time_us == 100 + 1
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 2 + 20
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 2 + 20
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
+    assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
+    assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000, share=0.5).wire == pytest.approx(3000)
 
 
 def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:
-    full = model.predict(_H100, _TWO_SHOT, 8, 1 << 20).wire
-    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=64).wire == full
-    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1).wire == pytest.approx(full * 320 / 65)
-    assert model.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=8).wire == pytest.approx(full * 2 * 320 / 65)
+    full = kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20).wire
+    assert kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=64).wire == full
+    assert kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1).wire == pytest.approx(full * 320 / 65)
+    narrow = kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=8)
+    assert narrow.wire == pytest.approx(full * 2 * 320 / 65)
 
 
 @given(
-    st.sampled_from(sorted(MACHINES)), st.sampled_from(registry.KERNELS), st.integers(2, 8),
-    st.integers(0, 1 << 34), st.sampled_from(["graph", "eager"]),
-)  # fmt: skip
+    st.sampled_from(sorted(MACHINES)),
+    st.sampled_from(registry.KERNELS),
+    st.integers(2, 8),
+    st.integers(0, 1 << 34),
+    st.sampled_from(["graph", "eager"]),
+)
 def test_more_bytes_never_take_less_and_nothing_beats_the_limit(
     gpu: str, kernel: registry.Kernel, world_size: int, nbytes: int, mode: str
 ) -> None:
     machine = MACHINES[gpu]
-    less = model.predict(machine, kernel, world_size, nbytes // 2, mode).time_us
-    time_us = model.predict(machine, kernel, world_size, nbytes, mode).time_us
+    less = kernel_time.predict(machine, kernel, world_size, nbytes // 2, mode).time_us
+    time_us = kernel_time.predict(machine, kernel, world_size, nbytes, mode).time_us
     assert 0 < less <= time_us
     if not kernel.needs_cube and kernel.collective != "barrier":
-        assert time_us > model.limit(machine, kernel.collective, world_size, nbytes)
+        assert time_us > kernel_time.limit(machine, kernel.collective, world_size, nbytes)
 
 
 def test_the_least_is_what_the_best_kernels_send() -> None:
@@ -66,26 +70,26 @@ def test_the_least_is_what_the_best_kernels_send() -> None:
 
 
 def test_half_of_the_published_times_are_met_within_a_fifth() -> None:
-    rows = model.check()
+    rows = kernel_time.check()
     free = [row for row in rows if not row.row.calibrates]
     assert len(rows) >= 40 and len(free) >= 35
-    assert model.median_error(rows) <= 0.2 and model.median_error(free) <= 0.2
-    lines = model.report(rows)
+    assert kernel_time.median_error(rows) <= 0.2 and kernel_time.median_error(free) <= 0.2
+    lines = kernel_time.report(rows)
     assert len(lines) == len(rows) + 3 and lines[-1].startswith("median error ") and "not measured" in lines[0]
 
 
 def test_a_wrong_constant_shows_in_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {name: replace(m, launch=m.launch * 4, kernels=m.kernels / 4) for name, m in MACHINES.items()}
-    monkeypatch.setattr(model, "MACHINES", slow)
-    assert model.median_error(model.check()) > 0.5
+    monkeypatch.setattr(kernel_time, "MACHINES", slow)
+    assert kernel_time.median_error(kernel_time.check()) > 0.5
 
 
 def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
-    assert all(k.needs_cube for k in model.kernels(MACHINES["v100"], "all_reduce", 8))
-    assert not any(k.needs_cube for k in model.kernels(MACHINES["v100"], "all_reduce", 4))
-    assert not any(k.needs_cube for k in model.kernels(_H100, "all_reduce", 8))
+    assert all(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 8))
+    assert not any(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 4))
+    assert not any(k.needs_cube for k in kernel_time.kernels(_H100, "all_reduce", 8))
     with pytest.raises(InvalidArgument, match="broadcast: 8 v100 are a hybrid cube mesh.*fewer ranks"):
-        model.kernels(MACHINES["v100"], "broadcast", 8)
+        kernel_time.kernels(MACHINES["v100"], "broadcast", 8)
 
 
 def _predict(*arguments: str) -> Result:
@@ -101,10 +105,10 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
 
 
 def test_json_of_every_collective() -> None:
-    found = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
-    assert found["predicted"] is True and found["machine"]["name"] == "h100"
-    assert len({row["collective"] for row in found["results"]}) == 9
-    assert all(row["limit_us"] < row["time_us"] for row in found["results"])
+    predicted = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
+    assert predicted["predicted"] is True and predicted["machine"]["name"] == "h100"
+    assert len({row["collective"] for row in predicted["results"]}) == 9
+    assert all(row["limit_us"] < row["time_us"] for row in predicted["results"])
 
 
 @pytest.mark.parametrize(
