@@ -60,7 +60,7 @@ class Moved:
     def ratio(self) -> float:
         """Bytes moved over bytes promised; both directions must fit on their own, or it is infinite."""
         promised = (self.kernel.written(self.world_size) * self.nbytes, self.kernel.read(self.world_size) * self.nbytes)
-        if any(p == 0 and found for p, found in zip(promised, (self.written, self.read), strict=True)):
+        if any(p == 0 and counted for p, counted in zip(promised, (self.written, self.read), strict=True)):
             return float("inf")
         return float((self.written + self.read) / self.formula)
 
