@@ -22,7 +22,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreter
 from tricomm.perf import text_table, units
-from tricomm.perf.bench import check_data
+from tricomm.perf.bench import collective_calls
 from tricomm.perf.workers import run_workers
 
 WORLDS = (2, 3, 4)
@@ -60,7 +60,7 @@ class Moved:
     def ratio(self) -> float:
         """Bytes moved over bytes promised; both directions must fit on their own, or it is infinite."""
         promised = (self.kernel.written(self.world_size) * self.nbytes, self.kernel.read(self.world_size) * self.nbytes)
-        if any(p == 0 and found for p, found in zip(promised, (self.written, self.read), strict=True)):
+        if any(p == 0 and counted for p, counted in zip(promised, (self.written, self.read), strict=True)):
             return float("inf")
         return float((self.written + self.read) / self.formula)
 
@@ -117,10 +117,10 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
         for kernel in registry.KERNELS:
             if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
                 continue
-            names = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
             row = count // kernel.kind.rows_in(world_size)
-            how = {**names, **check_data.options(kernel.collective, "sum", world_size, 0, row)}
-            _count(comm, ranges, emit, kernel, partial(getattr(comm, kernel.collective), x, **how))
+            tensors = collective_calls.tensors(comm, kernel.collective, row, torch.float32, kernel)
+            call = partial(collective_calls.call, comm, kernel.collective, 0, *tensors, kernel)
+            _count(comm, ranges, emit, kernel, call)
         for kernel in registry.of("send", world_size) if world_size < registry.CUBE_RANKS else []:
             if rank == 0:
                 _count(comm, ranges, emit, kernel, partial(comm.send, x, 1, protocol=kernel.protocol))

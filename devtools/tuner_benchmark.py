@@ -147,8 +147,8 @@ def _bounded(box: MadeUpBox, most: int) -> Measure:
 
 
 def _grid_choice(box: MadeUpBox, point: Point) -> Candidate:
-    found = box.measure(point, box.pool(point), EXHAUSTIVE)
-    return min(found, key=lambda c: sorted(found[c])[EXHAUSTIVE // 2])
+    times = box.measure(point, box.pool(point), EXHAUSTIVE)
+    return min(times, key=lambda c: sorted(times[c])[EXHAUSTIVE // 2])
 
 
 def _regret(box: MadeUpBox, point: Point, chosen: Candidate) -> float:

@@ -1,7 +1,6 @@
-"""A launch path that is whole but for its last step: kernels are compiled, arguments packed, and nothing is launched.
+"""A launch path without its last step: kernels are compiled and arguments packed, but nothing is launched.
 
-What is left is the host's part of a call, which can be measured on any machine, and compared with another library's
-host part on the same one.
+This is the host's part of a call, which can be measured on any machine beside another library's.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class NullBindings:
 
 
 class NullDevice:
-    """A GPU of the newest architecture that is supported, which is not there."""
+    """Stands for a GPU of architecture sm_90."""
 
     bindings: Any = NullBindings
     capability = 90
@@ -79,7 +78,7 @@ class NullRuntime(Processes):
 
 
 def communicator() -> Communicator:
-    """A group of one rank on the CPU over which every call does all that a call does, but for the launch."""
+    """A group of one rank on the CPU whose calls do everything but the launch."""
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
     control = handshake(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))

@@ -198,7 +198,7 @@ def symm_mem(call: ComparedCall, op: str) -> Implementation:
     if op == "two_shot":
         return Implementation(x.copy_, lambda: ops.two_shot_all_reduce_(x, "sum", name))
     if not handle.multicast_ptr:
-        why = "which torch leaves out where ranks share a device" if call.context.one_gpu else "which this box lacks"
+        why = "which torch leaves out if ranks share a device" if call.context.one_gpu else "which this box lacks"
         raise Unavailable(f"multimem needs a multicast address, {why}")
     return Implementation(x.copy_, lambda: ops.multimem_all_reduce_(x, "sum", name))
 

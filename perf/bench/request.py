@@ -13,7 +13,6 @@ from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
 from tricomm.perf.units import DATA_COLLECTIVES
 
-MAX_RANKS = 8
 LIBRARIES = ("nccl", "gloo", "symm_mem")
 MODES = ("eager", "graph", "kernel")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))

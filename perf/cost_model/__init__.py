@@ -1,1 +1,1 @@
-"""How long a kernel should take on a kind of machine."""
+"""The time that a kernel should take on a kind of machine."""

@@ -1,4 +1,4 @@
-"""How long a kernel should take, from what it sends and how often its ranks wait for each other.
+"""The time that a kernel should take, from its bytes and from the number of times that its ranks wait for each other.
 
     time = launch + hops * hop + barriers * barrier + bytes to and from peers / links + bytes in own memory / memory
 
@@ -49,7 +49,7 @@ def predict(
     warps: int = _THREADS // 32,
     share: float = 1.0,
 ) -> Prediction:
-    """The time of one call of `nbytes` of input per rank (of a root's where there is one), on the busiest rank.
+    """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
     many as the links need. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may

@@ -1,22 +1,23 @@
-"""What links and launches cost, GPU generation by generation, with where each number comes from.
+"""The cost of links and launches by GPU generation, with the source of each number.
 
 Bandwidths are one direction of one GPU, in 1e9 bytes per second; latencies in microseconds.
 
-links     what NCCL takes a GPU's links to carry (`src/graph/topo.h`): NVLinks times 20.0 (V100, A100), 20.6 (H100) or
-          40.1 (B200), some 80 % of the nominal rate (NVIDIA/nccl#1397); PCIe 3: 12. PCIe 5: 51 to 56 seen between
-          GPUs (voipmonitor/rtx6kpro, "PCIe bandwidth"), PCIe 4 half of that
-kernels   what loads and stores of a kernel reach of it: 320 and 600 in the cost model of NCCL's symmetric kernels
-          (`src/sym_kernels.cc`, Hopper and Blackwell); the same 86 % where no model is published
-block     of it, one block of 512 threads: 65 (Hopper) and 55 (Blackwell) a processor in the same model; scaled with
-          the links before
-memory    the GPU's own memory, from its data sheet
-hop       a store until a peer sees it: 0.6 is charged for a low-latency NVLink hop by NCCL (`src/graph/tuning.cc`);
-          Ampere's from MSCCL++'s own bars for one and two hops (`test/deploy/perf_ndmv4.jsonl`)
-barrier   a meeting of all ranks: 7.8 - 4.5, the bases of NCCL's kernels with and without one (Hopper); 3 to 3.5 on
+links     bandwidth of a GPU's links in NCCL's model (`src/graph/topo.h`): NVLinks times 20.0 (V100, A100), 20.6 (H100)
+          or 40.1 (B200), about 80 % of the nominal rate (NVIDIA/nccl#1397); PCIe 3: 12. PCIe 5: 51 to 56 measured
+          between GPUs (voipmonitor/rtx6kpro, "PCIe bandwidth"); PCIe 4: half of that
+kernels   the part of it that a kernel's loads and stores reach: 320 and 600 in the cost model of NCCL's symmetric
+          kernels (`src/sym_kernels.cc`, Hopper and Blackwell); the same 86 % if no model is published
+block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled with
+          the links for older GPUs
+memory    bandwidth of the GPU's own memory, from its data sheet
+hop       from a store until a peer sees it: NCCL charges 0.6 for a low-latency NVLink hop (`src/graph/tuning.cc`);
+          Ampere's comes from MSCCL++'s limits for one and two hops (`test/deploy/perf_ndmv4.jsonl`)
+barrier   a barrier of all ranks: 7.8 - 4.5, the bases of NCCL's kernels with and without one (Hopper); 3 to 3.5 on
           GB200 (`contrib/custom_algos/allreduce/README.md`: 9.2 and 5.7 with and without one)
-launch    from kernel to kernel in a CUDA graph: 4.5 less a hop, NCCL's base for Hopper; taken for Blackwell, whose base
-          in that file only ranks kernels; Ampere's from MSCCL++'s bars; PCIe's from 4 V100 (haohervchb/sglang-V100#2)
-eager     what a launch by itself adds: MSCCL++ took 11 instead of 6 (sgl-project/sglang#22734)
+launch    from kernel to kernel in a CUDA graph: 4.5 less a hop, NCCL's base for Hopper. Blackwell has the same value,
+          because its base in that file only ranks kernels. Ampere's comes from MSCCL++'s limits, PCIe's from 4 V100
+          (haohervchb/sglang-V100#2)
+eager     the additional time of a single launch: MSCCL++ took 11 instead of 6 (sgl-project/sglang#22734)
 """
 
 from __future__ import annotations

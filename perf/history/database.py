@@ -12,7 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -142,11 +142,6 @@ def _entry(row: tuple[Any, ...], runs: dict[int, Run]) -> Entry:
             facts["versions"] = {"damaged": facts["versions"]}
         runs[number] = Run(**facts)
     return Entry(runs[number], Measurement(**MEASUREMENT.values(values[of_run:])))
-
-
-def to_json(entry: Entry) -> dict[str, Any]:
-    """A flat record of a row."""
-    return asdict(entry.run) | asdict(entry.measurement)
 
 
 def open_history(path: Path | None = None, say: Say = lambda text: None) -> History | None:

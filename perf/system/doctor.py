@@ -125,12 +125,12 @@ def _peers(count: int) -> Iterator[ProbeResult]:
 
 
 def _links() -> Iterator[ProbeResult]:
-    found = discovery.read()
-    if found.topology is None:
+    read = discovery.read()
+    if read.topology is None:
         remedy = "pip install 'tricomm[cuda]', or give Options(topology=FILE)"
-        yield ProbeResult("topology", WARN, f"unknown: {found.reason}; tables for any topology decide", remedy)
+        yield ProbeResult("topology", WARN, f"unknown: {read.reason}; tables for any topology decide", remedy)
     else:
-        yield ProbeResult("topology", PASS, found.topology.kind)
+        yield ProbeResult("topology", PASS, read.topology.kind)
     try:
         yield ProbeResult("NVML", PASS, f"read through {nvml.load_nvml().source}")
     except TricommError as error:

@@ -116,8 +116,8 @@ def _device_links(nvml: Nvml, index: int, device: int) -> dict[str, Any]:
 
 
 def _topology() -> str:
-    found = discovery.read()
-    return f"not available: {found.reason}" if found.topology is None else found.topology.kind
+    read = discovery.read()
+    return f"not available: {read.reason}" if read.topology is None else read.topology.kind
 
 
 def _paths() -> dict[str, str]:

@@ -40,9 +40,9 @@ def _examples(command: click.Command) -> list[list[str]]:
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: " ".join(path) or "tricomm")
 def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
-    found = _examples(ALL[path])
-    assert found, f"tricomm {' '.join(path)} --help shows no example"
-    for words in found:
+    examples = _examples(ALL[path])
+    assert examples, f"tricomm {' '.join(path)} --help shows no example"
+    for words in examples:
         command: click.Command = cli
         context = click.Context(cli, info_name="tricomm")
         while isinstance(command, click.Group) and words and words[0] in command.commands:

@@ -27,8 +27,8 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
 
-    Every candidate's result is checked before it is timed; the slowest rank's time counts; the budget goes where a
-    decision is close. What is measured is kept: an interrupted run goes on when it is started again.
+    Every candidate's result is checked before it is timed; the slowest rank's time counts; most of the budget is
+    spent on close decisions. Measurements are kept: an interrupted run goes on when it is started again.
 
     \b
     tricomm tune --nproc 8 --budget 10m
@@ -92,7 +92,10 @@ def show(files: tuple[Path, ...]) -> None:
 @tune.command()
 @click.argument("files", nargs=-1, required=True, type=_FILES)
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write there, not where it counts."
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write this file instead.",
 )
 def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.

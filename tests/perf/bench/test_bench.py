@@ -145,8 +145,8 @@ def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_u
         for library, place in (("tricomm", "out_of_place"), ("tricomm", "in_place"), ("gloo", "in_place"))
     ]
     with database.open_history(_no_history_of_the_user) as past:  # type: ignore[union-attr]
-        found = past.read()[-len(rows) :]
-    for row, entry in zip(rows, found, strict=True):
+        entries = past.read()[-len(rows) :]
+    for row, entry in zip(rows, entries, strict=True):
         assert entry.run.versions["tricomm"] and entry.run.world_size == 2 and entry.measurement.mode == "eager"
         assert entry.measurement.library == row["library"] and entry.measurement.nbytes == int(row["size_bytes"])
         assert entry.measurement.p50_us == float(row["p50_us"]) <= entry.measurement.p99_us <= entry.measurement.max_us
@@ -171,8 +171,8 @@ def test_an_interrupt_loses_nothing_that_was_measured(tmp_path: Path) -> None:
     assert 2 <= shown < 11 and f"{shown} rows of 11, 0 wrong" in said
     assert len(json.loads(data.read_text())["results"]) == shown
     assert len(rows_file.read_text().splitlines()) == 1 + 2 * shown
-    with database.open_history(past) as found:  # type: ignore[union-attr]
-        assert len(found) == 2 * shown
+    with database.open_history(past) as history:  # type: ignore[union-attr]
+        assert len(history) == 2 * shown
 
 
 def test_a_graph_is_refused_where_there_is_none() -> None:

@@ -13,11 +13,11 @@ from tricomm.perf.units import DATA_COLLECTIVES
 
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_all_is_every_shipped_kernel_of_the_collectives(world_size: int) -> None:
-    found = request.cases(DATA_COLLECTIVES, "all", "all", world_size)
+    chosen = request.cases(DATA_COLLECTIVES, "all", "all", world_size)
     kernels = [k for name in DATA_COLLECTIVES for k in registry.of(name, world_size)]
     shipped = {(k.collective, k.algorithm, k.protocol) for k in kernels}
     assert any(k.needs_cube for k in kernels) == (world_size == 8)
-    assert {(c.collective, c.algorithm, c.protocol) for c in found} == shipped and len(found) == len(shipped)
+    assert {(c.collective, c.algorithm, c.protocol) for c in chosen} == shipped and len(chosen) == len(shipped)
 
 
 def test_what_is_not_asked_for_is_left_to_selection() -> None:
@@ -49,7 +49,7 @@ def test_all_types_are_those_that_have_the_operation() -> None:
 
 
 def test_libraries_come_behind_the_kernels_of_each_type() -> None:
-    found = request.cases(("all_gather",), "all", "all", 2, ("int8", "int32"), ("gloo",))
-    assert [(c.library, c.dtype) for c in found] == [
+    chosen = request.cases(("all_gather",), "all", "all", 2, ("int8", "int32"), ("gloo",))
+    assert [(c.library, c.dtype) for c in chosen] == [
         (library, dtype) for dtype in ("int8", "int32") for library in ("tricomm", "tricomm", "gloo")
     ]

@@ -23,13 +23,13 @@ def test_a_quantile_is_a_sample_that_so_many_do_not_exceed(samples: list[float],
 @given(st.lists(_samples, min_size=1, max_size=8))
 def test_the_slowest_rank_decides(ranks: list[list[float]]) -> None:
     parts = [timing.summary(samples) for samples in ranks]
-    found = timing.over_ranks(parts)
+    times = timing.over_ranks(parts)
     for name in ("time_us", "p50_us", "p99_us", "max_us"):
-        assert found[name] == max(part[name] for part in parts)
-    assert found["p50_us"] <= found["p99_us"] <= found["max_us"] and found["skew_us"] >= 0
-    assert parts[found["slowest_rank"]]["p50_us"] == found["p50_us"]
+        assert times[name] == max(part[name] for part in parts)
+    assert times["p50_us"] <= times["p99_us"] <= times["max_us"] and times["skew_us"] >= 0
+    assert parts[times["slowest_rank"]]["p50_us"] == times["p50_us"]
     if len(set(map(tuple, ranks))) == 1:
-        assert found["skew_us"] == 0
+        assert times["skew_us"] == 0
 
 
 def test_graphs_need_a_gpu() -> None:

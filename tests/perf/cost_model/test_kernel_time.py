@@ -105,10 +105,10 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
 
 
 def test_json_of_every_collective() -> None:
-    found = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
-    assert found["predicted"] is True and found["machine"]["name"] == "h100"
-    assert len({row["collective"] for row in found["results"]}) == 9
-    assert all(row["limit_us"] < row["time_us"] for row in found["results"])
+    predicted = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
+    assert predicted["predicted"] is True and predicted["machine"]["name"] == "h100"
+    assert len({row["collective"] for row in predicted["results"]}) == 9
+    assert all(row["limit_us"] < row["time_us"] for row in predicted["results"])
 
 
 @pytest.mark.parametrize(

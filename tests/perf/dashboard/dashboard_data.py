@@ -32,7 +32,7 @@ def entries(
 ) -> list[Entry]:
     """`runs` runs of five lines; from `step_at` on, one_shot/simple takes a tenth longer."""
     draw = random.Random(0)
-    found = []
+    rows = []
     for number in range(runs):
         date = (_BEGAN + timedelta(hours=number)).isoformat(timespec="seconds")
         run = Run(date, device, "8 GPUs", 8, {"tricomm": "0.1.0"}, f"{number:07x}")
@@ -42,27 +42,11 @@ def entries(
             slower = 1.1 if step_at is not None and number >= step_at and place == 1 else 1.0
             for size in sizes:
                 p50 = (5 + 2 * place + size / (2e4 * (place + 1))) * draw.gauss(1, 0.005) * slower
-                row = Measurement(
-                    library,
-                    "all_reduce",
-                    algorithm,
-                    protocol,
-                    dtype,
-                    "sum",
-                    "eager",
-                    "out_of_place",
-                    size,
-                    p50,
-                    1.3 * p50,
-                    2 * p50,
-                    0.05 * p50,
-                    simulated,
-                    16,
-                    8,
-                    512,
-                )
-                found.append(Entry(run, row))
-    return found
+                names = (library, "all_reduce", algorithm, protocol, dtype, "sum", "eager", "out_of_place")
+                times = (p50, 1.3 * p50, 2 * p50, 0.05 * p50)
+                row = Measurement(*names, size, *times, simulated, 16, 8, 512)
+                rows.append(Entry(run, row))
+    return rows
 
 
 def written(path: Path, rows: Sequence[Entry]) -> Path:

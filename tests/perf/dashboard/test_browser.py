@@ -52,8 +52,8 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def traces(self, chart: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.run(_TRACES, chart)
-        return found
+        traces: list[dict[str, Any]] = self.run(_TRACES, chart)
+        return traces
 
     def text(self, selector: str) -> str:
         return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
@@ -92,9 +92,9 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def page(browser: Any) -> Iterator[Page]:
     browser.get_log("browser")
-    found = Page(browser)
-    yield found
-    assert found.log() == [], "the console stays silent"
+    page = Page(browser)
+    yield page
+    assert page.log() == [], "the console stays silent"
 
 
 def _rows() -> list[Entry]:

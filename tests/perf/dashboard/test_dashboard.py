@@ -119,11 +119,11 @@ def server() -> Iterator[serve.Server]:
     def broken() -> bytes:
         raise ResourceError("no client <here>")
 
-    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as found:
-        thread = threading.Thread(target=found.serve_forever, daemon=True)
+    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield found
-        found.shutdown()
+        yield server
+        server.shutdown()
         thread.join(timeout=10)
 
 

@@ -35,8 +35,8 @@ NASTY = 'a"b\\c\n<script>'
 
 
 def _communicator() -> dict[str, Any]:
-    found = Activity(NASTY, 1, 2, torch.device("cpu"), {0: 1.5})
-    tally = found.tally("all_reduce", "one_shot", "ll", 1000)
+    activity = Activity(NASTY, 1, 2, torch.device("cpu"), {0: 1.5})
+    tally = activity.tally("all_reduce", "one_shot", "ll", 1000)
     tally.total = 3 * ((1 << 96) + 1000)
     tally.took(2e-6)
     span = {
@@ -47,7 +47,7 @@ def _communicator() -> dict[str, Any]:
         "protocol": "ll",
         "nbytes": 1000,
     }
-    return {**msgspec.to_builtins(found.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
+    return {**msgspec.to_builtins(activity.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 
 def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
@@ -77,8 +77,8 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
-    found = jobs.read(tmp_path)
-    assert found.notes == () and found.jobs[0].live
+    published = jobs.read(tmp_path)
+    assert published.notes == () and published.jobs[0].live
 
 
 def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> None:
@@ -114,8 +114,8 @@ def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Pat
 def test_a_foreign_file_is_named_and_left(tmp_path: Path, text: str) -> None:
     job_file(tmp_path)
     (tmp_path / "foreign.json").write_text(text)
-    found = jobs.read(tmp_path)
-    assert len(found.jobs) == 1 and "foreign.json" in found.notes[0] and (tmp_path / "foreign.json").exists()
+    published = jobs.read(tmp_path)
+    assert len(published.jobs) == 1 and "foreign.json" in published.notes[0] and (tmp_path / "foreign.json").exists()
 
 
 def test_a_newer_jobs_file_is_named(tmp_path: Path) -> None:
@@ -131,17 +131,17 @@ def _samples(folder: Path) -> dict[str, Any]:
 
 def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
     job_file(tmp_path)
-    found = _samples(tmp_path)
-    calls = found["tricomm_calls_total"]
+    samples = _samples(tmp_path)
+    calls = samples["tricomm_calls_total"]
     assert calls.value == 3 and calls.labels["group"] == NASTY and calls.labels["bucket"] == "1024"
     assert calls.labels["simulated"] == "true"
-    assert found["tricomm_bytes_total"].value == 3000
-    assert found["tricomm_call_seconds_count"].value == 1
-    assert found["tricomm_call_p50_microseconds"].value == pytest.approx(2.0)
-    assert found["tricomm_bus_bandwidth_gbs"].value == pytest.approx(1000 / 2.0 / 1e3)  # 2 (n - 1) / n is 1
-    assert found["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
-    assert found["tricomm_routed_calls_total"].labels["route"] == "gloo"
-    assert found["tricomm_job_updated_timestamp_seconds"].value == 1000
+    assert samples["tricomm_bytes_total"].value == 3000
+    assert samples["tricomm_call_seconds_count"].value == 1
+    assert samples["tricomm_call_p50_microseconds"].value == pytest.approx(2.0)
+    assert samples["tricomm_bus_bandwidth_gbs"].value == pytest.approx(1000 / 2.0 / 1e3)  # 2 (n - 1) / n is 1
+    assert samples["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
+    assert samples["tricomm_routed_calls_total"].labels["route"] == "gloo"
+    assert samples["tricomm_job_updated_timestamp_seconds"].value == 1000
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
@@ -150,8 +150,8 @@ def test_any_name_survives_the_exposition_format(name: str) -> None:
     comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
     job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
     text = prometheus.exposition([job]).decode()
-    found = [s for f in text_string_to_metric_families(text) for s in f.samples]
-    assert [s.labels["group"] for s in found if s.name == "tricomm_peer_wait_seconds_total"] == [name]
+    samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
+    assert [s.labels["group"] for s in samples if s.name == "tricomm_peer_wait_seconds_total"] == [name]
 
 
 def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def test_the_trace_has_every_timed_call_once(tmp_path: Path) -> None:
     job_file(tmp_path / "live")
     file = tmp_path / "trace.json"
     assert chrome_trace.write(jobs.read(tmp_path / "live").jobs, file) == 2
-    found = json.loads(file.read_text())
-    spans = [e for e in found["traceEvents"] if e["ph"] == "X"]
+    written = json.loads(file.read_text())
+    spans = [e for e in written["traceEvents"] if e["ph"] == "X"]
     assert [(e["ts"], e["dur"], e["name"]) for e in spans] == [(0.0, 2.0, "all_reduce"), (4.0, 2.0, "all_reduce")]
-    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in found["traceEvents"] if e["ph"] == "M"}
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["ph"] == "M"}
     assert "(simulated)" in names["thread_name", 0, 0] and all(e["args"]["simulated"] for e in spans)
     with pytest.raises(InvalidArgument, match="--trace"):
         chrome_trace.write((), tmp_path)

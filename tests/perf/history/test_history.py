@@ -44,9 +44,9 @@ def said() -> Said:
 
 
 def _opened(path: Path, said: Said) -> database.History:
-    found = open_history(path, said)
-    assert found is not None, said
-    return found
+    history = open_history(path, said)
+    assert history is not None, said
+    return history
 
 
 @given(st.lists(st.tuples(_runs, _rows), max_size=6))
@@ -61,21 +61,21 @@ def test_what_is_written_is_read(rows: list[tuple[Run, Measurement]]) -> None:
 
 
 def test_rows_of_one_run_share_it_and_columns_filter(tmp_path: Path, said: Said) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
+    with _opened(tmp_path / "h.sqlite", said) as history:
         for nbytes in (1, 2, 3):
-            found.append(_RUN, replace(_ROW, nbytes=nbytes, simulated=nbytes != 2))
-        found.append(replace(_RUN, commit="def"), _ROW)
-        assert [e.measurement.nbytes for e in found.read(commit="abc", simulated=True)] == [1, 3]
-        assert sqlite3.connect(found.path).execute("SELECT count(*) FROM runs").fetchone() == (2,)
+            history.append(_RUN, replace(_ROW, nbytes=nbytes, simulated=nbytes != 2))
+        history.append(replace(_RUN, commit="def"), _ROW)
+        assert [e.measurement.nbytes for e in history.read(commit="abc", simulated=True)] == [1, 3]
+        assert sqlite3.connect(history.path).execute("SELECT count(*) FROM runs").fetchone() == (2,)
         with pytest.raises(InvalidArgument, match="no column bytes; there is date, device"):
-            found.read(bytes=3)
+            history.read(bytes=3)
 
 
 def test_a_time_that_is_no_number_is_refused_and_the_next_row_goes_in(tmp_path: Path, said: Said) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
+    with _opened(tmp_path / "h.sqlite", said) as history:
         with pytest.raises(InvalidArgument, match="cannot be recorded"):
-            found.append(_RUN, replace(_ROW, p50_us=float("nan")))
-        assert found.append(_RUN, _ROW) and len(found) == 1 and not said
+            history.append(_RUN, replace(_ROW, p50_us=float("nan")))
+        assert history.append(_RUN, _ROW) and len(history) == 1 and not said
 
 
 _WRITER = """
@@ -85,9 +85,9 @@ from contextlib import closing
 from dataclasses import replace
 from tests.perf.history.test_history import _ROW, _RUN
 from tricomm.perf.history.database import open_history
-found = open_history(Path(sys.argv[1]), print)
+history = open_history(Path(sys.argv[1]), print)
 for number in range(int(sys.argv[2])):
-    assert found.append(_RUN, replace(_ROW, library=sys.argv[3], nbytes=number))
+    assert history.append(_RUN, replace(_ROW, library=sys.argv[3], nbytes=number))
     print(number, flush=True)
 """
 
@@ -105,8 +105,8 @@ def test_a_killed_process_loses_no_row_that_it_wrote(tmp_path: Path, said: Said)
             last = int(victim.stdout.readline())
         victim.send_signal(signal.SIGKILL)
         last = max([last, *map(int, victim.stdout.read().split())])
-    with _opened(path, said) as found:
-        numbers = [e.measurement.nbytes for e in found.read()]
+    with _opened(path, said) as history:
+        numbers = [e.measurement.nbytes for e in history.read()]
     assert numbers == list(range(len(numbers))) and len(numbers) in (last + 1, last + 2) and not said
 
 
@@ -114,18 +114,18 @@ def test_two_processes_write_at_once(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "h.sqlite"
     writers = [_writer(path, 60, name) for name in ("one", "two")]
     assert [w.communicate(timeout=60)[0].split() for w in writers] == [[str(n) for n in range(60)]] * 2
-    with _opened(path, said) as found:
+    with _opened(path, said) as history:
         for name in ("one", "two"):
-            assert [e.measurement.nbytes for e in found.read(library=name)] == list(range(60))
+            assert [e.measurement.nbytes for e in history.read(library=name)] == list(range(60))
 
 
 def test_a_writer_waits_for_another_ones_row(tmp_path: Path, said: Said) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
-        other = sqlite3.connect(found.path, isolation_level=None, check_same_thread=False)
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        other = sqlite3.connect(history.path, isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
         later = threading.Timer(0.3, other.execute, ["ROLLBACK"])
         later.start()
-        assert found.append(_RUN, _ROW) and not said
+        assert history.append(_RUN, _ROW) and not said
         later.join()
         other.close()
 
@@ -188,9 +188,9 @@ def _damaged(whole: bytes, where: list[tuple[float, int]], length: float) -> byt
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("whole") / "h.sqlite"
-    with _opened(path, Said()) as found:
+    with _opened(path, Said()) as history:
         for nbytes in range(40):
-            found.append(_RUN, replace(_ROW, nbytes=nbytes))
+            history.append(_RUN, replace(_ROW, nbytes=nbytes))
     return path.read_bytes()
 
 
@@ -206,9 +206,9 @@ def test_a_damaged_file_is_read_or_kept_and_rows_go_in(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "h.sqlite"
         path.write_bytes(damaged)
-        with _opened(path, said) as found:
-            before = len(found.read())
-            assert found.append(_RUN, _ROW) and len(found.read()) == before + 1
+        with _opened(path, said) as history:
+            before = len(history.read())
+            assert history.append(_RUN, _ROW) and len(history.read()) == before + 1
         kept = list(Path(folder).glob("h.broken-*.sqlite"))
         assert len(kept) == len([text for text in said if "is kept as" in text]) <= 1
         assert all(k.read_bytes() == damaged and str(k) in said[0] for k in kept)
@@ -217,17 +217,17 @@ def test_a_damaged_file_is_read_or_kept_and_rows_go_in(
 def test_without_the_check_damage_would_surface_later(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
+    with _opened(tmp_path / "h.sqlite", said) as history:
         for _ in range(200):
-            found.append(_RUN, _ROW)
+            history.append(_RUN, _ROW)
     damaged = bytearray((tmp_path / "h.sqlite").read_bytes())
     damaged[-4096:] = b"\x77" * 4096
     (tmp_path / "h.sqlite").write_bytes(damaged)
     with monkeypatch.context() as patched, pytest.raises(sqlite3.DatabaseError):
         patched.setattr(schema, "check", lambda database: None)
         _opened(tmp_path / "h.sqlite", said).read()
-    with _opened(tmp_path / "h.sqlite", said) as found:
-        assert found.read() == [] and "is kept as" in said[-1]
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        assert history.read() == [] and "is kept as" in said[-1]
 
 
 def test_another_programs_database_is_not_written_to(tmp_path: Path, said: Said) -> None:
@@ -235,37 +235,37 @@ def test_another_programs_database_is_not_written_to(tmp_path: Path, said: Said)
     other.execute("CREATE TABLE theirs (x)")
     other.commit()
     other.close()
-    with _opened(tmp_path / "h.sqlite", said) as found:
-        assert found.append(_RUN, _ROW) and "another program's database" in said[0]
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        assert history.append(_RUN, _ROW) and "another program's database" in said[0]
 
 
 def test_a_newer_file_stays_and_rows_go_beside_it(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "h.sqlite"
-    with _opened(path, said) as found:
-        found.append(_RUN, _ROW)
+    with _opened(path, said) as history:
+        history.append(_RUN, _ROW)
     newer = sqlite3.connect(path)
     newer.execute(f"PRAGMA user_version = {schema.VERSION + 1}")
     newer.close()
     before = path.read_bytes()
     for rows in (1, 2):  # the file beside is found again
-        with _opened(path, said) as found:
-            assert found.append(_RUN, _ROW) and len(found) == rows
-            assert found.path.name == f"h.v{schema.VERSION}.sqlite" and str(found.path) in said[-1]
+        with _opened(path, said) as history:
+            assert history.append(_RUN, _ROW) and len(history) == rows
+            assert history.path.name == f"h.v{schema.VERSION}.sqlite" and str(history.path) in said[-1]
     assert path.read_bytes() == before
 
 
 def test_an_older_file_takes_the_steps_that_it_lacks(
     tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
-        found.append(_RUN, _ROW)
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        history.append(_RUN, _ROW)
     step = "ALTER TABLE runs ADD COLUMN place TEXT NOT NULL DEFAULT 'here';"
     monkeypatch.setattr(schema, "_STEPS", (*schema._STEPS, step))
     monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
     for _ in range(2):
-        with _opened(tmp_path / "h.sqlite", said) as found:
-            assert found.read()[0].measurement == _ROW
-            assert found._database.execute("SELECT place FROM runs").fetchall() == [("here",)]
+        with _opened(tmp_path / "h.sqlite", said) as history:
+            assert history.read()[0].measurement == _ROW
+            assert history._database.execute("SELECT place FROM runs").fetchall() == [("here",)]
     assert not said
 
 
@@ -277,9 +277,9 @@ def test_a_directory_that_cannot_be_written_is_named_and_done_without(tmp_path: 
 
 
 def test_a_file_that_may_only_be_read_is_named_once(tmp_path: Path, said: Said) -> None:
-    with _opened(tmp_path / "h.sqlite", said) as found:
-        found._database.execute("PRAGMA query_only = 1")
-        assert [found.append(_RUN, _ROW) for _ in range(3)] == [False] * 3
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        history._database.execute("PRAGMA query_only = 1")
+        assert [history.append(_RUN, _ROW) for _ in range(3)] == [False] * 3
     assert len(said) == 1 and "readonly database; going on without it" in said[0]
 
 
