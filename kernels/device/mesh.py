@@ -50,47 +50,47 @@ def relay(group):
 
 
 @triton.jit
-def linked(group, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LANES: tl.constexpr):
+def linked(group, QUAD_PEERS: tl.constexpr, RELAY: tl.constexpr, SPEC: tl.constexpr):
     """bool [LANES]: lanes of the ranks of one's quad, of one's relay, or of both."""
-    source = tl.arange(0, LANES) % SOURCES
+    source = tl.arange(0, SPEC.LANES) % SOURCES
     mask = source < 0
-    if TO_QUAD:
+    if QUAD_PEERS:
         for step in tl.static_range(1, 4):
             mask |= source == in_quad(group, step)
-    if TO_RELAY:
+    if RELAY:
         mask |= source == relay(group)
     return mask
 
 
 @triton.jit
-def send(group, epoch, call, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LL: tl.constexpr,
-         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """This block's header along links: under `simple` it publishes what the block has written."""
-    mask = linked(group, TO_QUAD, TO_RELAY, LANES) & (tl.arange(0, LANES) < SOURCES)
-    if LL:
-        if clears(epoch):  # see `exchange.open_epoch`
-            send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
-        else:
-            send_headers_to(group, mask, epoch, call, PHASE, False, RANKS, LANES, PTX)
-    else:
-        tl.debug_barrier()
-        send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
+def send_link_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+    """This block's header along links. It publishes what the block has written, and what it has seen."""
+    mask = linked(chunk.group, TO_QUAD, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
+    tl.debug_barrier()
+    send_headers_to(chunk.group, mask, chunk.epoch, chunk.call, PHASE, True, RANKS, SPEC.LANES, SPEC.PTX)
 
 
 @triton.jit
-def wait(group, epoch, call, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, LL: tl.constexpr,
-         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def wait_link_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """Wait for the headers of linked ranks; returns the status. Under `simple` what they published is visible."""
-    mask = linked(group, OF_QUAD, OF_RELAY, LANES)
-    status = wait_headers_of(group, mask, epoch, call, PHASE, RANKS, LANES, PTX)
-    if not LL:
+    mask = linked(chunk.group, OF_QUAD, OF_RELAY, SPEC)
+    status = wait_headers_of(chunk.group, mask, chunk.epoch, chunk.call, PHASE, RANKS, SPEC.LANES, SPEC.PTX)
+    if not SPEC.LL:
         tl.debug_barrier()
     return status
 
 
 @triton.jit
-def open_epoch(group, epoch, call, TO_RELAY: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-               LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """LL: clear the idle mailbox where its time has come, then say along links that this block is in `epoch`."""
-    clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
-    send(group, epoch, call, 0, True, TO_RELAY, True, LANES, PTX)
+def open_mesh_epoch(chunk, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+    """Clear the idle mailbox if its time has come; under LL, say then along links that this block is in this epoch.
+
+    That header is relaxed unless it follows a clearing, as in `push.open_epoch`.
+    """
+    group, epoch, call = chunk.group, chunk.epoch, chunk.call
+    clear_idle(group, epoch, 1, SPEC)
+    if SPEC.LL:
+        mask = linked(group, True, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
+        if clears(epoch):
+            send_headers_to(group, mask, epoch, call, 0, True, RANKS, SPEC.LANES, SPEC.PTX)
+        else:
+            send_headers_to(group, mask, epoch, call, 0, False, RANKS, SPEC.LANES, SPEC.PTX)

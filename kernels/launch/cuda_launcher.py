@@ -22,7 +22,7 @@ import torch
 
 from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
-from tricomm.kernels.launch.compiler import compile_kernel, takes_data, takes_rows
+from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_data
 
 _SCRATCH = 2
 _MOST_STATIC_SHARED = 48 * 1024
@@ -96,7 +96,7 @@ def bound(
     Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
-    uneven = takes_rows(kernel)
+    uneven = takes_counts(kernel)
     even = takes_data(kernel) and not uneven
     arguments = 5 if even else 5 + 2 * constexprs["WORLD_SIZE"] if uneven else 2
     words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()

@@ -11,6 +11,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import primitives
 from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import bound, torch_device
+from tricomm.kernels.specialization import specialized
 
 Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
 
@@ -94,7 +95,7 @@ def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, 
     size = grid_size(grid, constexprs)
     known = {p.name for p in triton_adapter.parameters(kernel)}
     given = {n: v for n, v in constexprs.items() if n in known or n not in _GPU_ONLY}
-    return interpreter.programs(kernel, size, args, given)
+    return interpreter.programs(kernel, size, args, specialized(known, given))
 
 
 def _compiled(

@@ -23,7 +23,7 @@ from tricomm.perf.machine_code.accesses import Line
 def classify(line: Line, tiles: set[Line]) -> str:
     """body, tail, scalar or control: see the head of this file."""
     function = function_of(line)
-    if function.startswith(("mailbox.", "splits.")) or (
+    if function.startswith(("counts.", "mailbox.")) or (
         function.startswith("primitives.") and function not in ("primitives.put_ll", "primitives.get_ll")
     ):
         return "control"

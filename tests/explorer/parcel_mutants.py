@@ -16,32 +16,34 @@ DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "s
 
 FILE = "kernels/device/push.py"
 BROADCAST = "kernels/collectives/broadcast_one_shot.py"
-TWO_SHOT = "kernels/collectives/broadcast_two_shot_simple.py"
+TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 GATHER = "kernels/collectives/gather_one_shot.py"
 REDUCE = "kernels/collectives/reduce_one_shot.py"
 SCATTER = "kernels/collectives/scatter_one_shot.py"
 UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 SPLITS = "kernels/device/counts.py"
 
-_MEET = "        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)\n"
+_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _SIGNAL_ONLY = """\
-        if me == root:
-            tl.debug_barrier()
-            send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
-        else:
-            status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)
+    status = 0
+    if me == root:
+        tl.debug_barrier()
+        send_headers(
+            chunk.group, chunk.epoch, chunk.call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX
+        )
+    else:
+        status = synchronize(chunk, 0, SPEC)
 """
-_IMPORT = "from tricomm.kernels.primitives import RANK, advance, enter, leave\n"
-_SENDS = (Edit(BROADCAST, _IMPORT, _IMPORT.replace("leave", "leave, send_headers")),)
-_BARRIER = "        status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)\n"
+_IMPORT = "from tricomm.kernels.primitives import RANK\n"
+_SENDS = (Edit(BROADCAST, _IMPORT, _IMPORT.replace("RANK", "RANK, send_headers")),)
+_BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
 _HEADERS = """\
         tl.debug_barrier()
-        send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
-        status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
+        send_headers(group, epoch, call, PHASE, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
         tl.debug_barrier()
 """
-_UNIT = "import RANK, barrier, get_ll, peer, put_ll, wait_headers\n"
-_SECOND = "status = barrier(group, epoch, call, 1, WORLD_SIZE, LANES, PTX)"
+_SECOND = "status = synchronize(chunk, 1, SPEC)"
 _BEFORE_CLEAR = 2**30 - 1
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
@@ -49,15 +51,14 @@ WRONG, UNWRITTEN = frozenset({"wrong_result"}), frozenset({"uninitialised", "rac
 
 
 def _meeting(old: str, new: str) -> tuple[Edit, ...]:
-    """`meet` under `simple`, spelled out and changed."""
-    return (Edit(FILE, _UNIT, _UNIT.replace("put_ll,", "put_ll, send_headers,")),
-            Edit(FILE, _BARRIER, _HEADERS.replace(old, new, 1)))  # fmt: skip
+    """`synchronize` under `simple`, spelled out and changed."""
+    return (Edit(FILE, _BARRIER, _HEADERS.replace(old, new, 1)),)
 
 
 PARCELS = (
     Mutant(
         "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
-        (Edit(BROADCAST, _MEET, f"        if me != root:\n    {_MEET}"),),
+        (Edit(BROADCAST, _MEET, f"    status = 0\n    if me != root:\n    {_MEET}"),),
         (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -67,7 +68,7 @@ PARCELS = (
     ),
     Mutant(
         "P03", "LL gather: who is not the root does not wait", "senders run ahead of the root",
-        (Edit(GATHER, _MEET, f"        if me == root:\n    {_MEET}"),),
+        (Edit(GATHER, _MEET, f"    status = 0\n    if me == root:\n    {_MEET}"),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -81,35 +82,35 @@ PARCELS = (
     ),
     Mutant(
         "P06", "parcels: no block barrier after the meeting", "other lanes take before one has acquired",
-        _meeting("LANES, PTX)\n        tl.debug_barrier()\n", "LANES, PTX)\n"),
+        _meeting("SPEC.PTX)\n        tl.debug_barrier()\n", "SPEC.PTX)\n"),
         (CS,), RACE, "put tl.debug_barrier() after the acquire",
     ),
     Mutant(
         "P07", "parcels: taken before the meeting", "the push is polled by nobody under `simple`",
-        (Edit(FILE, _BARRIER, _BARRIER + "    status = 0\n"), Edit(FILE, _BARRIER.strip(), "status = 0")),
+        (Edit(FILE, _BARRIER, "        status = 0\n"),),
         (RS,), RACE, "no flag tells rank",
     ),
     Mutant(
         "P08", "parcels: one room too few is taken", "off by one in the number of senders",
-        (Edit(FILE, "simple_room(group, group, epoch, source + n, WORLD_SIZE)",
-              "simple_room(group, group, epoch, (source + n) % (WORLD_SIZE - 1), WORLD_SIZE)"),),
+        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
+              "simple_buffer(chunk, group, (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
         (DS,), WRONG, world_size=3,
     ),
     Mutant(
         "P09", "parcels: taken from the other parity", "sender and taker disagree about the mailbox",
-        (Edit(FILE, "simple_room(group, group, epoch, source + n, WORLD_SIZE)",
-              "simple_room(group, group, epoch + 1, source + n, WORLD_SIZE)"),),
+        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), group, source + n, SPEC)"),),
         (GS,), UNWRITTEN,
     ),
     Mutant(
         "P10", "LL parcels: rooms taken for half as far apart", "the distance between rooms is in words of 8 bytes",
-        (Edit(FILE, "get_ll(group, slot, ll_room(group) // 8,", "get_ll(group, slot, ll_room(group) // 16,"),),
+        (Edit(FILE, "distance = tl.load(group + LL_ROOM) // 8", "distance = tl.load(group + LL_ROOM) // 16"),),
         (RL,), DEADLOCK,
     ),
     Mutant(
         "P11", "LL parcels: into the receiver's room", "all senders write to one room",
-        (Edit(FILE, "slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)",
-              "slot = ll_slot(group, peer(group, to), epoch, to, first, WORLD_SIZE)"),),
+        (Edit(FILE, "peer(group, to), me, first, SPEC)\n        put_ll(buffer, words,",
+              "peer(group, to), to, first, SPEC)\n        put_ll(buffer, words,"),),
         (AL,), frozenset({"race", "deadlock"}),
     ),
     Mutant(
@@ -119,17 +120,17 @@ PARCELS = (
     ),
     Mutant(
         "P13", "reduce: the root keeps its data to itself", "its own room is part of the sum",
-        (Edit(REDUCE, "        push_row(", "        if me != root:\n            push_row("),),
+        (Edit(REDUCE, "    push_row(", "    if me != root:\n        push_row("),),
         (RS,), UNWRITTEN,
     ),
     Mutant(
         "P14", "scatter: taken from rank 0, whoever the root is", "a root that is a constant by mistake",
-        (Edit(SCATTER, "take(group, root, epoch,", "take(group, 0, epoch,"),),
+        (Edit(SCATTER, "receive(chunk, root, first,", "receive(chunk, 0, first,"),),
         (CL,), DEADLOCK,
     ),
     Mutant(
         "P15", "parcels: simple does not clear", "LL words of 2^32 epochs ago, where calls are `simple` at that time",
-        (Edit(FILE, "        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)\n", "        pass\n"),),
+        (Edit(FILE, "    clear_idle(group,", "    if SPEC.LL:\n        clear_idle(group,"),),
         (DS, DS, DL, DL), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200, 200),
         blocks=2, tile=128, body=bodies.prefilled, schedules=20,
     ),
@@ -140,38 +141,35 @@ PARCELS = (
     ),
     Mutant(
         "P17", "two-shot broadcast: one header for both phases", "the second barrier finds the first one's flag",
-        (Edit(TWO_SHOT, _SECOND, _SECOND.replace("call, 1", "call, 0")),),
+        (Edit(TWO_SHOT, _SECOND, _SECOND.replace("1", "0")),),
         (BT,), RACE, "no flag tells rank", world_size=3,
     ),
     Mutant(
         "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
         (
-            Edit(TWO_SHOT, "room = simple_room(group, peer(group, to), epoch, me, WORLD_SIZE) + half",
-                 "room = simple_room(group, peer(group, to), epoch, me, WORLD_SIZE)  # second"),
-            Edit(TWO_SHOT, "room = simple_room(group, group, epoch, source, WORLD_SIZE) + half",
-                 "room = simple_room(group, group, epoch, source, WORLD_SIZE)"),
+            Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
         ),
         (BT,), RACE,
     ),
     Mutant(
         "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
-        (Edit(TWO_SHOT, "                    if to != root:", "                    if (to != root) & (me != root):"),),
+        (Edit(TWO_SHOT, "                if to != root:", "                if (to != root) & (me != root):"),),
         (BT,), UNWRITTEN,
     ),
     Mutant(
         "P20", "uneven parts: begin one rank late", "the sum of the lengths before takes the own one in",
-        (Edit(SPLITS, "tl.where(r < rank, rows[r], 0)", "tl.where(r <= rank, rows[r], 0)"),),
+        (Edit(SPLITS, "tl.where(r < rank, counts[r], 0)", "tl.where(r <= rank, counts[r], 0)"),),
         (VS,), frozenset({"wrong_result", "out_of_bounds"}), world_size=3,
     ),
     Mutant(
         "P21", "uneven parts: lengths by step instead of by rank", "a schedule of peers is no list of lengths",
-        (Edit(UNEVEN, "part(takes, source, numel,", "part(takes, step, numel,"),),
+        (Edit(UNEVEN, "part(recv_counts, source, numel,", "part(recv_counts, step, numel,"),),
         (VL,), frozenset({"wrong_result", "deadlock"}), world_size=3,
     ),
     Mutant(
         "P22", "uneven parts: as many chunks as the own parts need", "rows that need more chunks come in part",
-        (Edit(SPLITS, "tl.maximum(longest(sends, numel, WORLD_SIZE), tl.max(tl.where(mask, told & LOW, 0), axis=0))",
-              "longest(sends, numel, WORLD_SIZE)"),),
+        (Edit(SPLITS, "tl.maximum(ours, tl.max(tl.where(mask, theirs & LOW, 0), axis=0))", "ours"),),
         (VL,), WRONG, sizes=(257,), tile=256,
     ),
 )  # fmt: skip
