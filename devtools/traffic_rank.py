@@ -48,7 +48,7 @@ def _count(
     call: Callable[[], object],
 ) -> None:  # fmt: skip
     where = comm.arena_layout
-    counter = Counter(ranges, (layout.HEADERS, where.ll), (where.lines, where.slots))
+    counter = Counter(ranges, (layout.HEADERS, where.ll), (where.channel_states, where.slots))
     with interpreter.observe(counter):
         call()
     say(

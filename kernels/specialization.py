@@ -20,7 +20,7 @@ class Specialization:
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
     LL           the protocol: True for `ll`, False for `simple`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
-    ELEMENT, OP  what a reduction reads each element as, and its operation (`dtypes.reduction`)
+    ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
     """
 
     WORLD_SIZE: int

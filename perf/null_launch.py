@@ -65,10 +65,10 @@ class NullRuntime(Processes):
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
-        return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
+        return cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
 
 
 def communicator() -> Communicator:

@@ -35,7 +35,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.mesh import (
-    OTHER,
+    PEER_QUAD,
     POSITION,
     RANKS,
     in_quad,
@@ -131,5 +131,5 @@ def _row(group, position, step):
     """The rank whose row step 0 to 6 copies: 0 to 3 one's own quad, then what its other three have passed on."""
     source = in_quad(group, step % 4)
     if step > 3:
-        source = tl.load(group + OTHER + (position ^ (step - 3)))
+        source = tl.load(group + PEER_QUAD + (position ^ (step - 3)))
     return source

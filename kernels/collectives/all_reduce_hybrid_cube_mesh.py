@@ -39,7 +39,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.mesh import (
-    PLACE,
+    QUAD_RANK,
     RANKS,
     RELAYED,
     in_quad,
@@ -56,25 +56,25 @@ from tricomm.kernels.primitives import get_ll, peer, put_ll
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == RANKS, "a hybrid cube mesh has eight ranks")
-    place = tl.load(group + PLACE)
+    quad_rank = tl.load(group + QUAD_RANK)
     if SPEC.LL:
         words = buffer_words(group, 1, SPEC)
-        run_chunks(_ll, (x_ptr, y_ptr, numel, place, words), group, call, words, SPEC)
+        run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank, words), group, call, words, SPEC)
     else:
         half = buffer_words(group, 2, SPEC)
-        run_chunks(_simple, (x_ptr, y_ptr, numel, place, half), group, call, half, SPEC)
+        run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, half), group, call, half, SPEC)
 
 
 @triton.jit
 def _ll(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
-    x_ptr, y_ptr, numel, place, words = tensors
+    x_ptr, y_ptr, numel, quad_rank, words = tensors
     group, epoch, count = chunk.group, chunk.epoch, chunk.count
     open_mesh_epoch(chunk, False, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = ll_buffer(chunk, peer(group, in_quad(group, step)), place, first, SPEC)
+            buffer = ll_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, first, SPEC)
             put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
     status = wait_link_headers(chunk, 0, True, False, SPEC)
     if status == 0:
@@ -108,13 +108,13 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
-    x_ptr, y_ptr, numel, place, half = tensors
+    x_ptr, y_ptr, numel, quad_rank, half = tensors
     group, count = chunk.group, chunk.count
     open_mesh_epoch(chunk, False, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), place, SPEC)
+            buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, SPEC)
             store_tile(buffer, first, mine, count, SPEC.BLOCK)
     send_link_headers(chunk, 0, True, False, SPEC)
     status = wait_link_headers(chunk, 0, True, False, SPEC)

@@ -27,8 +27,8 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.mesh import (
-    PLACE,
     POSITION,
+    QUAD_RANK,
     RANKS,
     RELAYED,
     in_quad,
@@ -46,15 +46,15 @@ from tricomm.kernels.primitives import peer
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == RANKS, "a hybrid cube mesh has eight ranks")
-    place, position = tl.load(group + PLACE), tl.load(group + POSITION)
+    quad_rank, position = tl.load(group + QUAD_RANK), tl.load(group + POSITION)
     half = buffer_words(group, 2, SPEC)
-    run_chunks(_simple, (x_ptr, y_ptr, numel, place, position, half), group, call, 4 * half, SPEC)
+    run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, position, half), group, call, 4 * half, SPEC)
 
 
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
-    x_ptr, y_ptr, numel, place, position, half = tensors
+    x_ptr, y_ptr, numel, quad_rank, position, half = tensors
     group, base, count = chunk.group, chunk.base, chunk.count
     shard = shard_words(count, 4)
     ours = tl.minimum(count - position * shard, shard)
@@ -62,7 +62,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     open_mesh_epoch(chunk, False, SPEC)
     for step in range(4):  # 0 is the own buffer: that spares the sum a special case
         theirs = tl.minimum(count - (position ^ step) * shard, shard)
-        buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), place, SPEC)
+        buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, SPEC)
         push_part(x_ptr, numel, base + (position ^ step) * shard, theirs, buffer, chunk, SPEC)
     send_link_headers(chunk, 0, True, False, SPEC)
     status = wait_link_headers(chunk, 0, True, False, SPEC)

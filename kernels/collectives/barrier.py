@@ -1,4 +1,4 @@
-"""Barrier: every rank tells every peer that it is here, and waits for all. No data.
+"""Barrier: every rank sends a header to every peer, and waits for all of theirs. No data.
 
     rank r ──header──▶ every peer;  r goes on when it has the header of every peer
 

@@ -35,9 +35,9 @@ from tricomm.kernels.device.packing import load_tile, store_words
 from tricomm.kernels.primitives import CONTROL, RANK, get_ll, peer
 
 NEXT = tl.constexpr(layout.NEXT)
-TAKEN = tl.constexpr(layout.TAKEN)
-TOLD = tl.constexpr(layout.TOLD)
-TOLD_WORDS = tl.constexpr(layout.TOLD_WORDS)
+RECEIVED_AHEAD = tl.constexpr(layout.RECEIVED_AHEAD)
+RECV_SOURCE = tl.constexpr(layout.RECV_SOURCE)
+RECV_SOURCE_WORDS = tl.constexpr(layout.RECV_SOURCE_WORDS)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def any_source(group, tag, SPEC: tl.constexpr):
         while (source < SPEC.WORLD_SIZE) & (sender < 0):
             if source != me:
                 mine = channel_state(group, group, source, channel)
-                here = probe(mine, tl.load(mine + NEXT), tl.load(mine + TAKEN), tag, SPEC)
+                here = probe(mine, tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD), tag, SPEC)
                 sender = tl.where(here == 1, source, sender)
             source += 1
         if sender < 0:
@@ -80,7 +80,7 @@ def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
         source, status = any_source(group, tag, SPEC)
         if status == 0:
             control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
-            tl.store(control + TOLD + ((call >> 32) % TOLD_WORDS), source)
+            tl.store(control + RECV_SOURCE + ((call >> 32) % RECV_SOURCE_WORDS), source)
     block = tl.program_id(0).to(tl.int64)  # of the sender's `blocks`
     first_part = block
     while (block < blocks) & (status == 0):
@@ -88,7 +88,7 @@ def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
             channel = (first_part + tag) % channels
             mine = channel_state(group, group, source, channel)
             theirs = channel_state(group, peer(group, source), me, channel)
-            following, taken = tl.load(mine + NEXT), tl.load(mine + TAKEN)
+            following, taken = tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD)
             part = first_part
             while (part < pieces) & (status == 0):
                 ahead, status = match_header(group, mine, source, following, taken, call, tag, SPEC)
@@ -116,7 +116,7 @@ def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
                     part += channels
             if status == 0:
                 tl.store(mine + NEXT, following)
-                tl.store(mine + TAKEN, taken)
+                tl.store(mine + RECEIVED_AHEAD, taken)
             first_part += blocks
         else:
             block += tl.num_programs(0)

@@ -1,4 +1,4 @@
-"""Reduce-scatter, one shot, `ll` or `simple`: row r of the input to rank r, which reduces what it gets.
+"""Reduce-scatter, one shot, `ll` or `simple`: row r of the input to rank r, which reduces what it receives.
 
     rank 0 [a0 b0 c0 d0] ─▶ a0 to 0, b0 to 1, c0 to 2, d0 to 3      rank 0 gets a0 + a1 + a2 + a3
     rank 1 [a1 b1 c1 d1] ─▶ a1 to 0, b1 to 1, c1 to 2, d1 to 3      rank 1 gets b0 + b1 + b2 + b3

@@ -1,4 +1,4 @@
-"""The kernels that tricomm ships, by (collective, algorithm, protocol), with what each one costs."""
+"""The kernels that tricomm ships, by (collective, algorithm, protocol), with their costs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kernel:
     """One shipped kernel: `function` compiled for `protocol`.
 
     `written` and `read` are the bytes of the busiest rank that cross to and from peers, per byte of its input (per
-    byte of the message where there is a root), headers apart, of a type of 32 bits or more, as a function of the world
+    byte of the message if there is a root), headers apart, of a type of 32 bits or more, as a function of the world
     size; `hops` counts dependent one-way messages, `barriers` the barriers among them.
     """
 
@@ -67,7 +67,7 @@ class Kernel:
 
     @property
     def kind(self) -> Collective:
-        """What the collective takes and gives."""
+        """Shapes of the collective's input and output."""
         return collective_specs.find(self.collective)
 
     @property
@@ -81,7 +81,7 @@ class Kernel:
 
     @property
     def needs_cube(self) -> bool:
-        """True for what runs over a hybrid cube mesh of eight ranks only."""
+        """True for a kernel that runs over a hybrid cube mesh of eight ranks only."""
         return self.algorithm.startswith("hybrid_cube_mesh")
 
     @property
@@ -91,7 +91,7 @@ class Kernel:
 
     @property
     def shards(self) -> int | None:
-        """How many shards a message is divided into, 0 for one a rank; None where it is not."""
+        """How many shards a message is divided into, 0 for one a rank; None if it is not divided."""
         return None if "two_shot" not in self.algorithm else 4 if self.needs_cube else 0
 
 
@@ -159,14 +159,14 @@ KERNELS = (
     Kernel("barrier", "one_shot", "simple", barrier, _none, _none, 1, 1),
 )  # fmt: skip
 
-# Over symmetric memory, which is read where it lies: in place by two shots, else by one.
+# Over symmetric memory, which is read without a copy: in place by two shots, else by one.
 ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
 )
 
-# Between two ranks: what the busier of them writes.
+# Between two ranks: costs of the busier one.
 MESSAGES = (
     Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0),
     Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0),

@@ -37,17 +37,17 @@ import triton.language as tl
 from tricomm.kernels import layout
 from tricomm.kernels.primitives import CONTROL, LOW, STATUS, acquire, look, pause, put_ll, signal, wait_sequence
 
-LINES = tl.constexpr(layout.LINES)
+CHANNEL_STATES = tl.constexpr(layout.CHANNEL_STATES)
 SLOT_DATA = tl.constexpr(layout.SLOT_DATA)
 SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
 CHANNELS = tl.constexpr(layout.CHANNELS)
 SLOTS = tl.constexpr(layout.SLOTS)
-STATE_WORDS = tl.constexpr(layout.LINE // 8)
+STATE_WORDS = tl.constexpr(layout.CHANNEL_STATE // 8)
 ACKS = tl.constexpr(layout.ACKS)
 NUMBERS = tl.constexpr(layout.EPOCH_LIMIT)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
 PENDING = tl.constexpr(layout.PENDING)
-UNLIKE = tl.constexpr(layout.UNLIKE)
+MESSAGE_MISMATCH = tl.constexpr(layout.MESSAGE_MISMATCH)
 MESSAGE = tl.constexpr(layout.MESSAGE)
 MESSAGE_PEER = tl.constexpr(layout.MESSAGE_PEER)
 MESSAGE_ENDED = tl.constexpr(layout.MESSAGE_ENDED)
@@ -80,7 +80,7 @@ def piece_words(group, words, SPEC: tl.constexpr):
 def channel_state(group, head, rank, channel):
     """Pointer (int64*) to the state that the arena at `head` keeps for its rank's channel to and from `rank`."""
     at = (rank * tl.load(group + CHANNELS) + channel) * STATE_WORDS
-    return tl.multiple_of(head + tl.load(group + LINES) // 8 + at, 16)
+    return tl.multiple_of(head + tl.load(group + CHANNEL_STATES) // 8 + at, 16)
 
 
 @triton.jit
@@ -154,7 +154,7 @@ def match_header(group, mine, rank, following, taken, call, tag, SPEC: tl.conste
     """Wait for the first piece with `tag`: (how many numbers after `following` it is, status).
 
     Bit k of `taken` says that the piece k after `following` was received before. The status word says what is wrong:
-    UNLIKE, the tag is right and size or type is not; PENDING, four pieces are waiting and none has this tag.
+    MESSAGE_MISMATCH, the tag is right and size or type is not; PENDING, four pieces are waiting and none has this tag.
     """
     lane = tl.arange(0, SPEC.LANES) % 2
     control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
@@ -173,7 +173,7 @@ def match_header(group, mine, rank, following, taken, call, tag, SPEC: tl.conste
             if (status == 0) & (its_tag == (tag & LOW)):
                 matched = 1
                 if fingerprint != (call & LOW):
-                    tl.store(control + STATUS, (rank << 8) + UNLIKE)
+                    tl.store(control + STATUS, (rank << 8) + MESSAGE_MISMATCH)
                     status = 2
         if matched == 0:
             ahead += 1

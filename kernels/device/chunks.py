@@ -1,6 +1,6 @@
 """The frame of a collective kernel: a call is divided into chunks that fit into the mailboxes, and a chunk is an epoch.
 
-A kernel says what happens in one chunk; entering, counting epochs, stopping at a fault and leaving are done here.
+A kernel defines one chunk; entering, counting epochs, stopping at a fault and leaving are done here.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from tricomm.kernels import layout
 from tricomm.kernels.primitives import put_ll, signal
 
 LL_BASE = tl.constexpr(layout.LL_BASE)
-LL_ROOM = tl.constexpr(layout.LL_ROOM)
+LL_BUFFER = tl.constexpr(layout.LL_BUFFER)
 SIMPLE_BASE = tl.constexpr(layout.SIMPLE_BASE)
-SIMPLE_ROOM = tl.constexpr(layout.SIMPLE_ROOM)
+SIMPLE_BUFFER = tl.constexpr(layout.SIMPLE_BUFFER)
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
@@ -25,9 +25,9 @@ PHASES = tl.constexpr(layout.PHASES)
 def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
     if SPEC.LL:
-        words = tl.load(group + LL_ROOM) // (16 * PARTS)
+        words = tl.load(group + LL_BUFFER) // (16 * PARTS)
     else:
-        words = tl.load(group + SIMPLE_ROOM) // (8 * PARTS)
+        words = tl.load(group + SIMPLE_BUFFER) // (8 * PARTS)
     return words
 
 
@@ -39,7 +39,7 @@ def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
     """
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    offset = tl.load(group + LL_BASE) + buffer * tl.load(group + LL_ROOM)
+    offset = tl.load(group + LL_BASE) + buffer * tl.load(group + LL_BUFFER)
     return tl.multiple_of(head + offset // 8 + 2 * first, 16)
 
 
@@ -48,7 +48,7 @@ def simple_buffer(chunk, head, source, SPEC: tl.constexpr):
     """Pointer (int64*, 16-byte aligned) to `source`'s buffer of the simple mailbox in the arena at `head`."""
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    offset = tl.load(group + SIMPLE_BASE) + buffer * tl.load(group + SIMPLE_ROOM)
+    offset = tl.load(group + SIMPLE_BASE) + buffer * tl.load(group + SIMPLE_BUFFER)
     return tl.multiple_of(head + offset // 8, 16)
 
 
@@ -71,7 +71,7 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1
-        run = tl.load(group + LL_ROOM) // (8 * PARTS)
+        run = tl.load(group + LL_BUFFER) // (8 * PARTS)
         for part in range(SPEC.WORLD_SIZE * PARTS):
             start = group + tl.load(group + LL_BASE) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
             for first in range(block.to(tl.int64) * 2 * SPEC.BLOCK, run, grid * 2 * SPEC.BLOCK):

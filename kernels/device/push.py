@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.mailbox import LL_ROOM, clear_idle, clears, ll_buffer, simple_buffer
+from tricomm.kernels.device.mailbox import LL_BUFFER, clear_idle, clears, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
 from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, send_headers, wait_headers
 
@@ -109,7 +109,7 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
     parts = ()
     if SPEC.LL:
         buffer = ll_buffer(chunk, group, source, first, SPEC)
-        distance = tl.load(group + LL_ROOM) // 8
+        distance = tl.load(group + LL_BUFFER) // 8
         parts, status = get_ll(group, buffer, distance, chunk.epoch, count - first, SOURCES, SPEC.BLOCK, SPEC.PTX)
     else:
         for n in tl.static_range(SOURCES):

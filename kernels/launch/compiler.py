@@ -1,4 +1,4 @@
-"""A kernel compiled for one GPU architecture outside of Triton's dispatch: what is reported on is what is launched."""
+"""Compile a kernel for one GPU architecture outside of Triton's dispatch: reports read the code that is launched."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def compile_kernel(
 def takes_data(kernel: Any) -> bool:
     """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
 
-    What `takes_counts` tells may follow, then `extras`.
+    The counts of uneven rows may follow (`takes_counts`), then `extras`.
     """
     return bool(triton_adapter.parameters(kernel)[0].name == _TENSORS[0])
 

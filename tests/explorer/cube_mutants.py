@@ -87,12 +87,13 @@ CUBES = (
     ),
     _mutant(
         "C07", "cube: summed by position, not by place", "a quad's order is that of its ranks, whoever is linked how",
-        (Edit(REDUCE, "place = tl.load(group + PLACE)", "place = tl.load(group + PLACE - 1)"),), S, WRONG,
+        (Edit(REDUCE, "tl.load(group + QUAD_RANK)", "tl.load(group + QUAD_RANK - 1)"),), S, WRONG,
         body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
     ),
     _mutant(
         "C08", "cube: summed from the own place on", "ranks of a quad hold different bits",
-        (Edit(REDUCE, "simple_buffer(chunk, group, n, SPEC)", "simple_buffer(chunk, group, (place + n) % 4, SPEC)"),),
+        (Edit(REDUCE, "simple_buffer(chunk, group, n, SPEC)",
+              "simple_buffer(chunk, group, (quad_rank + n) % 4, SPEC)"),),
         S, frozenset({"rank_mismatch"}), body=bodies.cube_floats, dtype=torch.float32,
     ),
     _mutant(
@@ -103,8 +104,8 @@ CUBES = (
     ),
     _mutant(
         "C10", "cube: relays by place, not by position", "who writes to whom is not the same at both ends of a link",
-        (Edit(FILE, "tl.load(group + OTHER + tl.load(group + POSITION))",
-              "tl.load(group + OTHER + tl.load(group + PLACE))"),),
+        (Edit(FILE, "tl.load(group + PEER_QUAD + tl.load(group + POSITION))",
+              "tl.load(group + PEER_QUAD + tl.load(group + QUAD_RANK))"),),
         S, DEADLOCK, topology=OTHERWISE,
     ),
     _mutant(
@@ -133,8 +134,8 @@ CUBES = (
     ),
     _mutant(
         "C15", "cube two-shot: a shard belongs to a place", "both ends of a relay link own the same shard",
-        (Edit(TWO_SHOT, "tl.load(group + PLACE), tl.load(group + POSITION)",
-              "tl.load(group + PLACE), tl.load(group + POSITION + 1)"),),
+        (Edit(TWO_SHOT, "tl.load(group + QUAD_RANK), tl.load(group + POSITION)",
+              "tl.load(group + QUAD_RANK), tl.load(group + POSITION + 1)"),),
         T, frozenset({"wrong_result", "uninitialised", "race"}), topology=OTHERWISE,
     ),
     _mutant(

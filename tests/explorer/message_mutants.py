@@ -74,7 +74,7 @@ MESSAGES = (
     ),
     _mutant(
         "S12", "recv: forgets what it took ahead", "a piece is taken twice",
-        RECV, "                tl.store(mine + TAKEN, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
+        RECV, "                tl.store(mine + RECEIVED_AHEAD, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
     ),
     _mutant(
         "S13", "recv: does not go on", "every message is the first one",

@@ -104,7 +104,7 @@ PARCELS = (
     ),
     Mutant(
         "P10", "LL parcels: rooms taken for half as far apart", "the distance between rooms is in words of 8 bytes",
-        (Edit(FILE, "distance = tl.load(group + LL_ROOM) // 8", "distance = tl.load(group + LL_ROOM) // 16"),),
+        (Edit(FILE, "distance = tl.load(group + LL_BUFFER) // 8", "distance = tl.load(group + LL_BUFFER) // 16"),),
         (RL,), DEADLOCK,
     ),
     Mutant(

@@ -56,8 +56,8 @@ class Rank:
         table = self.arena
         table[layout.RANK] = rank
         table[layout.CONTROL] = base + rank * self.stride + self.plan.nbytes
-        table[layout.LL_BASE], table[layout.LL_ROOM] = self.plan.ll, self.plan.ll_room
-        table[layout.SIMPLE_BASE], table[layout.SIMPLE_ROOM] = self.plan.simple, self.plan.simple_room
+        table[layout.LL_BASE], table[layout.LL_BUFFER] = self.plan.ll, self.plan.ll_buffer
+        table[layout.SIMPLE_BASE], table[layout.SIMPLE_BUFFER] = self.plan.simple, self.plan.simple_buffer
         table[layout.EPOCH] = epoch
         for peer in range(world_size):
             table[layout.PEERS + peer] = base + peer * self.stride

@@ -13,7 +13,7 @@ from tricomm.errors import ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher as launching
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
-from tricomm.kernels.launch.cuda_launcher import bound
+from tricomm.kernels.launch.cuda_launcher import make_launcher
 
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32"}  # fmt: skip
@@ -39,7 +39,7 @@ def bind(kernel, device, blocks=8, aligned=True, **more):
     if kernel.needs_cube:
         more["WORLD_SIZE"] = 8
     constexprs = {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}
-    return bound(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
+    return make_launcher(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
 
 
 @KERNELS

@@ -125,7 +125,7 @@ class Group(Faults):
         )
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(self._layout.first_counters(self.options.first_epoch), dtype=torch.int64)
-        self._arena.tensor(self.rank, self._layout.lines, tuple(counters.shape), torch.int64).copy_(counters)
+        self._arena.tensor(self.rank, self._layout.channel_states, tuple(counters.shape), torch.int64).copy_(counters)
         if self._gpu is not None:  # the first kernel may run on another stream than this copy
             self._gpu.synchronize()
         return table

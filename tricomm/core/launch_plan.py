@@ -13,7 +13,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
-from tricomm.kernels.launch.kernel_launch import Call
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
 from tricomm.policy.selection import Choice, Site
@@ -21,7 +21,7 @@ from tricomm.store.control import Descriptor, Record
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
 # aligned, and its further arguments: `Runtime.bind`.
-Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], Call]
+Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], BoundKernel]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
     fingerprint: int
     numel: int
     record: Record  # what the peers read of each of its calls
-    run: Call
+    run: BoundKernel
     count: list[int] = field(default_factory=lambda: [0])
     mode: str = "eager"
     tally: Tally = field(default_factory=Tally)

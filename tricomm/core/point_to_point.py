@@ -24,7 +24,7 @@ from tricomm.core.work import Work
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch.kernel_launch import Call
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics import routes
 from tricomm.metrics.counters import Tally, weight
 from tricomm.policy import selection
@@ -37,7 +37,7 @@ _TAGS = 1 << 32
 class Bound:
     """One half of a message, bound to a shape, a peer and a tag."""
 
-    run: Call
+    run: BoundKernel
     facts: int  # what both halves must have in common, but for the tag
     numel: int  # raw elements
     kind: str
@@ -105,7 +105,7 @@ class Messages(Collectives):
         if src is not None:
             return self._finish(src, async_op)
         work: Work = self._finish(None, True)
-        found = self._unread[number % layout.TOLD_WORDS] = FromAny(self, work, number, tag)
+        found = self._unread[number % layout.RECV_SOURCE_WORDS] = FromAny(self, work, number, tag)
         return found if async_op else found.wait()
 
     def _check_peer(self, rank: Any, what: str) -> None:
@@ -135,7 +135,7 @@ class Messages(Collectives):
         bound = self._half(kind, x, peer, tag, protocol)
         with self._my_turn():
             number = self._messages + 1
-            older = self._unread.pop(number % layout.TOLD_WORDS, None)
+            older = self._unread.pop(number % layout.RECV_SOURCE_WORDS, None)
             if older is not None:
                 older.keep()
             self._messages = number
@@ -160,7 +160,7 @@ class Messages(Collectives):
 
     def told(self, number: int) -> int:
         """Whose the message `number`, from any rank, was; where that has run."""
-        return int(self._words[layout.TOLD + number % layout.TOLD_WORDS])
+        return int(self._words[layout.RECV_SOURCE + number % layout.RECV_SOURCE_WORDS])
 
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Bound:
         aligned = x.data_ptr() % 16 == 0
@@ -199,9 +199,9 @@ class Messages(Collectives):
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
         where = self._layout
-        shape = (self.world_size, where.channels, layout.LINE // 8)
-        lines = self._arena.tensor(self.rank, where.lines, shape, torch.int64).cpu()
-        return [rank for rank in range(self.world_size) if any(map(layout.unread, lines[rank].tolist()))]
+        shape = (self.world_size, where.channels, layout.CHANNEL_STATE // 8)
+        lines = self._arena.tensor(self.rank, where.channel_states, shape, torch.int64).cpu()
+        return [rank for rank in range(self.world_size) if any(map(layout.unacknowledged, lines[rank].tolist()))]
 
     def _settled(self, seconds: float) -> bool:
         """A message that is taken later is acknowledged here: on a GPU, into memory that would be gone."""
@@ -217,9 +217,10 @@ class Messages(Collectives):
     def _diagnose(self) -> None:
         status = int(self._words[layout.STATUS])
         peer, code = (status >> 8) & 0xFF, status & 0xFF
-        if code not in (layout.PENDING, layout.UNLIKE):
+        if code not in (layout.PENDING, layout.MESSAGE_MISMATCH):
             return super()._diagnose()
-        what = "has this tag and is not what is asked for" if code == layout.UNLIKE else "has another tag, and no room"
+        unlike = code == layout.MESSAGE_MISMATCH
+        what = "has this tag and is not what is asked for" if unlike else "has another tag, and no room"
         text = f"what rank {peer} has sent {what}; {self._describe(int(self._words[layout.MESSAGE]), peer)}"
         self._monitor.give_up(Fault(CollectiveMismatch.__name__, peer, self._sequence, text))
 

@@ -37,7 +37,7 @@ class Runtime(Protocol):
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         """As `launch.bind`."""
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
@@ -71,7 +71,7 @@ class Processes:
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
