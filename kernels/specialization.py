@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any
 
+import triton.language as tl
+
 from tricomm.kernels.dtypes import DTYPES
 
 
@@ -52,13 +54,26 @@ class Specialization:
         return "float32" if "float" in self.ELEMENT else "int32"
 
 
+@dataclass(frozen=True)
+class CompiledSpecialization:
+    """A specialization for Triton's compiler: each attribute is a `tl.constexpr`, as if it were a parameter itself."""
+
+    plain: Specialization
+
+    def __getattr__(self, name: str) -> tl.constexpr:
+        if not name.isupper():
+            raise AttributeError(name)
+        return tl.constexpr(getattr(self.plain, name))
+
+
 _FIELDS = frozenset(field.name for field in fields(Specialization))
 _REQUIRED = frozenset(field.name for field in fields(Specialization) if field.default is MISSING)
 
 
-def specialized(parameters: Collection[str], constexprs: Mapping[str, Any]) -> dict[str, Any]:
+def specialized(parameters: Collection[str], constexprs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
     """`constexprs` as a kernel with these parameters takes them: for a shipped one, all that make its `SPEC` in one."""
     if "SPEC" not in parameters or not constexprs.keys() >= _REQUIRED:
         return dict(constexprs)
     spec = Specialization(**{name: value for name, value in constexprs.items() if name in _FIELDS})
-    return {name: value for name, value in constexprs.items() if name not in _FIELDS} | {"SPEC": spec}
+    others = {name: value for name, value in constexprs.items() if name not in _FIELDS}
+    return others | {"SPEC": CompiledSpecialization(spec) if compiled else spec}

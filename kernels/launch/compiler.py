@@ -42,7 +42,7 @@ def compile_kernel(
     from triton.compiler import ASTSource
 
     signature, constants, hints = {}, {}, {}
-    values = specialized([parameter.name for parameter in kernel.params], constexprs)
+    values = specialized([parameter.name for parameter in kernel.params], constexprs, compiled=True)
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:

@@ -28,7 +28,7 @@ def specialisation(kernel, numel: int, call: int, offset: int = 0):
     further = [numel % 7 for _ in extras(function)]
     if takes_counts(function):  # always the same: Triton looks into a tuple whatever it is told, our launcher does not
         further += [(5, 6, 7, 8)] * 2
-    constexprs = specialized(function.arg_names, constexprs)
+    constexprs = specialized(function.arg_names, constexprs, compiled=True)
     _, key, options = bind(x, y, group, numel, call, *further, **COMPILE_OPTIONS, **constexprs)
     return key, options
 

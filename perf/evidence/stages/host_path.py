@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 import tricomm
 from tricomm import Options
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.specialization import Specialization
+from tricomm.kernels.specialization import CompiledSpecialization, Specialization
 from tricomm.perf import null_launch
 from tricomm.perf.evidence import machine
 from tricomm.perf.evidence.stage import Case, Data, Settings, Skip, Stage
@@ -110,7 +110,7 @@ def _triton(settings: Settings) -> Data:
     with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
         comm.barrier()
         group, number = comm.group_table, iter(range(2, 1 << 30))
-        spec = Specialization(WORLD_SIZE=1, BLOCK=512, LANES=256, PTX=True)
+        spec = CompiledSpecialization(Specialization(WORLD_SIZE=1, BLOCK=512, LANES=256, PTX=True))
         return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, SPEC=spec, num_warps=8))
 
 
