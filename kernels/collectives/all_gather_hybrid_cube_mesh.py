@@ -32,57 +32,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
-from tricomm.kernels.device.mesh import (
-    PEER_QUAD,
-    POSITION,
-    RANKS,
-    in_quad,
-    open_mesh_epoch,
-    relay,
-    send_link_headers,
-    wait_link_headers,
-)
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
-from tricomm.kernels.primitives import RANK, get_ll, peer, put_ll
+from tricomm.kernels.primitives import get_ll, peer, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    tl.static_assert(SPEC.WORLD_SIZE == RANKS, "a hybrid cube mesh has eight ranks")
+    tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
     BODY: tl.constexpr = _ll if SPEC.LL else _simple
-    tensors = (x_ptr, y_ptr, numel, tl.load(group + RANK), tl.load(group + POSITION))
+    tensors = (x_ptr, y_ptr, numel, tl.load(group + mesh.POSITION))
     run_chunks(BODY, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
 def _ll(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, position = tensors
-    group, epoch, base, count = chunk.group, chunk.epoch, chunk.base, chunk.count
-    open_mesh_epoch(chunk, True, SPEC)
+    x_ptr, y_ptr, numel, position = tensors
+    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
+    mesh.open_epoch(chunk, True, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(5):
-            to = relay(group) if step == 4 else in_quad(group, step % 4)
+            to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
             buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
             put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
-    status = wait_link_headers(chunk, 0, True, True, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, True, SPEC)
     if status == 0:
-        send_link_headers(chunk, 1, True, False, SPEC)
+        mesh.send_headers(chunk, 1, True, False, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        source = relay(group)
+        source = mesh.relay(group)
         buffer = ll_buffer(chunk, group, source, first, SPEC)
         part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             for step in range(1, 4):
-                buffer = ll_buffer(chunk, peer(group, in_quad(group, step)), source, first, SPEC)
+                buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, first, SPEC)
                 put_ll(buffer, part[0], epoch, count - first, SPEC.BLOCK, SPEC.PTX)
             store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
         first += chunk.stride
     if status == 0:
-        status = wait_link_headers(chunk, 1, True, False, SPEC)
+        status = mesh.wait_headers(chunk, 1, True, False, SPEC)
     for step in range(7):
         source = _row(group, position, step)
         first = chunk.own
@@ -97,26 +88,26 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, position = tensors
-    group, base, count = chunk.group, chunk.base, chunk.count
-    open_mesh_epoch(chunk, True, SPEC)
+    x_ptr, y_ptr, numel, position = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
+    mesh.open_epoch(chunk, True, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(5):
-            to = relay(group) if step == 4 else in_quad(group, step % 4)
+            to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
             store_tile(simple_buffer(chunk, peer(group, to), me, SPEC), first, mine, count, SPEC.BLOCK)
-    send_link_headers(chunk, 0, True, True, SPEC)
-    status = wait_link_headers(chunk, 0, True, True, SPEC)
+    mesh.send_headers(chunk, 0, True, True, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, True, SPEC)
     if status == 0:
-        source = relay(group)
+        source = mesh.relay(group)
         for first in range(chunk.own, count, chunk.stride):
             part = load_tile(simple_buffer(chunk, group, source, SPEC), first, count, SPEC.BLOCK)
             for step in range(1, 4):
-                buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), source, SPEC)
+                buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)
                 store_tile(buffer, first, part, count, SPEC.BLOCK)
             store_words(y_ptr + source * numel, base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        send_link_headers(chunk, 1, True, False, SPEC)
-        status = wait_link_headers(chunk, 1, True, False, SPEC)
+        mesh.send_headers(chunk, 1, True, False, SPEC)
+        status = mesh.wait_headers(chunk, 1, True, False, SPEC)
     if status == 0:
         for step in range(7):
             source = _row(group, position, step)
@@ -129,7 +120,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _row(group, position, step):
     """The rank whose row step 0 to 6 copies: 0 to 3 one's own quad, then what its other three have passed on."""
-    source = in_quad(group, step % 4)
+    source = mesh.in_quad(group, step % 4)
     if step > 3:
-        source = tl.load(group + PEER_QUAD + (position ^ (step - 3)))
+        source = tl.load(group + mesh.PEER_QUAD + (position ^ (step - 3)))
     return source

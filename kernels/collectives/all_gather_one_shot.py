@@ -56,8 +56,7 @@ def all_gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
     if SPEC.LL:
         run_chunks(_ll, (x_ptr, y_ptr, numel, words), group, call, words, SPEC)
     else:  # all buffers of a parity, used as one stage
-        me = tl.load(group + RANK)
-        run_chunks(_simple, (x_ptr, y_ptr, numel, me), group, call, words * SPEC.WORLD_SIZE, SPEC)
+        run_chunks(_simple, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
@@ -81,7 +80,8 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me = tensors
+    x_ptr, y_ptr, numel = tensors
+    me = chunk.me
     open_epoch(chunk, 1, SPEC)
     stage(x_ptr, numel, chunk, SPEC)
     status = synchronize(chunk, 0, SPEC)

@@ -36,18 +36,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
-from tricomm.kernels.device.mesh import (
-    QUAD_RANK,
-    RANKS,
-    RELAYED,
-    in_quad,
-    open_mesh_epoch,
-    relay,
-    send_link_headers,
-    wait_link_headers,
-)
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
 from tricomm.kernels.device.reduction import accumulate, combine, finish
 from tricomm.kernels.primitives import get_ll, peer, put_ll
@@ -55,8 +46,8 @@ from tricomm.kernels.primitives import get_ll, peer, put_ll
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    tl.static_assert(SPEC.WORLD_SIZE == RANKS, "a hybrid cube mesh has eight ranks")
-    quad_rank = tl.load(group + QUAD_RANK)
+    tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
+    quad_rank = tl.load(group + mesh.QUAD_RANK)
     if SPEC.LL:
         words = buffer_words(group, 1, SPEC)
         run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank, words), group, call, words, SPEC)
@@ -70,15 +61,15 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
     x_ptr, y_ptr, numel, quad_rank, words = tensors
     group, epoch, count = chunk.group, chunk.epoch, chunk.count
-    open_mesh_epoch(chunk, False, SPEC)
+    mesh.open_epoch(chunk, False, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = ll_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, first, SPEC)
+            buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), quad_rank, first, SPEC)
             put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
-    status = wait_link_headers(chunk, 0, True, False, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, False, SPEC)
     if status == 0:
-        send_link_headers(chunk, 0, False, True, SPEC)
+        mesh.send_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
         buffer = ll_buffer(chunk, group, 0, first, SPEC)
@@ -86,14 +77,14 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         if status == 0:
             sums = accumulate(parts, 4, SPEC)
             for n in tl.static_range(PARTS):
-                buffer = ll_buffer(chunk, peer(group, relay(group)), RELAYED + n, first, SPEC)
+                buffer = ll_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, first, SPEC)
                 put_ll(buffer, sums[n], epoch, count - first, SPEC.BLOCK, SPEC.PTX)
         first += chunk.stride
     if status == 0:
-        status = wait_link_headers(chunk, 0, False, True, SPEC)
+        status = mesh.wait_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, RELAYED, first, SPEC)
+        buffer = ll_buffer(chunk, group, mesh.RELAYED, first, SPEC)
         theirs, status = get_ll(group, buffer, 2 * words, epoch, count - first, PARTS, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             # The quad's words once more, from one's own memory: so no tile waits for the one before it.
@@ -110,14 +101,14 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
     x_ptr, y_ptr, numel, quad_rank, half = tensors
     group, count = chunk.group, chunk.count
-    open_mesh_epoch(chunk, False, SPEC)
+    mesh.open_epoch(chunk, False, SPEC)
     for first in range(chunk.own, count, chunk.stride):
         mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, SPEC)
+            buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), quad_rank, SPEC)
             store_tile(buffer, first, mine, count, SPEC.BLOCK)
-    send_link_headers(chunk, 0, True, False, SPEC)
-    status = wait_link_headers(chunk, 0, True, False, SPEC)
+    mesh.send_headers(chunk, 0, True, False, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, False, SPEC)
     if status == 0:
         for first in range(chunk.own, count, chunk.stride):
             parts = ()
@@ -125,17 +116,17 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
                 parts = parts + (load_tile(simple_buffer(chunk, group, n, SPEC), first, count, SPEC.BLOCK),)
             sums = accumulate(parts, 4, SPEC)
             for n in tl.static_range(PARTS):
-                kept = simple_buffer(chunk, group, RELAYED + n, SPEC) + half
+                kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half
                 store_tile(kept, first, sums[n], count, SPEC.BLOCK)
-                buffer = simple_buffer(chunk, peer(group, relay(group)), RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)
                 store_tile(buffer, first, sums[n], count, SPEC.BLOCK)
-        send_link_headers(chunk, 0, False, True, SPEC)
-        status = wait_link_headers(chunk, 0, False, True, SPEC)
+        mesh.send_headers(chunk, 0, False, True, SPEC)
+        status = mesh.wait_headers(chunk, 0, False, True, SPEC)
     if status == 0:
         for first in range(chunk.own, count, chunk.stride):
             some, others = (), ()
             for n in tl.static_range(PARTS):
-                buffer = simple_buffer(chunk, group, RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC)
                 some = some + (load_tile(buffer + half, first, count, SPEC.BLOCK),)
                 others = others + (load_tile(buffer, first, count, SPEC.BLOCK),)
             total = finish(combine(some, others, SPEC), SPEC)

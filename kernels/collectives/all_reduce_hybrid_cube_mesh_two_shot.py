@@ -24,19 +24,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
-from tricomm.kernels.device.mesh import (
-    POSITION,
-    QUAD_RANK,
-    RANKS,
-    RELAYED,
-    in_quad,
-    open_mesh_epoch,
-    relay,
-    send_link_headers,
-    wait_link_headers,
-)
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
 from tricomm.kernels.device.push import copy_part, push_part
 from tricomm.kernels.device.reduction import accumulate, combine, finish
@@ -45,8 +35,8 @@ from tricomm.kernels.primitives import peer
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    tl.static_assert(SPEC.WORLD_SIZE == RANKS, "a hybrid cube mesh has eight ranks")
-    quad_rank, position = tl.load(group + QUAD_RANK), tl.load(group + POSITION)
+    tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
+    quad_rank, position = tl.load(group + mesh.QUAD_RANK), tl.load(group + mesh.POSITION)
     half = buffer_words(group, 2, SPEC)
     run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, position, half), group, call, 4 * half, SPEC)
 
@@ -59,13 +49,13 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     shard = shard_words(count, 4)
     ours = tl.minimum(count - position * shard, shard)
     here = base + position * shard
-    open_mesh_epoch(chunk, False, SPEC)
+    mesh.open_epoch(chunk, False, SPEC)
     for step in range(4):  # 0 is the own buffer: that spares the sum a special case
         theirs = tl.minimum(count - (position ^ step) * shard, shard)
-        buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), quad_rank, SPEC)
+        buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), quad_rank, SPEC)
         push_part(x_ptr, numel, base + (position ^ step) * shard, theirs, buffer, chunk, SPEC)
-    send_link_headers(chunk, 0, True, False, SPEC)
-    status = wait_link_headers(chunk, 0, True, False, SPEC)
+    mesh.send_headers(chunk, 0, True, False, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, False, SPEC)
     if status == 0:
         for first in range(chunk.own, ours, chunk.stride):
             parts = ()
@@ -73,27 +63,27 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
                 parts = parts + (load_tile(simple_buffer(chunk, group, n, SPEC), first, ours, SPEC.BLOCK),)
             sums = accumulate(parts, 4, SPEC)
             for n in tl.static_range(PARTS):
-                kept = simple_buffer(chunk, group, RELAYED + n, SPEC) + half
+                kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half
                 store_tile(kept, first, sums[n], ours, SPEC.BLOCK)
-                buffer = simple_buffer(chunk, peer(group, relay(group)), RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)
                 store_tile(buffer, first, sums[n], ours, SPEC.BLOCK)
-        send_link_headers(chunk, 0, False, True, SPEC)
-        status = wait_link_headers(chunk, 0, False, True, SPEC)
+        mesh.send_headers(chunk, 0, False, True, SPEC)
+        status = mesh.wait_headers(chunk, 0, False, True, SPEC)
     if status == 0:
         limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
         for first in range(chunk.own, ours, chunk.stride):
             some, others = (), ()
             for n in tl.static_range(PARTS):
-                buffer = simple_buffer(chunk, group, RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC)
                 some = some + (load_tile(buffer + half, first, ours, SPEC.BLOCK),)
                 others = others + (load_tile(buffer, first, ours, SPEC.BLOCK),)
             total = finish(combine(some, others, SPEC), SPEC)
             store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
             for step in range(1, 4):
-                buffer = simple_buffer(chunk, peer(group, in_quad(group, step)), position, SPEC) + half
+                buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), position, SPEC) + half
                 store_tile(buffer, first, total, ours, SPEC.BLOCK)
-        send_link_headers(chunk, 1, True, False, SPEC)
-        status = wait_link_headers(chunk, 1, True, False, SPEC)
+        mesh.send_headers(chunk, 1, True, False, SPEC)
+        status = mesh.wait_headers(chunk, 1, True, False, SPEC)
     if status == 0:
         for step in range(1, 4):
             theirs = tl.minimum(count - (position ^ step) * shard, shard)

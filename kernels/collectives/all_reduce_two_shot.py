@@ -77,14 +77,14 @@ from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer
 def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     BODY: tl.constexpr = _ll if SPEC.LL else _simple
     half = buffer_words(group, 2, SPEC)
-    tensors = (x_ptr, y_ptr, numel, tl.load(group + RANK), half)
+    tensors = (x_ptr, y_ptr, numel, half)
     run_chunks(BODY, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
 def _ll(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, half = tensors
-    group, epoch, base, count = chunk.group, chunk.epoch, chunk.base, chunk.count
+    x_ptr, y_ptr, numel, half = tensors
+    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     shard = shard_words(count, SPEC.WORLD_SIZE)
     open_epoch(chunk, 2, SPEC)
@@ -130,8 +130,8 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
-    x_ptr, y_ptr, numel, me, half = tensors
-    group, base, count = chunk.group, chunk.base, chunk.count
+    x_ptr, y_ptr, numel, half = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     shard = shard_words(count, WORLD_SIZE)
     open_epoch(chunk, 2, SPEC)

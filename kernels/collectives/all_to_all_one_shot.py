@@ -21,8 +21,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import open_epoch, push_rows, receive, synchronize
+from tricomm.kernels.device.push import open_epoch, push_rows, receive_rows, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -32,16 +31,8 @@ def all_to_all_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
 
 @triton.jit
 def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     x_ptr, y_ptr, numel = tensors
     open_epoch(chunk, 1, SPEC)
     push_rows(x_ptr, numel, chunk, SPEC)
     status = synchronize(chunk, 0, SPEC)
-    first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, 0, first, chunk.count, WORLD_SIZE, SPEC)
-        if status == 0:
-            for r in tl.static_range(WORLD_SIZE):
-                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-    return status
+    return receive_rows(y_ptr, numel, chunk, status, SPEC)

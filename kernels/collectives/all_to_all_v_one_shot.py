@@ -48,7 +48,7 @@ def all_to_all_v_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, 
     while (number < chunks) & (status == 0):
         epoch = advance(start, number)
         base = number * buffer
-        chunk = Chunk(group, call, epoch, base, buffer, own, stride)
+        chunk = Chunk(group, me, call, epoch, base, buffer, own, stride)
         open_epoch(chunk, 1, SPEC)
         if number == 0:
             publish_counts(group, send_counts, numel, epoch, SPEC)

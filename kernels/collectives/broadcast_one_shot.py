@@ -16,21 +16,19 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import load_words, store_words
-from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
-from tricomm.kernels.primitives import RANK
+from tricomm.kernels.device.packing import load_words
+from tricomm.kernels.device.push import open_epoch, push_tile, receive_row, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_chunks(
-        _chunk, (x_ptr, y_ptr, numel, tl.load(group + RANK), root), group, call, buffer_words(group, 1, SPEC), SPEC
-    )
+    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
 def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, root = tensors
+    x_ptr, y_ptr, numel, root = tensors
+    me = chunk.me
     open_epoch(chunk, 1, SPEC)
     if me == root:
         for first in range(chunk.own, chunk.count, chunk.stride):
@@ -39,10 +37,5 @@ def _chunk(tensors, chunk, SPEC: tl.constexpr):
                 push_tile(chunk, (me + step) % SPEC.WORLD_SIZE, first, words, chunk.count, SPEC)
     status = synchronize(chunk, 0, SPEC)
     if me != root:
-        first = chunk.own
-        while (first < chunk.count) & (status == 0):
-            parts, status = receive(chunk, root, first, chunk.count, 1, SPEC)
-            if status == 0:
-                store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
-            first += chunk.stride
+        status = receive_row(y_ptr, numel, root, chunk, status, SPEC)
     return status

@@ -25,20 +25,20 @@ from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
 from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
-from tricomm.kernels.primitives import RANK, peer
+from tricomm.kernels.primitives import peer
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
     half = buffer_words(group, 2, SPEC)
-    tensors = (x_ptr, y_ptr, numel, tl.load(group + RANK), root, half)
+    tensors = (x_ptr, y_ptr, numel, root, half)
     run_chunks(_simple, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
 def _simple(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, root, half = tensors
-    group, base, count = chunk.group, chunk.base, chunk.count
+    x_ptr, y_ptr, numel, root, half = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     shard = shard_words(count, SPEC.WORLD_SIZE)
     open_epoch(chunk, 2, SPEC)

@@ -19,31 +19,20 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import open_epoch, push_row, receive, synchronize
-from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import RANK
+from tricomm.kernels.device.push import open_epoch, push_row, receive_reduced, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def reduce_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_chunks(
-        _chunk, (x_ptr, y_ptr, numel, tl.load(group + RANK), root), group, call, buffer_words(group, 1, SPEC), SPEC
-    )
+    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
 def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, root = tensors
+    x_ptr, y_ptr, numel, root = tensors
     open_epoch(chunk, 1, SPEC)
     push_row(x_ptr, numel, root, chunk, SPEC)
     status = synchronize(chunk, 0, SPEC)
-    if me == root:
-        first = chunk.own
-        while (first < chunk.count) & (status == 0):
-            parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-            if status == 0:
-                total = reduce_words(parts, SPEC)
-                store_words(y_ptr, chunk.base + first, total, numel, SPEC.BLOCK, SPEC.ALIGNED)
-            first += chunk.stride
+    if chunk.me == root:
+        status = receive_reduced(y_ptr, numel, chunk, status, SPEC)
     return status

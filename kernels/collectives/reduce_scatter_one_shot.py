@@ -21,9 +21,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import open_epoch, push_rows, receive, synchronize
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.device.push import open_epoch, push_rows, receive_reduced, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -37,11 +35,4 @@ def _chunk(tensors, chunk, SPEC: tl.constexpr):
     open_epoch(chunk, 1, SPEC)
     push_rows(x_ptr, numel, chunk, SPEC)
     status = synchronize(chunk, 0, SPEC)
-    first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-        if status == 0:
-            total = reduce_words(parts, SPEC)
-            store_words(y_ptr, chunk.base + first, total, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-    return status
+    return receive_reduced(y_ptr, numel, chunk, status, SPEC)

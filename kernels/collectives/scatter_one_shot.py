@@ -16,29 +16,19 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import open_epoch, push_rows, receive, synchronize
-from tricomm.kernels.primitives import RANK
+from tricomm.kernels.device.push import open_epoch, push_rows, receive_row, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_chunks(
-        _chunk, (x_ptr, y_ptr, numel, tl.load(group + RANK), root), group, call, buffer_words(group, 1, SPEC), SPEC
-    )
+    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
 def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, me, root = tensors
+    x_ptr, y_ptr, numel, root = tensors
     open_epoch(chunk, 1, SPEC)
-    if me == root:
+    if chunk.me == root:
         push_rows(x_ptr, numel, chunk, SPEC)
     status = synchronize(chunk, 0, SPEC)
-    first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, root, first, chunk.count, 1, SPEC)
-        if status == 0:
-            store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-    return status
+    return receive_row(y_ptr, numel, root, chunk, status, SPEC)

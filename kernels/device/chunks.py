@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.primitives import advance, enter, leave
+from tricomm.kernels.primitives import RANK, advance, enter, leave
 
 
 class Chunk(NamedTuple):
     """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
 
     group    pointer to this rank's group table
+    me       this rank
     call     the call's number and fingerprint
     epoch    the chunk's number in the life of the group
     base     its first word in the tensor, or in each row if a rank has several
@@ -26,6 +27,7 @@ class Chunk(NamedTuple):
     """
 
     group: Any
+    me: Any
     call: Any
     epoch: Any
     base: Any
@@ -47,6 +49,7 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
     start, owner = enter(group, call)
+    me = tl.load(group + RANK)
     words = packed_words(tensors[0], tensors[2])
     chunks = tl.cdiv(words, chunk_words)
     own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
@@ -55,7 +58,8 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
         base = number * chunk_words
-        chunk = Chunk(group, call, advance(start, number), base, tl.minimum(words - base, chunk_words), own, stride)
+        count = tl.minimum(words - base, chunk_words)
+        chunk = Chunk(group, me, call, advance(start, number), base, count, own, stride)
         status = BODY(tensors, chunk, SPEC)
         number += 1
     leave(group, start, owner, call, chunks, status)

@@ -63,7 +63,7 @@ def linked(group, QUAD_PEERS: tl.constexpr, RELAY: tl.constexpr, SPEC: tl.conste
 
 
 @triton.jit
-def send_link_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+def send_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """This block's header along links. It publishes what the block has written, and what it has seen."""
     mask = linked(chunk.group, TO_QUAD, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
     tl.debug_barrier()
@@ -71,7 +71,7 @@ def send_link_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELA
 
 
 @triton.jit
-def wait_link_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, SPEC: tl.constexpr):
+def wait_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """Wait for the headers of linked ranks; returns the status. Under `simple` what they published is visible."""
     mask = linked(chunk.group, OF_QUAD, OF_RELAY, SPEC)
     status = wait_headers_of(chunk.group, mask, chunk.epoch, chunk.call, PHASE, RANKS, SPEC.LANES, SPEC.PTX)
@@ -81,7 +81,7 @@ def wait_link_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELA
 
 
 @triton.jit
-def open_mesh_epoch(chunk, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+def open_epoch(chunk, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """Clear the idle mailbox if its time has come; under LL, say then along links that this block is in this epoch.
 
     That header is relaxed unless it follows a clearing, as in `push.open_epoch`.

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.mailbox import LL_BUFFER, clear_idle, clears, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
+from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, send_headers, wait_headers
 
 
@@ -115,6 +116,43 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
         for n in tl.static_range(SOURCES):
             parts = parts + (load_tile(simple_buffer(chunk, group, source + n, SPEC), first, count, SPEC.BLOCK),)
     return parts, status
+
+
+@triton.jit
+def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, source, first, chunk.count, 1, SPEC)
+        if status == 0:
+            store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if status == 0:
+            for r in tl.static_range(SPEC.WORLD_SIZE):
+                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+    """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if status == 0:
+            store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
 
 
 @triton.jit

@@ -26,20 +26,20 @@ GATHER = "kernels/collectives/all_gather_hybrid_cube_mesh.py"
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG = frozenset({"wrong_result"})
-_KEEP = "kept = simple_buffer(chunk, group, RELAYED + n, SPEC) + half"
-_OVER_THE_LINK = "simple_buffer(chunk, peer(group, relay(group)), RELAYED + n, SPEC)"
+_KEEP = "kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half"
+_OVER_THE_LINK = "simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)"
 _SUM = "sums = accumulate(parts, 4, SPEC)\n            for n in tl.static_range(PARTS):\n                kept"
 _PUBLISH = "    tl.debug_barrier()\n    send_headers_to(chunk.group, mask, chunk.epoch, chunk.call, PHASE, True,"
 _RELAXED = "    if not SPEC.LL:\n    " + _PUBLISH.replace("True", "not SPEC.LL")
-_GAIN = "send_link_headers(chunk, 1, True, False, SPEC)"
-_SEEN = "status = wait_link_headers(chunk, 1, True, False, SPEC)"
+_GAIN = "mesh.send_headers(chunk, 1, True, False, SPEC)"
+_SEEN = "status = mesh.wait_headers(chunk, 1, True, False, SPEC)"
 _MET = (
-    "    send_link_headers(chunk, 0, True, False, SPEC)\n    status = wait_link_headers(chunk, 0, True, False, SPEC)\n"
+    "    mesh.send_headers(chunk, 0, True, False, SPEC)\n    status = mesh.wait_headers(chunk, 0, True, False, SPEC)\n"
 )
-_MET_LL = "    status = wait_link_headers(chunk, 0, True, False, SPEC)\n    if status == 0:\n    "
-_RELAY = "    send_link_headers(chunk, 0, False, True, SPEC)\n"
-_RELAY_SEEN = "        status = wait_link_headers(chunk, 0, False, True, SPEC)\n    first"
-_AGAIN = "        status = wait_link_headers(chunk, 1, True, False, SPEC)\n    for step"
+_MET_LL = "    status = mesh.wait_headers(chunk, 0, True, False, SPEC)\n    if status == 0:\n    "
+_RELAY = "    mesh.send_headers(chunk, 0, False, True, SPEC)\n"
+_RELAY_SEEN = "        status = mesh.wait_headers(chunk, 0, False, True, SPEC)\n    first"
+_AGAIN = "        status = mesh.wait_headers(chunk, 1, True, False, SPEC)\n    for step"
 
 
 def _mutant(
@@ -57,7 +57,7 @@ def _mutant(
 CUBES = (
     _mutant(
         "C01", "cube: the quad is not waited for", "its shares are summed before they have come",
-        (Edit(REDUCE, _MET, "    send_link_headers(chunk, 0, True, False, SPEC)\n    status = 0\n"),), S, RACE,
+        (Edit(REDUCE, _MET, "    mesh.send_headers(chunk, 0, True, False, SPEC)\n    status = 0\n"),), S, RACE,
         "no flag tells rank",
     ),
     _mutant(
@@ -87,7 +87,7 @@ CUBES = (
     ),
     _mutant(
         "C07", "cube: summed by position, not by place", "a quad's order is that of its ranks, whoever is linked how",
-        (Edit(REDUCE, "tl.load(group + QUAD_RANK)", "tl.load(group + QUAD_RANK - 1)"),), S, WRONG,
+        (Edit(REDUCE, "tl.load(group + mesh.QUAD_RANK)", "tl.load(group + mesh.QUAD_RANK - 1)"),), S, WRONG,
         body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
     ),
     _mutant(
@@ -110,7 +110,7 @@ CUBES = (
     ),
     _mutant(
         "C11", "LL cube: the relay's sum in a room of the quad", "a room has one writer",
-        (Edit(REDUCE, "RELAYED + n, first, SPEC)", "RELAYED - 1 + n, first, SPEC)"),),
+        (Edit(REDUCE, "mesh.RELAYED + n, first, SPEC)", "mesh.RELAYED - 1 + n, first, SPEC)"),),
         L, frozenset({"race", "deadlock"}),
     ),
     _mutant(
@@ -134,8 +134,7 @@ CUBES = (
     ),
     _mutant(
         "C15", "cube two-shot: a shard belongs to a place", "both ends of a relay link own the same shard",
-        (Edit(TWO_SHOT, "tl.load(group + QUAD_RANK), tl.load(group + POSITION)",
-              "tl.load(group + QUAD_RANK), tl.load(group + POSITION + 1)"),),
+        (Edit(TWO_SHOT, "tl.load(group + mesh.POSITION)", "tl.load(group + mesh.POSITION + 1)"),),
         T, frozenset({"wrong_result", "uninitialised", "race"}), topology=OTHERWISE,
     ),
     _mutant(
@@ -144,8 +143,8 @@ CUBES = (
     ),
     _mutant(
         "C17", "cube gather: the relay's row goes to the own room", "rooms go by whose the data are, not by who sends",
-        (Edit(GATHER, "simple_buffer(chunk, peer(group, in_quad(group, step)), source, SPEC)",
-              "simple_buffer(chunk, peer(group, in_quad(group, step)), me, SPEC)"),),
+        (Edit(GATHER, "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)",
+              "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), me, SPEC)"),),
         GS, frozenset({"wrong_result", "uninitialised"}),
     ),
     _mutant(

@@ -34,8 +34,8 @@ _SIGNAL_ONLY = """\
     else:
         status = synchronize(chunk, 0, SPEC)
 """
-_IMPORT = "from tricomm.kernels.primitives import RANK\n"
-_SENDS = (Edit(BROADCAST, _IMPORT, _IMPORT.replace("RANK", "RANK, send_headers")),)
+_IMPORT = "from tricomm.kernels.device.push import open_epoch"
+_SENDS = (Edit(BROADCAST, _IMPORT, f"from tricomm.kernels.primitives import send_headers\n{_IMPORT}"),)
 _BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
 _HEADERS = """\
         tl.debug_barrier()
@@ -68,7 +68,7 @@ PARCELS = (
     ),
     Mutant(
         "P03", "LL gather: who is not the root does not wait", "senders run ahead of the root",
-        (Edit(GATHER, _MEET, f"    status = 0\n    if me == root:\n    {_MEET}"),),
+        (Edit(GATHER, _MEET, f"    status = 0\n    if chunk.me == root:\n    {_MEET}"),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -120,12 +120,12 @@ PARCELS = (
     ),
     Mutant(
         "P13", "reduce: the root keeps its data to itself", "its own room is part of the sum",
-        (Edit(REDUCE, "    push_row(", "    if me != root:\n        push_row("),),
+        (Edit(REDUCE, "    push_row(", "    if chunk.me != root:\n        push_row("),),
         (RS,), UNWRITTEN,
     ),
     Mutant(
         "P14", "scatter: taken from rank 0, whoever the root is", "a root that is a constant by mistake",
-        (Edit(SCATTER, "receive(chunk, root, first,", "receive(chunk, 0, first,"),),
+        (Edit(SCATTER, "receive_row(y_ptr, numel, root,", "receive_row(y_ptr, numel, 0,"),),
         (CL,), DEADLOCK,
     ),
     Mutant(
