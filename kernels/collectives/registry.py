@@ -27,7 +27,6 @@ from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
 from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
 from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
-from tricomm.kernels.launch import triton_adapter
 
 Cost = Callable[[int], Fraction]
 CUBE_RANKS = 8
@@ -73,11 +72,6 @@ class Kernel:
     @property
     def reduces(self) -> bool:
         return self.kind.reduces
-
-    @property
-    def parameters(self) -> frozenset[str]:
-        """Names of everything that `function` takes."""
-        return frozenset(p.name for p in triton_adapter.parameters(self.function))
 
     @property
     def needs_cube(self) -> bool:

@@ -109,7 +109,7 @@ CUBES = (
         S, DEADLOCK, topology=OTHERWISE,
     ),
     _mutant(
-        "C11", "LL cube: the relay's sum in a room of the quad", "a room has one writer",
+        "C11", "LL cube: the relay's sum in a buffer of the quad", "a buffer has one writer",
         (Edit(REDUCE, "mesh.RELAYED + n, first, SPEC)", "mesh.RELAYED - 1 + n, first, SPEC)"),),
         L, frozenset({"race", "deadlock"}),
     ),
@@ -142,7 +142,7 @@ CUBES = (
         (Edit(GATHER, f"{_GAIN}\n        {_SEEN}", "status = 0"),), GS, RACE, "no flag tells rank",
     ),
     _mutant(
-        "C17", "cube gather: the relay's row goes to the own room", "rooms go by whose the data are, not by who sends",
+        "C17", "cube gather: the relay's row goes to the own buffer", "buffers go by whose the data are, not by who sends",
         (Edit(GATHER, "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)",
               "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), me, SPEC)"),),
         GS, frozenset({"wrong_result", "uninitialised"}),

@@ -11,7 +11,7 @@ from tests.explorer.cube_mutants import CUBES
 from tests.explorer.message_mutants import MESSAGES
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
-from tests.explorer.parcel_mutants import PARCELS
+from tests.explorer.push_mutants import PUSHES
 from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
@@ -260,4 +260,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PARCELS, *CUBES, *MESSAGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *CUBES, *MESSAGES)}

@@ -188,7 +188,7 @@ OWN = (
         (L,), RACE,
     ),
     Mutant(
-        "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own room, too",
+        "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own buffer, too",
         (Edit(TWO_SHOT, "    for step in range(SPEC.WORLD_SIZE):\n", "    for step in range(1, SPEC.WORLD_SIZE):\n"),),
         (TL,), DEADLOCK,
     ),
@@ -239,7 +239,7 @@ OWN = (
         (S,), RACE, "put tl.debug_barrier() after the acquire", blocks=2,
     ),
     Mutant(
-        "M34", "two-shot: shard pushed to the peer's own room", "two ranks write to one room",
+        "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
         (Edit(TWO_SHOT, _SHARD, _SHARD.replace("me,", "to,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),

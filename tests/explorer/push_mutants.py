@@ -50,12 +50,12 @@ RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, UNWRITTEN = frozenset({"wrong_result"}), frozenset({"uninitialised", "race"})
 
 
-def _meeting(old: str, new: str) -> tuple[Edit, ...]:
+def _barrier(old: str, new: str) -> tuple[Edit, ...]:
     """`synchronize` under `simple`, spelled out and changed."""
     return (Edit(FILE, _BARRIER, _HEADERS.replace(old, new, 1)),)
 
 
-PARCELS = (
+PUSHES = (
     Mutant(
         "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
         (Edit(BROADCAST, _MEET, f"    status = 0\n    if me != root:\n    {_MEET}"),),
@@ -67,69 +67,69 @@ PARCELS = (
         (BS,), RACE, "two buffers used in turn", sizes=(1100,), tile=512,
     ),
     Mutant(
-        "P03", "LL gather: who is not the root does not wait", "senders run ahead of the root",
+        "P03", "LL gather: a rank that is not the root does not wait", "senders run ahead of the root",
         (Edit(GATHER, _MEET, f"    status = 0\n    if chunk.me == root:\n    {_MEET}"),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
-        "P04", "parcels: the meeting does not release", "pushed rows are not published",
-        _meeting("True", "False"), (DS,), RACE, "make it sem='release'",
+        "P04", "push: the barrier does not release", "pushed rows are not published",
+        _barrier("True", "False"), (DS,), RACE, "make it sem='release'",
     ),
     Mutant(
-        "P05", "parcels: no block barrier before the meeting", "other lanes' pushes are not ordered",
-        _meeting("        tl.debug_barrier()\n        send", "        send"),
+        "P05", "push: no block barrier before the barrier", "other lanes' pushes are not ordered",
+        _barrier("        tl.debug_barrier()\n        send", "        send"),
         (AS,), RACE, "put tl.debug_barrier() before the release",
     ),
     Mutant(
-        "P06", "parcels: no block barrier after the meeting", "other lanes take before one has acquired",
-        _meeting("SPEC.PTX)\n        tl.debug_barrier()\n", "SPEC.PTX)\n"),
+        "P06", "push: no block barrier after the barrier", "other lanes read before one has acquired",
+        _barrier("SPEC.PTX)\n        tl.debug_barrier()\n", "SPEC.PTX)\n"),
         (CS,), RACE, "put tl.debug_barrier() after the acquire",
     ),
     Mutant(
-        "P07", "parcels: taken before the meeting", "the push is polled by nobody under `simple`",
+        "P07", "push: received before the barrier", "nothing polls the push under `simple`",
         (Edit(FILE, _BARRIER, "        status = 0\n"),),
         (RS,), RACE, "no flag tells rank",
     ),
     Mutant(
-        "P08", "parcels: one room too few is taken", "off by one in the number of senders",
+        "P08", "push: one buffer too few is received", "off by one in the number of senders",
         (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
               "simple_buffer(chunk, group, (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
         (DS,), WRONG, world_size=3,
     ),
     Mutant(
-        "P09", "parcels: taken from the other parity", "sender and taker disagree about the mailbox",
+        "P09", "push: received from the other parity", "sender and receiver disagree about the mailbox",
         (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
               "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), group, source + n, SPEC)"),),
         (GS,), UNWRITTEN,
     ),
     Mutant(
-        "P10", "LL parcels: rooms taken for half as far apart", "the distance between rooms is in words of 8 bytes",
+        "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
         (Edit(FILE, "distance = tl.load(group + LL_BUFFER) // 8", "distance = tl.load(group + LL_BUFFER) // 16"),),
         (RL,), DEADLOCK,
     ),
     Mutant(
-        "P11", "LL parcels: into the receiver's room", "all senders write to one room",
+        "P11", "LL push: into the receiver's buffer", "all senders write to one buffer",
         (Edit(FILE, "peer(group, to), me, first, SPEC)\n        put_ll(buffer, words,",
               "peer(group, to), to, first, SPEC)\n        put_ll(buffer, words,"),),
         (AL,), frozenset({"race", "deadlock"}),
     ),
     Mutant(
-        "P12", "parcels: rows by step instead of by rank", "a schedule of peers is no list of rows",
+        "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
         (Edit(FILE, "push_row(x_ptr + to * numel,", "push_row(x_ptr + step * numel,"),),
         (AL,), WRONG,
     ),
     Mutant(
-        "P13", "reduce: the root keeps its data to itself", "its own room is part of the sum",
+        "P13", "reduce: the root keeps its data to itself", "its own buffer is part of the sum",
         (Edit(REDUCE, "    push_row(", "    if chunk.me != root:\n        push_row("),),
         (RS,), UNWRITTEN,
     ),
     Mutant(
-        "P14", "scatter: taken from rank 0, whoever the root is", "a root that is a constant by mistake",
+        "P14", "scatter: received from rank 0, whichever rank is the root", "a root that is a constant by mistake",
         (Edit(SCATTER, "receive_row(y_ptr, numel, root,", "receive_row(y_ptr, numel, 0,"),),
         (CL,), DEADLOCK,
     ),
     Mutant(
-        "P15", "parcels: simple does not clear", "LL words of 2^32 epochs ago, where calls are `simple` at that time",
+        "P15", "push: simple does not clear", "LL words of 2^32 epochs ago, where calls are `simple` at that time",
         (Edit(FILE, "    clear_idle(group,", "    if SPEC.LL:\n        clear_idle(group,"),),
         (DS, DS, DL, DL), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200, 200),
         blocks=2, tile=128, body=bodies.prefilled, schedules=20,
