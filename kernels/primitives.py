@@ -71,9 +71,13 @@ def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     high = ((words >> 32) & LOW) | (flag << 32)
     if PTX:
         tl.inline_asm_elementwise(
-            _PUT, "=r,l,l,l,r", [pointer + 2 * lane, low, high, mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            _PUT,
+            "=r,l,l,l,r",
+            [pointer + 2 * lane, low, high, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.store(pointer + 2 * lane, low, mask=mask)
         tl.store(pointer + 2 * lane + 1, high, mask=mask)
@@ -174,8 +178,16 @@ def wait_sequence(group, pointer, sequence, mask, PTX: tl.constexpr):
 
 
 @triton.jit
-def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-                 LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def send_headers(
+    group,
+    epoch,
+    call,
+    PHASE: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
 
     `call` carries the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); relaxed
@@ -187,8 +199,17 @@ def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr,
 
 
 @triton.jit
-def send_headers_to(group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-                    LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def send_headers_to(
+    group,
+    mask,
+    epoch,
+    call,
+    PHASE: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """`send_headers` only to peers whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
     lane = tl.arange(0, LANES)
     base = tl.load(group + PEERS + lane, mask=mask, other=0)
@@ -198,8 +219,9 @@ def send_headers_to(group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.c
 
 
 @triton.jit
-def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-                 PTX: tl.constexpr):  # fmt: skip
+def wait_headers(
+    group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
     """Wait for this block's header from every peer; returns the status.
 
     The right sequence with another fingerprint means that the peer made another call: the status word then names the
@@ -212,8 +234,9 @@ def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constex
 
 
 @triton.jit
-def wait_headers_of(group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-                    PTX: tl.constexpr):  # fmt: skip
+def wait_headers_of(
+    group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
     """`wait_headers` only of peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
     source = tl.arange(0, LANES) % SOURCES
     seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
@@ -228,8 +251,9 @@ def wait_headers_of(group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: t
 
 
 @triton.jit
-def wait_words(group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-               PTX: tl.constexpr):  # fmt: skip
+def wait_words(
+    group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
     """This block's header words of this epoch from the peers of `mask`, whatever they hold: (words, status)."""
     source = tl.arange(0, LANES) % SOURCES
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
@@ -238,8 +262,7 @@ def wait_words(group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr
 
 
 @triton.jit
-def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-            PTX: tl.constexpr):  # fmt: skip
+def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
     """Block b waits for block b of every peer; earlier writes of each are visible to the others. Returns the status.
 
     Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads

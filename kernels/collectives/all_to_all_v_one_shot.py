@@ -33,8 +33,9 @@ from tricomm.kernels.primitives import RANK, advance, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
-def all_to_all_v_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts,
-                          SPEC: tl.constexpr):  # fmt: skip
+def all_to_all_v_one_shot(
+    x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts, SPEC: tl.constexpr
+):
     # Not `run_chunks`: the number of chunks is known when the peers' counts have come, in the first one.
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)

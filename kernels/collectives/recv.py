@@ -63,8 +63,17 @@ def any_source(group, tag, SPEC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["numel", "call", "rank", "tag", "blocks"])
-def recv(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, blocks: tl.int64,
-         SPEC: tl.constexpr):  # fmt: skip
+def recv(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    rank: tl.int64,
+    tag: tl.int64,
+    blocks: tl.int64,
+    SPEC: tl.constexpr,
+):
     me = tl.load(group + RANK)
     # The interpreter takes a small number for 32 bits.
     rank, tag, blocks = rank.to(tl.int64), tag.to(tl.int64), blocks.to(tl.int64)

@@ -177,8 +177,9 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _to_fp8(value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr,
-            MOST: tl.constexpr):  # fmt: skip
+def _to_fp8(
+    value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
+):
     """fp8 code (int32) of an fp32, to nearest even. By hand: sm_80 has no e4m3, and the interpreter truncates.
 
     SHIFT mantissa bits go. STEP and NORMAL are fp32 exponents: of the number that added to a small one rounds it to a

@@ -85,9 +85,15 @@ def torch_device(device: torch.device) -> TorchDevice:
 
 
 def make_launcher(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-    more: Sequence[int | torch.Tensor], group: torch.Tensor, device: Device,
-) -> Callable[..., None]:  # fmt: skip
+    kernel: Any,
+    blocks: int,
+    constexprs: dict[str, Any],
+    bits: int | None,
+    aligned: bool,
+    more: Sequence[int | torch.Tensor],
+    group: torch.Tensor,
+    device: Device,
+) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
     `more` are the last arguments, the same in every launch. All others belong to one launch alone: the driver has
@@ -114,9 +120,7 @@ def make_launcher(
 
     launch = on(0)
 
-    def run(
-        x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()
-    ) -> None:  # fmt: skip
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()) -> None:
         nonlocal launch, used
         if even:
             pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)

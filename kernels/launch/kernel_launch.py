@@ -49,9 +49,15 @@ def prepare(
 
 
 def bind(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-    more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float = 600.0,
-) -> BoundKernel:  # fmt: skip
+    kernel: Any,
+    blocks: int,
+    constexprs: dict[str, Any],
+    bits: int | None,
+    aligned: bool,
+    more: Sequence[int | torch.Tensor],
+    group: torch.Tensor,
+    timeout: float = 600.0,
+) -> BoundKernel:
     """One of our own kernels over `group`.
 
     `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the

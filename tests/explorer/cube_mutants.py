@@ -142,7 +142,7 @@ CUBES = (
         (Edit(GATHER, f"{_GAIN}\n        {_SEEN}", "status = 0"),), GS, RACE, "no flag tells rank",
     ),
     _mutant(
-        "C17", "cube gather: the relay's row goes to the own buffer", "buffers go by whose the data are, not by who sends",
+        "C17", "cube gather: the relay's row in the own buffer", "a buffer goes by its data's rank, not its sender",
         (Edit(GATHER, "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)",
               "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), me, SPEC)"),),
         GS, frozenset({"wrong_result", "uninitialised"}),
