@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import Communicator
+from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
+from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf import text_table
 from tricomm.perf.evidence.stages import host_path

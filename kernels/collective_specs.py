@@ -1,4 +1,4 @@
-"""What each collective takes and gives, whatever kernel runs it."""
+"""Shapes of each collective's input and output, whichever kernel runs it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tricomm.errors import InvalidArgument
 class Collective:
     """`takes` and `gives` say how many rows of equal size a rank's input and output have: one, or one for each rank.
 
-    `root` is "src" or "dst" where one rank is special: only it takes all rows, or only it gives any. `uneven`: a row
-    for each rank has any length, another one in every call, and no rank knows the others'.
+    `root` is "src" or "dst" if one rank is special: only it takes all rows, or only it gives any. `uneven`: a row
+    for each rank has any length, which may change with every call, and no rank knows the others' lengths.
     """
 
     name: str
@@ -23,11 +23,11 @@ class Collective:
     uneven: bool = False
 
     def rows_in(self, world_size: int) -> int:
-        """Rows of the input, of a root where there is one."""
+        """Rows of the input, of the root's if there is a root."""
         return world_size if self.takes == "all" else 1
 
     def rows_out(self, world_size: int) -> int:
-        """Rows of the output, of a root where there is one."""
+        """Rows of the output, of the root's if there is a root."""
         return world_size if self.gives == "all" else 1
 
 

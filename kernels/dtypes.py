@@ -1,4 +1,4 @@
-"""Element types, and how a kernel sees each: what it loads and stores, and what it reduces.
+"""Element types, and how a kernel sees each: the integers that it moves, and the numbers that it reduces.
 
 A kernel moves raw integers of the element's width, so a copy never looks at what it copies. A reduction reads them
 as `element`, and one operation may stand for another: a bool's sum is an or, a complex sum two real ones.
@@ -17,8 +17,11 @@ _OF_BOOL = {"sum": "bor", "max": "bor", "bor": "bor", "prod": "band", "min": "ba
 
 @dataclass(frozen=True)
 class Dtype:
-    """One type of torch's. `raw` is the integer that kernels load and store, `lanes` of them make an element (two for
-    a complex number), `element` is what a reduction reads each as, `ops` are those that are defined."""
+    """One type of torch's.
+
+    `raw` is the integer that kernels load and store, `lanes` of them make an element (two for a complex number),
+    `element` is the type that a reduction reads each as, `ops` are the operations that are defined.
+    """
 
     name: str
     bits: int

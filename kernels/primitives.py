@@ -1,4 +1,4 @@
-"""What a kernel says to a peer: group table, LL words, headers, signal and wait. Public, for users' own kernels too.
+"""Communication between kernels: group table, LL words, headers, signal and wait. Public, for users' kernels too.
 
 `group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it.
 
@@ -49,7 +49,7 @@ _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
 
 @triton.jit
 def pause(spins):
-    """Once per spin. Nothing on a GPU; the interpreter lets other ranks run here."""
+    """Once per spin. Does nothing on a GPU; the interpreter lets other ranks run here."""
 
 
 @triton.jit
@@ -71,9 +71,13 @@ def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     high = ((words >> 32) & LOW) | (flag << 32)
     if PTX:
         tl.inline_asm_elementwise(
-            _PUT, "=r,l,l,l,r", [pointer + 2 * lane, low, high, mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            _PUT,
+            "=r,l,l,l,r",
+            [pointer + 2 * lane, low, high, mask.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.store(pointer + 2 * lane, low, mask=mask)
         tl.store(pointer + 2 * lane + 1, high, mask=mask)
@@ -98,14 +102,14 @@ def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.c
     spins = 0
     while missing == 1:
         late = expected & False
-        found = ()
+        payload = ()
         for source in tl.static_range(SOURCES):
             # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
             seen = tl.load(tl.multiple_of(pointer + source * room, 16) + lane, volatile=True)
             late |= expected & (((seen >> 32) & LOW) != flag)
             low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
-            found = found + ((low & LOW) | (high << 32),)
-        words = found
+            payload = payload + ((low & LOW) | (high << 32),)
+        words = payload
         missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
         spins += 1
         pause(spins)
@@ -114,7 +118,7 @@ def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def look(group, spins, late, PTX: tl.constexpr):
-    """2 in every lane where the host or another block of this rank has given up, else 0. Looks now and then."""
+    """2 in every lane if the host or another block of this rank has aborted, else 0. Looks now and then."""
     gone = late.to(tl.int32) * 0
     every: tl.constexpr = 256 if PTX else 4
     if (spins & (every - 1)) == every - 1:  # not %: `spins` turns negative in the end
@@ -174,12 +178,20 @@ def wait_sequence(group, pointer, sequence, mask, PTX: tl.constexpr):
 
 
 @triton.jit
-def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-                 LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def send_headers(
+    group,
+    epoch,
+    call,
+    PHASE: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
 
-    `call` carries the fingerprint in its low half. RELEASE where the header is a barrier flag (`simple`); relaxed
-    under `ll`, where the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
+    `call` carries the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); relaxed
+    under `ll`, because the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
     """
     lane = tl.arange(0, LANES)
     mask = (lane < WORLD_SIZE) & (lane != tl.load(group + RANK))
@@ -187,9 +199,18 @@ def send_headers(group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr,
 
 
 @triton.jit
-def send_headers_to(group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr,
-                    LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """`send_headers` to those peers only whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
+def send_headers_to(
+    group,
+    mask,
+    epoch,
+    call,
+    PHASE: tl.constexpr,
+    RELEASE: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """`send_headers` only to peers whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
     lane = tl.arange(0, LANES)
     base = tl.load(group + PEERS + lane, mask=mask, other=0)
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)
@@ -198,8 +219,9 @@ def send_headers_to(group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.c
 
 
 @triton.jit
-def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-                 PTX: tl.constexpr):  # fmt: skip
+def wait_headers(
+    group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
     """Wait for this block's header from every peer; returns the status.
 
     The right sequence with another fingerprint means that the peer made another call: the status word then names the
@@ -212,9 +234,10 @@ def wait_headers(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constex
 
 
 @triton.jit
-def wait_headers_of(group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-                    PTX: tl.constexpr):  # fmt: skip
-    """`wait_headers` of those peers only whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
+def wait_headers_of(
+    group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
+    """`wait_headers` only of peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
     source = tl.arange(0, LANES) % SOURCES
     seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
     wrong = mask & ((seen & LOW) != (call & LOW))
@@ -228,9 +251,10 @@ def wait_headers_of(group, mask, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: t
 
 
 @triton.jit
-def wait_words(group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-               PTX: tl.constexpr):  # fmt: skip
-    """This block's header words of this epoch from the peers of `mask`, whatever they say: (words, status)."""
+def wait_words(
+    group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr
+):
+    """This block's header words of this epoch from the peers of `mask`, whatever they hold: (words, status)."""
     source = tl.arange(0, LANES) % SOURCES
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
     pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
@@ -238,9 +262,8 @@ def wait_words(group, mask, epoch, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr
 
 
 @triton.jit
-def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
-            PTX: tl.constexpr):  # fmt: skip
-    """Block b meets block b of every peer; what either side wrote before is visible to the other after. Returns status.
+def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Block b waits for block b of every peer; earlier writes of each are visible to the others. Returns the status.
 
     Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads
     back until the acquiring lanes have seen the flags.
@@ -264,10 +287,10 @@ def advance(epoch, chunks):
 
 @triton.jit
 def enter(group, call):
-    """Start of a launch: (epoch, owner). `owner` is what the busy word held: 0 unless another launch is running.
+    """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
 
-    Another launch is reported here already, because neither of the two may come to its end. What a launch has reported
-    before stays, and one that was told to leave has left its busy word behind.
+    Another launch is reported here already, because neither of the two may come to its end. An earlier report stays,
+    because a launch that was aborted leaves its busy word behind.
     """
     epoch = tl.load(group + EPOCH)
     owner = tl.load(group + BUSY, volatile=True)
@@ -285,7 +308,7 @@ def enter(group, call):
 
 @triton.jit
 def leave(group, epoch, owner, call, chunks, status):
-    """End of a launch: the last block to get here, and only it, moves the epoch on. Nobody waits for it.
+    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
 
     A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
     other one came later. It reports that in the status word; neither launch's output is defined then.

@@ -1,4 +1,4 @@
-"""What the collectives promise, in plain torch: who gets what, reduced in which order, and where it is rounded."""
+"""The results that the collectives promise, in plain torch: rows, order of reduction and rounding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ _SMALL = {**dict.fromkeys(_FLOATS, torch.float32), **dict.fromkeys((torch.int16,
 
 
 def expected(
-    collective: str, op: str, parts: list[torch.Tensor], rank: int = 0, root: int = -1,
+    collective: str,
+    op: str,
+    parts: list[torch.Tensor],
+    rank: int = 0,
+    root: int = -1,
     quads: Sequence[Sequence[int]] = (),
-) -> torch.Tensor:  # fmt: skip
-    """What `rank` gets of all ranks' flat inputs, as the kernels promise it; with `quads`, those of a cube mesh."""
+) -> torch.Tensor:
+    """The output of `rank` for all ranks' flat inputs, as the kernels promise it; `quads` of a cube mesh."""
     if collective in ("all_gather", "gather"):
         return torch.cat(parts)
     if collective == "broadcast":

@@ -71,10 +71,10 @@ class NullRuntime(Processes):
         more: Sequence[int | torch.Tensor],
         group: torch.Tensor,
         timeout: float,
-    ) -> kernel_launch.Call:
+    ) -> kernel_launch.BoundKernel:
         options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
-        return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
+        return cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
 
 
 def communicator() -> Communicator:

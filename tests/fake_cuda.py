@@ -253,7 +253,7 @@ class OnFakeGpu(Processes):
     def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):  # type: ignore[no-untyped-def]
         options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
-        to_driver = cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
+        to_driver = cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
         interpreted = kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:

@@ -1,19 +1,20 @@
 """All-to-all with uneven parts, one shot, `ll` or `simple`: any number of rows to each rank, none among them.
 
-    rank 0 [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  takes (3, 1, 0, 2)
-    rank 1 [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          takes (1, 0, 2, 0)
+    rank 0 [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  = (3, 1, 0, 2)
+    rank 1 [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          = (1, 0, 2, 0)
     ...
 
-Lengths   `sends` and `takes`, in rows of `numel` elements, are parameters of the launch (`splits`): every call has its
-          own, without memory, a copy or another compiled kernel; a captured call keeps those of its capture. Where a
-          part begins is the sum of those before it.
+Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are parameters of the launch (see
+          `device/counts.py`): every call has its own, without memory, a copy or another compiled kernel; a captured
+          call keeps those of its capture. A part begins at the sum of those before it.
 Bytes     what goes to others, written to peers; under LL twice that.
 Hops      1; under `simple` with a barrier behind it.
-Waits     as in `parcels`. Besides, in the first chunk each peer's two further headers: its longest part, so that all
-          ranks go through the same number of chunks, which no rank knows alone; and the length of its part for this
-          rank, which has to be what is expected here, or both ranks would wait for words that never come. They carry
-          the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them out.
-Reuse     see `parcels`; the further headers rotate with the epoch's parity as the first one does.
+Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
+          that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part
+          for this rank, which has to be the expected one, or both ranks would wait for words that never come. They
+          carry the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them
+          out.
+Reuse     see `device/push.py`; the further headers rotate with the epoch's parity as the first one does.
 Order     nothing is summed.
 Source    MPI_Alltoallv, by push.
 """
@@ -23,50 +24,57 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.counts import hear, part, tell
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import begin, meet, push_row, room_words, take
+from tricomm.kernels.device.chunks import Chunk
+from tricomm.kernels.device.counts import part, publish_counts, receive_counts
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.packing import load_words, store_words
+from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
 from tricomm.kernels.primitives import RANK, advance, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
-def all_to_all_v_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, sends, takes,
-                          LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                          ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-    PACK: tl.constexpr = 64 // BITS
+def all_to_all_v_one_shot(
+    x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts, SPEC: tl.constexpr
+):
+    # Not `run_chunks`: the number of chunks is known when the peers' counts have come, in the first one.
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)
     me = tl.load(group + RANK)
-    room = room_words(group, LL)
-    chunks = tl.zeros([], tl.int64) + 1  # until the others have told
+    buffer = buffer_words(group, 1, SPEC)
+    own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
+    stride = tl.num_programs(0) * SPEC.BLOCK
+    chunks = tl.zeros([], tl.int64) + 1
     status = 0
-    chunk = tl.zeros([], tl.int64)
-    while (chunk < chunks) & (status == 0):
-        epoch = advance(start, chunk)
-        base = chunk * room
-        begin(group, epoch, call, LL, WORLD_SIZE, BLOCK, LANES, PTX)
-        if chunk == 0:
-            tell(group, sends, numel, epoch, WORLD_SIZE, LANES, PTX)
-        for step in range(WORLD_SIZE):
-            to = (me + step) % WORLD_SIZE
-            first, length = part(sends, to, numel, WORLD_SIZE)
-            count = tl.minimum(tl.cdiv(length, PACK) - base, room)
-            aligned = ALIGNED & (first % (2 * PACK) == 0)
-            push_row(x_ptr + first, group, to, epoch, base, count, length, LL, WORLD_SIZE, BLOCK, aligned, PTX)
-        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)
-        if (chunk == 0) & (status == 0):
-            most, status = hear(group, sends, takes, numel, epoch, WORLD_SIZE, LANES, PTX)
-            chunks = tl.maximum(tl.cdiv(tl.cdiv(most, PACK), room), 1)
-        for step in range(WORLD_SIZE):
-            source = (me + step) % WORLD_SIZE
-            row, length = part(takes, source, numel, WORLD_SIZE)
-            count = tl.minimum(tl.cdiv(length, PACK) - base, room)
-            aligned = ALIGNED & (row % (2 * PACK) == 0)
-            first = tl.program_id(0).to(tl.int64) * BLOCK
+    number = tl.zeros([], tl.int64)
+    while (number < chunks) & (status == 0):
+        epoch = advance(start, number)
+        base = number * buffer
+        chunk = Chunk(group, me, call, epoch, base, buffer, own, stride)
+        open_epoch(chunk, 1, SPEC)
+        if number == 0:
+            publish_counts(group, send_counts, numel, epoch, SPEC)
+        for step in range(SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
+            count = tl.minimum(tl.cdiv(length, PACK) - base, buffer)
+            aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
+            for first in range(own, count, stride):
+                words = load_words(x_ptr + row, base + first, length, SPEC.BLOCK, aligned)
+                push_tile(chunk, to, first, words, count, SPEC)
+        status = synchronize(chunk, 0, SPEC)
+        if (number == 0) & (status == 0):
+            most, status = receive_counts(group, send_counts, recv_counts, numel, epoch, SPEC)
+            chunks = tl.maximum(tl.cdiv(tl.cdiv(most, PACK), buffer), 1)
+        for step in range(SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            row, length = part(recv_counts, source, numel, SPEC.WORLD_SIZE)
+            count = tl.minimum(tl.cdiv(length, PACK) - base, buffer)
+            aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
+            first = own
             while (first < count) & (status == 0):
-                tile, status = take(group, source, epoch, first, count, 1, LL, WORLD_SIZE, BLOCK, PTX)
+                tile, status = receive(chunk, source, first, count, 1, SPEC)
                 if status == 0:
-                    store_words(y_ptr + row, base + first, tile[0], length, BLOCK, aligned)
-                first += tl.num_programs(0) * BLOCK
-        chunk += 1
+                    store_words(y_ptr + row, base + first, tile[0], length, SPEC.BLOCK, aligned)
+                first += stride
+        number += 1
     leave(group, start, owner, call, chunks, status)

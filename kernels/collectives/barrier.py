@@ -1,4 +1,4 @@
-"""Barrier: every rank tells every peer that it is here, and waits for all. No data.
+"""Barrier: every rank sends a header to every peer, and waits for all of theirs. No data.
 
     rank r ──header──▶ every peer;  r goes on when it has the header of every peer
 
@@ -13,15 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels import primitives
 from tricomm.kernels.device.mailbox import clear_idle
-from tricomm.kernels.primitives import barrier as meet
 from tricomm.kernels.primitives import enter, leave
 
 
 @triton.jit(do_not_specialize=["call"])
-def barrier(group, call: tl.int64, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-            PTX: tl.constexpr):  # fmt: skip
+def barrier(group, call: tl.int64, SPEC: tl.constexpr):
     start, owner = enter(group, call)
-    clear_idle(group, start, 1, WORLD_SIZE, BLOCK, LANES, PTX)
-    status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)
+    clear_idle(group, start, 1, SPEC)
+    status = primitives.barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     leave(group, start, owner, call, 1, status)

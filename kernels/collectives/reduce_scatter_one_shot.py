@@ -1,4 +1,4 @@
-"""Reduce-scatter, one shot, `ll` or `simple`: row r of the input to rank r, which reduces what it gets.
+"""Reduce-scatter, one shot, `ll` or `simple`: row r of the input to rank r, which reduces what it receives.
 
     rank 0 [a0 b0 c0 d0] ─▶ a0 to 0, b0 to 1, c0 to 2, d0 to 3      rank 0 gets a0 + a1 + a2 + a3
     rank 1 [a1 b1 c1 d1] ─▶ a1 to 0, b1 to 1, c1 to 2, d1 to 3      rank 1 gets b0 + b1 + b2 + b3
@@ -8,10 +8,10 @@
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
           reduction; under LL twice that.
 Hops      1; under `simple` with a barrier behind it.
-Waits     see `parcels`.
-Reuse     see `parcels`.
+Waits     see `device/push.py`.
+Reuse     see `device/push.py`.
 Order     rank 0 .. N-1: the bits of an all-reduce.
-Source    the first half of `all_reduce_two_shot_ll` and `all_reduce_two_shot_simple`.
+Source    the first half of `all_reduce_two_shot`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import begin, meet, push_rows, room_words, take
-from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import advance, enter, leave
+from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.push import open_epoch, push_rows, receive_reduced, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
-def reduce_scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64,
-                            ELEMENT: tl.constexpr, OP: tl.constexpr, LL: tl.constexpr, WORLD_SIZE: tl.constexpr,
-                            BLOCK: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr,
-                            PTX: tl.constexpr):  # fmt: skip
-    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-    start, owner = enter(group, call)
-    words, room = tl.cdiv(numel, 64 // BITS), room_words(group, LL)
-    chunks = tl.cdiv(words, room)
-    status = 0
-    chunk = tl.zeros([], tl.int64)
-    while (chunk < chunks) & (status == 0):
-        epoch = advance(start, chunk)
-        base = chunk * room
-        count = tl.minimum(words - base, room)
-        begin(group, epoch, call, LL, WORLD_SIZE, BLOCK, LANES, PTX)
-        push_rows(x_ptr, group, epoch, base, count, numel, LL, WORLD_SIZE, BLOCK, ALIGNED, PTX)
-        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        while (first < count) & (status == 0):
-            parts, status = take(group, 0, epoch, first, count, WORLD_SIZE, LL, WORLD_SIZE, BLOCK, PTX)
-            if status == 0:
-                total = reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE)
-                store_words(y_ptr, base + first, total, numel, BLOCK, ALIGNED)
-            first += tl.num_programs(0) * BLOCK
-        chunk += 1
-    leave(group, start, owner, call, chunks, status)
+def reduce_scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
+    run_chunks(_chunk, (x_ptr, y_ptr, numel), group, call, buffer_words(group, 1, SPEC), SPEC)
+
+
+@triton.jit
+def _chunk(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel = tensors
+    open_epoch(chunk, 1, SPEC)
+    push_rows(x_ptr, numel, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    return receive_reduced(y_ptr, numel, chunk, status, SPEC)

@@ -1,43 +1,32 @@
-"""The kernels that tricomm ships, by (collective, algorithm, protocol), with what each one costs."""
+"""The kernels that tricomm ships, by (collective, algorithm, protocol), with their costs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collective_specs import Collective
-from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh_ll import all_gather_hybrid_cube_mesh_ll
-from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh_simple import all_gather_hybrid_cube_mesh_simple
-from tricomm.kernels.collectives.all_gather_one_shot_ll import all_gather_one_shot_ll
-from tricomm.kernels.collectives.all_gather_one_shot_simple import all_gather_one_shot_simple
-from tricomm.kernels.collectives.all_gather_one_shot_zero_copy import all_gather_one_shot_zero_copy
-from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_ll import all_reduce_hybrid_cube_mesh_ll
-from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_simple import all_reduce_hybrid_cube_mesh_simple
-from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot_simple import (
-    all_reduce_hybrid_cube_mesh_two_shot_simple,
-)
-from tricomm.kernels.collectives.all_reduce_one_shot_ll import all_reduce_one_shot_ll
-from tricomm.kernels.collectives.all_reduce_one_shot_simple import all_reduce_one_shot_simple
-from tricomm.kernels.collectives.all_reduce_one_shot_zero_copy import all_reduce_one_shot_zero_copy
-from tricomm.kernels.collectives.all_reduce_two_shot_ll import all_reduce_two_shot_ll
-from tricomm.kernels.collectives.all_reduce_two_shot_simple import all_reduce_two_shot_simple
-from tricomm.kernels.collectives.all_reduce_two_shot_zero_copy import all_reduce_two_shot_zero_copy
+from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh import all_gather_hybrid_cube_mesh
+from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot, all_gather_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
+from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
+from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot, all_reduce_two_shot_zero_copy
 from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
 from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
 from tricomm.kernels.collectives.barrier import barrier
 from tricomm.kernels.collectives.broadcast_one_shot import broadcast_one_shot
-from tricomm.kernels.collectives.broadcast_two_shot_simple import broadcast_two_shot_simple
+from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
 from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
 from tricomm.kernels.collectives.recv import recv
 from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
 from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
 from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
-from tricomm.kernels.launch import triton_adapter
 
 Cost = Callable[[int], Fraction]
 CUBE_RANKS = 8
@@ -45,11 +34,11 @@ CUBE_RANKS = 8
 
 @dataclass(frozen=True)
 class Kernel:
-    """One shipped kernel: `function` with the constexprs `fixed`.
+    """One shipped kernel: `function` compiled for `protocol`.
 
     `written` and `read` are the bytes of the busiest rank that cross to and from peers, per byte of its input (per
-    byte of the message where there is a root), headers apart, of a type of 32 bits or more, as a function of the world
-    size; `hops` counts dependent one-way messages, `barriers` the meetings among them.
+    byte of the message if there is a root), headers apart, of a type of 32 bits or more, as a function of the world
+    size; `hops` counts dependent one-way messages, `barriers` the barriers among them.
     """
 
     collective: str
@@ -60,7 +49,6 @@ class Kernel:
     read: Cost
     hops: int
     barriers: int
-    fixed: dict[str, Any] = field(default_factory=dict, hash=False)
     zero_copy: bool = False
 
     @property
@@ -72,8 +60,13 @@ class Kernel:
         return f"{self.collective}_{self.algorithm}_{'zero_copy' if self.zero_copy else self.protocol}"
 
     @property
+    def fixed(self) -> dict[str, Any]:
+        """The constexprs of the kernel's specialization that follow from its name."""
+        return {"LL": self.protocol == "ll"}
+
+    @property
     def kind(self) -> Collective:
-        """What the collective takes and gives."""
+        """Shapes of the collective's input and output."""
         return collective_specs.find(self.collective)
 
     @property
@@ -81,13 +74,8 @@ class Kernel:
         return self.kind.reduces
 
     @property
-    def parameters(self) -> frozenset[str]:
-        """Names of everything that `function` takes."""
-        return frozenset(p.name for p in triton_adapter.parameters(self.function))
-
-    @property
     def needs_cube(self) -> bool:
-        """True for what runs over a hybrid cube mesh of eight ranks only."""
+        """True for a kernel that runs over a hybrid cube mesh of eight ranks only."""
         return self.algorithm.startswith("hybrid_cube_mesh")
 
     @property
@@ -97,7 +85,7 @@ class Kernel:
 
     @property
     def shards(self) -> int | None:
-        """How many shards a message is divided into, 0 for one a rank; None where it is not."""
+        """How many shards a message is divided into, 0 for one a rank; None if it is not divided."""
         return None if "two_shot" not in self.algorithm else 4 if self.needs_cube else 0
 
 
@@ -129,55 +117,55 @@ def _twice(cost: Cost) -> Cost:
     return lambda world_size: 2 * cost(world_size)
 
 
-def _both(collective: str, function: Any, cost: Cost) -> tuple[Kernel, Kernel]:
-    """One function that serves both protocols by push."""
+def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, Kernel]:
+    """Both protocols of a kernel that pushes by either."""
     return (
-        Kernel(collective, "one_shot", "ll", function, _twice(cost), _none, 1, 0, {"LL": True}),
-        Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1, {"LL": False}),
+        Kernel(collective, "one_shot", "ll", function, _twice(cost), _none, 1, 0),
+        Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1),
     )
 
 
 _CUBE, _CUBE_TWO_SHOT, _CUBE_ROWS = _fixed(Fraction(4)), _fixed(Fraction(7, 4)), _fixed(Fraction(7))
 
 KERNELS = (
-    Kernel("all_reduce", "one_shot", "ll", all_reduce_one_shot_ll, _twice(_peers), _none, 1, 0),
-    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_simple, _none, _peers, 3, 1),
-    Kernel("all_reduce", "two_shot", "ll", all_reduce_two_shot_ll, _twice(_shards), _none, 2, 0),
-    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_simple, _shards, _none, 2, 2),
-    Kernel("all_reduce", "hybrid_cube_mesh", "ll", all_reduce_hybrid_cube_mesh_ll, _twice(_CUBE), _none, 2, 0),
-    Kernel("all_reduce", "hybrid_cube_mesh", "simple", all_reduce_hybrid_cube_mesh_simple, _CUBE, _none, 2, 2),
+    Kernel("all_reduce", "one_shot", "ll", all_reduce_one_shot, _twice(_peers), _none, 1, 0),
+    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot, _none, _peers, 3, 1),
+    Kernel("all_reduce", "two_shot", "ll", all_reduce_two_shot, _twice(_shards), _none, 2, 0),
+    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot, _shards, _none, 2, 2),
+    Kernel("all_reduce", "hybrid_cube_mesh", "ll", all_reduce_hybrid_cube_mesh, _twice(_CUBE), _none, 2, 0),
+    Kernel("all_reduce", "hybrid_cube_mesh", "simple", all_reduce_hybrid_cube_mesh, _CUBE, _none, 2, 2),
     Kernel(
-        "all_reduce", "hybrid_cube_mesh_two_shot", "simple", all_reduce_hybrid_cube_mesh_two_shot_simple,
+        "all_reduce", "hybrid_cube_mesh_two_shot", "simple", all_reduce_hybrid_cube_mesh_two_shot,
         _CUBE_TWO_SHOT, _none, 3, 3,
     ),
-    Kernel("all_gather", "one_shot", "ll", all_gather_one_shot_ll, _twice(_peers), _none, 1, 0),
-    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_simple, _none, _peers, 3, 1),
-    Kernel("all_gather", "hybrid_cube_mesh", "ll", all_gather_hybrid_cube_mesh_ll, _twice(_CUBE_ROWS), _none, 2, 0),
-    Kernel("all_gather", "hybrid_cube_mesh", "simple", all_gather_hybrid_cube_mesh_simple, _CUBE_ROWS, _none, 2, 2),
-    *_both("reduce_scatter", reduce_scatter_one_shot, _rows),
-    *_both("broadcast", broadcast_one_shot, _peers),
-    Kernel("broadcast", "two_shot", "simple", broadcast_two_shot_simple, _shards, _none, 2, 2),
-    *_both("reduce", reduce_one_shot, _once),
-    *_both("gather", gather_one_shot, _once),
-    *_both("scatter", scatter_one_shot, _rows),
-    *_both("all_to_all", all_to_all_one_shot, _rows),
-    *_both("all_to_all_v", all_to_all_v_one_shot, _rows),
+    Kernel("all_gather", "one_shot", "ll", all_gather_one_shot, _twice(_peers), _none, 1, 0),
+    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot, _none, _peers, 3, 1),
+    Kernel("all_gather", "hybrid_cube_mesh", "ll", all_gather_hybrid_cube_mesh, _twice(_CUBE_ROWS), _none, 2, 0),
+    Kernel("all_gather", "hybrid_cube_mesh", "simple", all_gather_hybrid_cube_mesh, _CUBE_ROWS, _none, 2, 2),
+    *_pushed("reduce_scatter", reduce_scatter_one_shot, _rows),
+    *_pushed("broadcast", broadcast_one_shot, _peers),
+    Kernel("broadcast", "two_shot", "simple", broadcast_two_shot, _shards, _none, 2, 2),
+    *_pushed("reduce", reduce_one_shot, _once),
+    *_pushed("gather", gather_one_shot, _once),
+    *_pushed("scatter", scatter_one_shot, _rows),
+    *_pushed("all_to_all", all_to_all_one_shot, _rows),
+    *_pushed("all_to_all_v", all_to_all_v_one_shot, _rows),
     Kernel("barrier", "one_shot", "simple", barrier, _none, _none, 1, 1),
 )  # fmt: skip
 
-# Over symmetric memory, which is read where it lies: in place by two shots, else by one.
+# Over symmetric memory, which is read without a copy: in place by two shots, else by one.
 ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
 )
 
-# Between two ranks: what the busier of them writes.
+# Between two ranks: costs of the busier one.
 MESSAGES = (
-    Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0, {"LL": True}),
-    Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0, {"LL": False}),
-    Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0, {"LL": True}),
-    Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0, {"LL": False}),
+    Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0),
+    Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0),
+    Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0),
+    Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
 ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)

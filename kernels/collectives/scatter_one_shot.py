@@ -4,8 +4,8 @@
 
 Bytes     (N-1)/N n written to peers by the root (n the bytes of all rows), under LL twice that; nothing by the others.
 Hops      1; under `simple` with a barrier behind it.
-Waits     see `parcels`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
-Reuse     see `parcels`.
+Waits     see `device/push.py`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
+Reuse     see `device/push.py`.
 Order     nothing is summed.
 """
 
@@ -14,35 +14,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.packing import store_words
-from tricomm.kernels.device.push import begin, meet, push_rows, room_words, take
-from tricomm.kernels.primitives import RANK, advance, enter, leave
+from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.push import open_epoch, push_rows, receive_row, synchronize
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
-def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64,
-                     LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                     ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    start, owner = enter(group, call)
-    me = tl.load(group + RANK)
-    words, room = tl.cdiv(numel, PACK), room_words(group, LL)
-    chunks = tl.cdiv(words, room)
-    status = 0
-    chunk = tl.zeros([], tl.int64)
-    while (chunk < chunks) & (status == 0):
-        epoch = advance(start, chunk)
-        base = chunk * room
-        count = tl.minimum(words - base, room)
-        begin(group, epoch, call, LL, WORLD_SIZE, BLOCK, LANES, PTX)
-        if me == root:
-            push_rows(x_ptr, group, epoch, base, count, numel, LL, WORLD_SIZE, BLOCK, ALIGNED, PTX)
-        status = meet(group, epoch, call, LL, WORLD_SIZE, LANES, PTX)
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        while (first < count) & (status == 0):
-            part, status = take(group, root, epoch, first, count, 1, LL, WORLD_SIZE, BLOCK, PTX)
-            if status == 0:
-                store_words(y_ptr, base + first, part[0], numel, BLOCK, ALIGNED)
-            first += tl.num_programs(0) * BLOCK
-        chunk += 1
-    leave(group, start, owner, call, chunks, status)
+def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
+    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
+
+
+@triton.jit
+def _chunk(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root = tensors
+    open_epoch(chunk, 1, SPEC)
+    if chunk.me == root:
+        push_rows(x_ptr, numel, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    return receive_row(y_ptr, numel, root, chunk, status, SPEC)

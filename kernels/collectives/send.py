@@ -3,10 +3,10 @@
     rank 2 [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
 
 Bytes     n pushed, under LL twice that, and 16 a piece of header; 8 a piece come back as acknowledgement.
-Hops      1; the fifth piece of a channel and those behind it wait for an acknowledgement each, a second one.
-Waits     see `channels`. A message whose pieces find free slots is away when the kernel ends, whether or not the
-          receiver has asked for it: four short ones of a tag are. Any other ends with its receiver.
-Reuse     see `channels`.
+Hops      1; the fifth piece of a channel and those after it wait for an acknowledgement each, a second one.
+Waits     see `device/channels.py`. A message whose pieces all get free slots has been sent when the kernel ends,
+          whether or not the receiver has asked for it: four short ones of a tag are. Any other ends with its receiver.
+Reuse     see `device/channels.py`.
 Order     nothing is summed.
 """
 
@@ -19,16 +19,17 @@ from tricomm.kernels import layout
 from tricomm.kernels.device.channels import (
     CHANNELS,
     SLOTS,
-    begin,
+    begin_message,
+    channel_state,
     clear_stale,
-    end,
-    later,
-    line,
+    end_message,
+    next_number,
     piece_words,
-    show,
+    publish_header,
     slot_of,
     wait_free,
 )
+from tricomm.kernels.device.chunks import packed_words
 from tricomm.kernels.device.packing import load_words, store_tile
 from tricomm.kernels.primitives import RANK, peer, put_ll
 
@@ -37,48 +38,46 @@ PLAIN = tl.constexpr(layout.PLAIN)
 
 
 @triton.jit(do_not_specialize=["numel", "call", "rank", "tag"])
-def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64,
-         LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-         ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, SPEC: tl.constexpr):
     me = tl.load(group + RANK)
     rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter takes a small number for 32 bits
-    words = tl.cdiv(numel, PACK)
-    piece = piece_words(group, words, LL, BLOCK)
+    words = packed_words(x_ptr, numel)
+    piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
     channels = tl.load(group + CHANNELS)
-    begin(group, call, rank)
+    begin_message(group, call, rank)
     first_part = tl.program_id(0).to(tl.int64)
     status = 0
     while (first_part < tl.minimum(channels, pieces)) & (status == 0):
         channel = (first_part + tag) % channels
-        mine, theirs = line(group, group, rank, channel), line(group, peer(group, rank), me, channel)
+        mine = channel_state(group, group, rank, channel)
+        theirs = channel_state(group, peer(group, rank), me, channel)
         number, plain = tl.load(mine + SENT), tl.load(mine + PLAIN)
         part = first_part
         while (part < pieces) & (status == 0):
-            status = wait_free(group, mine, number, LANES, PTX)
+            status = wait_free(group, mine, number, SPEC)
             if status == 0:
                 base = part * piece
                 count = tl.maximum(tl.minimum(words - base, piece), 0)
                 slot = slot_of(group, peer(group, rank), me, channel, number)
                 bit = tl.full([], 1, tl.int64) << (number % SLOTS)
-                if LL:
-                    cleared = clear_stale(group, slot, number, plain, BLOCK, PTX)
-                    for first in range(0, count, BLOCK):
-                        data = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
-                        put_ll(slot + 2 * first, data, number, count - first, BLOCK, PTX)
-                    show(theirs, number, call, tag, cleared, LANES, PTX)
+                if SPEC.LL:
+                    cleared = clear_stale(group, slot, number, plain, SPEC)
+                    for first in range(0, count, SPEC.BLOCK):
+                        data = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+                        put_ll(slot + 2 * first, data, number, count - first, SPEC.BLOCK, SPEC.PTX)
+                    publish_header(theirs, number, call, tag, cleared, SPEC)
                     plain &= ~bit
                 else:
-                    for first in range(0, count, BLOCK):
-                        data = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
-                        store_tile(slot, first, data, count, BLOCK)
-                    show(theirs, number, call, tag, True, LANES, PTX)
+                    for first in range(0, count, SPEC.BLOCK):
+                        data = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+                        store_tile(slot, first, data, count, SPEC.BLOCK)
+                    publish_header(theirs, number, call, tag, True, SPEC)
                     plain |= bit
-                number = later(number, 1)
+                number = next_number(number, 1)
                 part += channels
         if status == 0:
             tl.store(mine + SENT, number)
             tl.store(mine + PLAIN, plain)
         first_part += tl.num_programs(0)
-    end(group, call, status)
+    end_message(group, call, status)

@@ -1,4 +1,7 @@
-"""Where a word of a mailbox is, and how the idle mailbox is cleared before an epoch can come round again."""
+"""Where a word of a mailbox is, and how the idle mailbox is cleared before an epoch can come round again.
+
+There are two mailboxes for each protocol, used in turn by the epoch's parity. Each has one buffer per source rank.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ from tricomm.kernels import layout
 from tricomm.kernels.primitives import put_ll, signal
 
 LL_BASE = tl.constexpr(layout.LL_BASE)
-LL_ROOM = tl.constexpr(layout.LL_ROOM)
+LL_BUFFER = tl.constexpr(layout.LL_BUFFER)
 SIMPLE_BASE = tl.constexpr(layout.SIMPLE_BASE)
-SIMPLE_ROOM = tl.constexpr(layout.SIMPLE_ROOM)
+SIMPLE_BUFFER = tl.constexpr(layout.SIMPLE_BUFFER)
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
@@ -19,25 +22,33 @@ PHASES = tl.constexpr(layout.PHASES)
 
 
 @triton.jit
-def ll_room(group):
-    """Bytes of one LL room: one parity, one source."""
-    return tl.load(group + LL_ROOM)
+def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
+    """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
+    if SPEC.LL:
+        words = tl.load(group + LL_BUFFER) // (16 * PARTS)
+    else:
+        words = tl.load(group + SIMPLE_BUFFER) // (8 * PARTS)
+    return words
 
 
 @triton.jit
-def ll_slot(group, head, epoch, source, first, WORLD_SIZE: tl.constexpr):
-    """Pointer (int64*, 16-byte aligned) to the LL words of payload word `first` and on in `source`'s room.
+def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
+    """Pointer (int64*, 16-byte aligned) to the LL words of payload word `first` and on in `source`'s buffer.
 
     `head` is the head of the arena that holds the mailbox: `peer(group, p)` to write, `group` to read one's own.
     """
-    room = tl.load(group + LL_BASE) + ((epoch & 1) * WORLD_SIZE + source) * tl.load(group + LL_ROOM)
-    return tl.multiple_of(head + room // 8 + 2 * first, 16)
+    group = chunk.group
+    buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
+    offset = tl.load(group + LL_BASE) + buffer * tl.load(group + LL_BUFFER)
+    return tl.multiple_of(head + offset // 8 + 2 * first, 16)
 
 
 @triton.jit
-def simple_room(group, head, epoch, source, WORLD_SIZE: tl.constexpr):
-    """Pointer (int64*, 16-byte aligned) to `source`'s room of the simple mailbox in the arena at `head`."""
-    offset = tl.load(group + SIMPLE_BASE) + ((epoch & 1) * WORLD_SIZE + source) * tl.load(group + SIMPLE_ROOM)
+def simple_buffer(chunk, head, source, SPEC: tl.constexpr):
+    """Pointer (int64*, 16-byte aligned) to `source`'s buffer of the simple mailbox in the arena at `head`."""
+    group = chunk.group
+    buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
+    offset = tl.load(group + SIMPLE_BASE) + buffer * tl.load(group + SIMPLE_BUFFER)
     return tl.multiple_of(head + offset // 8, 16)
 
 
@@ -48,12 +59,11 @@ def clears(epoch):
 
 
 @triton.jit
-def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-               PTX: tl.constexpr):  # fmt: skip
+def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """Every 2^30 epochs, before its header: zero this block's share of the mailbox that this epoch does not use.
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
-    2^32. The share is what this block owns in the next epoch of this launch (each room in RUNS runs of tiles, tile
+    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, tile
     t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
     The zeros are LL words like those that they replace: strong stores, so that old and new ones have one order.
     """
@@ -61,15 +71,17 @@ def clear_idle(group, epoch, RUNS: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1
-        run = tl.load(group + LL_ROOM) // (8 * RUNS)
-        for part in range(WORLD_SIZE * RUNS):
-            room = group + tl.load(group + LL_BASE) // 8 + idle * WORLD_SIZE * RUNS * run + part * run
-            for first in range(block.to(tl.int64) * 2 * BLOCK, run, grid * 2 * BLOCK):
-                put_ll(room + first, tl.zeros([BLOCK], tl.int64), 0, (run - first) // 2, BLOCK, PTX)
-        lane = tl.arange(0, LANES)
-        for row in range(PHASES * WORLD_SIZE):
-            rows = group + HEADERS // 8 + ((row // WORLD_SIZE * 2 + idle) * WORLD_SIZE + row % WORLD_SIZE) * MAX_BLOCKS
-            for first in range(block, MAX_BLOCKS, grid * LANES):
+        run = tl.load(group + LL_BUFFER) // (8 * PARTS)
+        for part in range(SPEC.WORLD_SIZE * PARTS):
+            start = group + tl.load(group + LL_BASE) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
+            for first in range(block.to(tl.int64) * 2 * SPEC.BLOCK, run, grid * 2 * SPEC.BLOCK):
+                zeros = tl.zeros([SPEC.BLOCK], tl.int64)
+                put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
+        lane = tl.arange(0, SPEC.LANES)
+        for row in range(PHASES * SPEC.WORLD_SIZE):
+            phase, source = row // SPEC.WORLD_SIZE, row % SPEC.WORLD_SIZE
+            headers = group + HEADERS // 8 + ((phase * 2 + idle) * SPEC.WORLD_SIZE + source) * MAX_BLOCKS
+            for first in range(block, MAX_BLOCKS, grid * SPEC.LANES):
                 at = first + grid * lane
-                signal(rows + at, tl.zeros([LANES], tl.int64), at < MAX_BLOCKS, False, PTX)
+                signal(headers + at, tl.zeros([SPEC.LANES], tl.int64), at < MAX_BLOCKS, False, SPEC.PTX)
         tl.debug_barrier()

@@ -1,21 +1,21 @@
 """A hybrid cube mesh: two quads of four ranks, each linked with the other three and with one relay in the other quad.
 
     0 ─ 1        4 ─ 5       quad {0 1 2 3}, quad {4 5 6 7}, relays 0-4 1-5 2-6 3-7 on a DGX-1V;
-    │ ╳ │        │ ╳ │       any other labelling works: the group table says who is where
+    │ ╳ │        │ ╳ │       any other labelling works: the group table has it
     2 ─ 3        6 ─ 7
 
 Nothing is sent between ranks that have no link, headers included. The position of a rank in its quad is chosen so that
 relay partners have the same one, and so that the partners at position ^ 1, ^ 2 and ^ 3 are three colours of a quad's
 links: in step s every rank talks with position ^ s, and each link carries one pair, both ways.
 
-Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So who has
-          the relay's header knows that all eight ranks are in this epoch and have left the one before: the rule
-          that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
-          the second headers release and the block meets before them, under LL as well: they pass on that others have
-          read, and one that is relaxed would order nothing behind what it has acquired.
-Rooms     of an all-reduce by a sender's place, its number among the quad's ranks in ascending order: the four rooms of
-          a quad lie side by side in the order of summation. What comes over the relay link has the rooms behind
-          them. Of an all-gather by the rank whose data they are.
+Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So a rank
+          that has the relay's header knows that all eight ranks are in this epoch and have left the one before: the
+          rule that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
+          the second headers release, behind a block barrier, under LL as well: they pass on that others have read,
+          and a relaxed one would order nothing behind what it has acquired.
+Buffers   of an all-reduce by the sender's quad rank, its index among the quad's ranks in ascending order: the four
+          buffers of a quad lie side by side in the order of summation. The buffers behind them receive what comes over
+          the relay link. Of an all-gather by the rank whose data they are.
 Source    pytorch#114001 (hybrid cube mesh all-reduce, since removed); here by push, and summed in rank order, so
           that all ranks hold the same bits.
 """
@@ -30,11 +30,11 @@ from tricomm.kernels.device.mailbox import clear_idle, clears
 from tricomm.kernels.primitives import SOURCES, send_headers_to, wait_headers_of
 
 QUAD = tl.constexpr(layout.QUAD)
-OTHER = tl.constexpr(layout.OTHER)
+PEER_QUAD = tl.constexpr(layout.PEER_QUAD)
 POSITION = tl.constexpr(layout.POSITION)
-PLACE = tl.constexpr(layout.PLACE)
+QUAD_RANK = tl.constexpr(layout.QUAD_RANK)
 RANKS = tl.constexpr(8)
-RELAYED = tl.constexpr(4)  # the first room of what comes over the relay link
+RELAYED = tl.constexpr(4)  # the first buffer of what comes over the relay link
 
 
 @triton.jit
@@ -46,51 +46,51 @@ def in_quad(group, step):
 @triton.jit
 def relay(group):
     """The rank of the other quad that this one is linked with."""
-    return tl.load(group + OTHER + tl.load(group + POSITION))
+    return tl.load(group + PEER_QUAD + tl.load(group + POSITION))
 
 
 @triton.jit
-def linked(group, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LANES: tl.constexpr):
+def linked(group, QUAD_PEERS: tl.constexpr, RELAY: tl.constexpr, SPEC: tl.constexpr):
     """bool [LANES]: lanes of the ranks of one's quad, of one's relay, or of both."""
-    source = tl.arange(0, LANES) % SOURCES
+    source = tl.arange(0, SPEC.LANES) % SOURCES
     mask = source < 0
-    if TO_QUAD:
+    if QUAD_PEERS:
         for step in tl.static_range(1, 4):
             mask |= source == in_quad(group, step)
-    if TO_RELAY:
+    if RELAY:
         mask |= source == relay(group)
     return mask
 
 
 @triton.jit
-def send(group, epoch, call, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, LL: tl.constexpr,
-         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """This block's header along links: under `simple` it publishes what the block has written."""
-    mask = linked(group, TO_QUAD, TO_RELAY, LANES) & (tl.arange(0, LANES) < SOURCES)
-    if LL:
-        if clears(epoch):  # see `exchange.open_epoch`
-            send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
-        else:
-            send_headers_to(group, mask, epoch, call, PHASE, False, RANKS, LANES, PTX)
-    else:
-        tl.debug_barrier()
-        send_headers_to(group, mask, epoch, call, PHASE, True, RANKS, LANES, PTX)
+def send_headers(chunk, PHASE: tl.constexpr, TO_QUAD: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+    """This block's header along links. It publishes what the block has written, and what it has seen."""
+    mask = linked(chunk.group, TO_QUAD, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
+    tl.debug_barrier()
+    send_headers_to(chunk.group, mask, chunk.epoch, chunk.call, PHASE, True, RANKS, SPEC.LANES, SPEC.PTX)
 
 
 @triton.jit
-def wait(group, epoch, call, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, LL: tl.constexpr,
-         LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def wait_headers(chunk, PHASE: tl.constexpr, OF_QUAD: tl.constexpr, OF_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """Wait for the headers of linked ranks; returns the status. Under `simple` what they published is visible."""
-    mask = linked(group, OF_QUAD, OF_RELAY, LANES)
-    status = wait_headers_of(group, mask, epoch, call, PHASE, RANKS, LANES, PTX)
-    if not LL:
+    mask = linked(chunk.group, OF_QUAD, OF_RELAY, SPEC)
+    status = wait_headers_of(chunk.group, mask, chunk.epoch, chunk.call, PHASE, RANKS, SPEC.LANES, SPEC.PTX)
+    if not SPEC.LL:
         tl.debug_barrier()
     return status
 
 
 @triton.jit
-def open_epoch(group, epoch, call, TO_RELAY: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-               LANES: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """LL: clear the idle mailbox where its time has come, then say along links that this block is in `epoch`."""
-    clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
-    send(group, epoch, call, 0, True, TO_RELAY, True, LANES, PTX)
+def open_epoch(chunk, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
+    """Clear the idle mailbox if its time has come; under LL, say then along links that this block is in this epoch.
+
+    That header is relaxed unless it follows a clearing, as in `push.open_epoch`.
+    """
+    group, epoch, call = chunk.group, chunk.epoch, chunk.call
+    clear_idle(group, epoch, 1, SPEC)
+    if SPEC.LL:
+        mask = linked(group, True, TO_RELAY, SPEC) & (tl.arange(0, SPEC.LANES) < SOURCES)
+        if clears(epoch):
+            send_headers_to(group, mask, epoch, call, 0, True, RANKS, SPEC.LANES, SPEC.PTX)
+        else:
+            send_headers_to(group, mask, epoch, call, 0, False, RANKS, SPEC.LANES, SPEC.PTX)

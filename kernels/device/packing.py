@@ -81,9 +81,9 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
 
 
 @triton.jit
-def load_tile(room, first, count, BLOCK: tl.constexpr):
-    """Words of a `simple` mailbox (int64*, aligned): the tile at word `first` of a run of `count` words."""
-    at = tl.multiple_of(room + first, 16) + tl.arange(0, BLOCK)
+def load_tile(buffer, first, count, BLOCK: tl.constexpr):
+    """The tile at word `first` of `count` words in a buffer of the `simple` mailbox (int64*, aligned)."""
+    at = tl.multiple_of(buffer + first, 16) + tl.arange(0, BLOCK)
     words = tl.zeros([BLOCK], tl.int64)
     if first + BLOCK <= count:
         words = tl.load(at)
@@ -93,9 +93,9 @@ def load_tile(room, first, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_tile(room, first, words, count, BLOCK: tl.constexpr):
-    """Store a tile of words into a `simple` mailbox, own or a peer's."""
-    at = tl.multiple_of(room + first, 16) + tl.arange(0, BLOCK)
+def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
+    """Store a tile of words into a buffer of a `simple` mailbox, own or a peer's."""
+    at = tl.multiple_of(buffer + first, 16) + tl.arange(0, BLOCK)
     if first + BLOCK <= count:
         tl.store(at, words)
     else:
@@ -105,10 +105,10 @@ def store_tile(room, first, words, count, BLOCK: tl.constexpr):
 @triton.jit
 def members(table, like, WORLD_SIZE: tl.constexpr):
     """`member` of every rank, as a tuple."""
-    found = ()
+    pointers = ()
     for rank in tl.static_range(WORLD_SIZE):
-        found = found + (member(table, rank, like),)
-    return found
+        pointers = pointers + (member(table, rank, like),)
+    return pointers
 
 
 @triton.jit

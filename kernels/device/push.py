@@ -1,17 +1,19 @@
-"""One shot, by push, either protocol: tiles into peers' rooms, a meeting, and tiles out of one's own rooms.
+"""Pushing, by either protocol: tiles into peers' buffers, a synchronization, and tiles out of one's own buffers.
 
-    begin ─▶ push (tiles of the input into this rank's room at some ranks) ─▶ meet ─▶ take (tiles of some rooms)
+    open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
-LL        the words carry flags, so `meet` only compares fingerprints and `take` polls. Hops: 1.
-simple    plain data; `meet` is a barrier behind the pushes, and `take` loads what has arrived. Hops: 1, a barrier.
+LL        the words carry flags, so `synchronize` only compares fingerprints and `receive` polls. Hops: 1.
+simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
+          barrier.
 
-Bytes     what is pushed; under LL twice that, for half of it is flags. Nothing is read from a peer.
+Bytes     what is pushed; under LL twice that, because half of it is flags. Nothing is read from a peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
           left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
           pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header
-          of e + 1, sent after this block has taken all that it takes of e. A rank that takes nothing (of a broadcast
-          its root, of a gather all but the root) sends and awaits the same headers: so a root never runs ahead.
+          of e + 1, sent after this block has received all that it receives of e. A rank that receives nothing (of a
+          broadcast its root, of a gather all but the root) sends and awaits the same headers: so a root never runs
+          ahead.
 """
 
 from __future__ import annotations
@@ -19,86 +21,162 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.mailbox import SIMPLE_ROOM, clear_idle, ll_room, ll_slot, simple_room
-from tricomm.kernels.device.packing import load_tile, load_words, store_tile
-from tricomm.kernels.device.staging import open_epoch
-from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, wait_headers
+from tricomm.kernels.device.mailbox import LL_BUFFER, clear_idle, clears, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
+from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, send_headers, wait_headers
 
 
 @triton.jit
-def room_words(group, LL: tl.constexpr):
-    """Payload words of one room: of a chunk."""
-    if LL:
-        words = ll_room(group) // 16
-    else:
-        words = tl.load(group + SIMPLE_ROOM) // 8
-    return words
+def open_epoch(chunk, PARTS: tl.constexpr, SPEC: tl.constexpr):
+    """Clear the idle mailbox if its time has come; under LL, say then that this block is in this epoch.
+
+    That header is relaxed, because the data carry flags of their own; but if it follows a clearing it releases the
+    zeros, or one of them could still land on a word that a peer pushed after it had seen the header.
+    """
+    group, epoch, call = chunk.group, chunk.epoch, chunk.call
+    clear_idle(group, epoch, PARTS, SPEC)
+    if SPEC.LL:
+        if clears(epoch):
+            send_headers(group, epoch, call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        else:
+            send_headers(group, epoch, call, 0, False, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
 
 
 @triton.jit
-def begin(group, epoch, call, LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
-          PTX: tl.constexpr):  # fmt: skip
-    """Enter `epoch`. Pairs with `meet`."""
-    if LL:
-        open_epoch(group, epoch, call, 1, WORLD_SIZE, BLOCK, LANES, PTX)
+def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
+    """Every peer's block has made the same call; under `simple`, its earlier writes are visible. Returns the status."""
+    group, epoch, call = chunk.group, chunk.epoch, chunk.call
+    if SPEC.LL:
+        status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     else:
-        clear_idle(group, epoch, 1, WORLD_SIZE, BLOCK, LANES, PTX)
-
-
-@triton.jit
-def meet(group, epoch, call, LL: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Every peer's block has made the same call; under `simple`, what it pushed is here. Returns the status."""
-    if LL:
-        status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
-    else:
-        status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)
+        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     return status
 
 
 @triton.jit
-def push_tile(group, to, epoch, first, words, count, LL: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-              PTX: tl.constexpr):  # fmt: skip
-    """The tile at word `first` of a run of `count`, into this rank's room at rank `to`."""
+def push_tile(chunk, to, first, words, count, SPEC: tl.constexpr):
+    """The tile at word `first` of a run of `count`, into this rank's buffer at rank `to`."""
+    group = chunk.group
     me = tl.load(group + RANK)
-    if LL:
-        slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)
-        put_ll(slot, words, epoch, count - first, BLOCK, PTX)
+    if SPEC.LL:
+        buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
+        put_ll(buffer, words, chunk.epoch, count - first, SPEC.BLOCK, SPEC.PTX)
     else:
-        store_tile(simple_room(group, peer(group, to), epoch, me, WORLD_SIZE), first, words, count, BLOCK)
+        store_tile(simple_buffer(chunk, peer(group, to), me, SPEC), first, words, count, SPEC.BLOCK)
 
 
 @triton.jit
-def push_row(x_ptr, group, to, epoch, base, count, numel, LL: tl.constexpr, WORLD_SIZE: tl.constexpr,
-             BLOCK: tl.constexpr, ALIGNED, PTX: tl.constexpr):  # fmt: skip
-    """This block's tiles of words base .. base + count of x_ptr[0:numel], to rank `to`."""
-    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
-        words = load_words(x_ptr, base + first, numel, BLOCK, ALIGNED)
-        push_tile(group, to, epoch, first, words, count, LL, WORLD_SIZE, BLOCK, PTX)
+def push_row(x_ptr, numel, to, chunk, SPEC: tl.constexpr):
+    """This block's tiles of the chunk's words of x_ptr[0:numel], to rank `to`."""
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        push_tile(chunk, to, first, words, chunk.count, SPEC)
 
 
 @triton.jit
-def push_rows(x_ptr, group, epoch, base, count, numel, LL: tl.constexpr, WORLD_SIZE: tl.constexpr,
-              BLOCK: tl.constexpr, ALIGNED: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
     """Row r of x_ptr[0 : WORLD_SIZE * numel] to rank r, one's own included.
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    me = tl.load(group + RANK)
-    for step in range(WORLD_SIZE):
-        to = (me + step) % WORLD_SIZE
-        push_row(x_ptr + to * numel, group, to, epoch, base, count, numel, LL, WORLD_SIZE, BLOCK, ALIGNED, PTX)
+    me = tl.load(chunk.group + RANK)
+    for step in range(SPEC.WORLD_SIZE):
+        to = (me + step) % SPEC.WORLD_SIZE
+        push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
 
 
 @triton.jit
-def take(group, source, epoch, first, count, SOURCES: tl.constexpr, LL: tl.constexpr, WORLD_SIZE: tl.constexpr,
-         BLOCK: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """The tile at word `first` of SOURCES rooms of one's own from rank `source` on: (a tuple of tiles, status)."""
+def push_to_all(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """LL: this block's tiles of the chunk's words of x_ptr[0:numel] to every rank, one's own included.
+
+    Starts at the own rank, so that no two ranks write to the same one at the same time.
+    """
+    group = chunk.group
+    me = tl.load(group + RANK)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        for step in range(SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
+            put_ll(buffer, mine, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+
+
+@triton.jit
+def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constexpr):
+    """The tile at word `first` of SOURCES buffers of one's own from rank `source` on: (a tuple of tiles, status)."""
+    group = chunk.group
     status = 0
     parts = ()
-    if LL:
-        slot = ll_slot(group, group, epoch, source, first, WORLD_SIZE)
-        parts, status = get_ll(group, slot, ll_room(group) // 8, epoch, count - first, SOURCES, BLOCK, PTX)
+    if SPEC.LL:
+        buffer = ll_buffer(chunk, group, source, first, SPEC)
+        distance = tl.load(group + LL_BUFFER) // 8
+        parts, status = get_ll(group, buffer, distance, chunk.epoch, count - first, SOURCES, SPEC.BLOCK, SPEC.PTX)
     else:
         for n in tl.static_range(SOURCES):
-            parts = parts + (load_tile(simple_room(group, group, epoch, source + n, WORLD_SIZE), first, count, BLOCK),)
+            parts = parts + (load_tile(simple_buffer(chunk, group, source + n, SPEC), first, count, SPEC.BLOCK),)
     return parts, status
+
+
+@triton.jit
+def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, source, first, chunk.count, 1, SPEC)
+        if status == 0:
+            store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if status == 0:
+            for r in tl.static_range(SPEC.WORLD_SIZE):
+                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+    """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
+    first = chunk.own
+    while (first < chunk.count) & (status == 0):
+        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if status == 0:
+            store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """Simple: this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
+    buffer = simple_buffer(chunk, chunk.group, 0, SPEC)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)
+
+
+@triton.jit
+def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
+    """Simple: this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to a peer's `buffer`."""
+    limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    for first in range(chunk.own, count, chunk.stride):
+        words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        store_tile(buffer, first, words, count, SPEC.BLOCK)
+
+
+@triton.jit
+def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
+    """Simple: the inverse of `push_part`, out of one's own `buffer`."""
+    limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
+    for first in range(chunk.own, count, chunk.stride):
+        words = load_tile(buffer, first, count, SPEC.BLOCK)
+        store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)

@@ -23,26 +23,28 @@ _LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def reduce_words(parts, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def reduce_words(parts, SPEC: tl.constexpr):
     """Reduce the tuple `parts` of WORLD_SIZE int64 tiles of raw words to one."""
-    return finish(accumulate(parts, ELEMENT, OP, BITS, WORLD_SIZE), ELEMENT, OP, BITS, WORLD_SIZE)
+    return finish(accumulate(parts, SPEC.WORLD_SIZE, SPEC), SPEC)
 
 
 @triton.jit
-def accumulate(parts, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, SOURCES: tl.constexpr):
+def accumulate(parts, SOURCES: tl.constexpr, SPEC: tl.constexpr):
     """Tiles of accumulator words (a tuple of `PARTS`, see the file's head) of SOURCES tiles of raw words."""
-    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
-    found = ()
-    if BITWISE:
+    ELEMENT: tl.constexpr = SPEC.ELEMENT
+    OP: tl.constexpr = SPEC.OP
+    BITS: tl.constexpr = SPEC.BITS
+    accumulators = ()
+    if SPEC.BITWISE:
         total = parts[0]
         for r in tl.static_range(1, SOURCES):
             total = _bitwise(total, parts[r], OP)
-        found = found + (total,)
+        accumulators = accumulators + (total,)
     elif BITS == 64:
         total = _wide(parts[0], ELEMENT)
         for r in tl.static_range(1, SOURCES):
             total = _arithmetic(total, _wide(parts[r], ELEMENT), OP)
-        found = found + (total.to(tl.int64, bitcast=True),)
+        accumulators = accumulators + (total.to(tl.int64, bitcast=True),)
     else:
         for part in tl.static_range(32 // BITS):
             low = _element(parts[0], 2 * part, ELEMENT, BITS)
@@ -50,50 +52,49 @@ def accumulate(parts, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexp
             for r in tl.static_range(1, SOURCES):
                 low = _arithmetic(low, _element(parts[r], 2 * part, ELEMENT, BITS), OP)
                 high = _arithmetic(high, _element(parts[r], 2 * part + 1, ELEMENT, BITS), OP)
-            found = found + (_pair(low, high),)
-    return found
+            accumulators = accumulators + (_pair(low, high),)
+    return accumulators
 
 
 @triton.jit
-def combine(some, others, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr):
+def combine(some, others, SPEC: tl.constexpr):
     """One tuple of accumulator tiles of two. Commutative, bit for bit: both sides of an exchange get the same."""
-    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
-    FLOATS: tl.constexpr = (ELEMENT == "float64") | (ELEMENT == "float32") | (ELEMENT == "float16") | (
-        ELEMENT == "bfloat16") | (ELEMENT == "float8_e4m3fn") | (ELEMENT == "float8_e5m2")  # fmt: skip
-    HALF: tl.constexpr = "float32" if FLOATS else "int32"
-    found = ()
-    if BITWISE:
-        found = found + (_bitwise(some[0], others[0], OP),)
-    elif BITS == 64:
+    PARTS: tl.constexpr = SPEC.PARTS
+    ELEMENT: tl.constexpr = SPEC.ELEMENT
+    OP: tl.constexpr = SPEC.OP
+    HALF: tl.constexpr = SPEC.ACCUMULATOR
+    accumulators = ()
+    if SPEC.BITWISE:
+        accumulators = accumulators + (_bitwise(some[0], others[0], OP),)
+    elif SPEC.BITS == 64:
         total = _arithmetic(_wide(some[0], ELEMENT), _wide(others[0], ELEMENT), OP)
-        found = found + (total.to(tl.int64, bitcast=True),)
+        accumulators = accumulators + (total.to(tl.int64, bitcast=True),)
     else:
-        for part in tl.static_range(32 // BITS):
+        for part in tl.static_range(PARTS):
             low = _arithmetic(_half(some[part], 0, HALF), _half(others[part], 0, HALF), OP)
             high = _arithmetic(_half(some[part], 1, HALF), _half(others[part], 1, HALF), OP)
-            found = found + (_pair(low, high),)
-    return found
+            accumulators = accumulators + (_pair(low, high),)
+    return accumulators
 
 
 @triton.jit
-def finish(totals, ELEMENT: tl.constexpr, OP: tl.constexpr, BITS: tl.constexpr, WORLD_SIZE: tl.constexpr):
+def finish(totals, SPEC: tl.constexpr):
     """Raw words (int64 tile) of accumulator tiles: divides an average by WORLD_SIZE, and rounds."""
-    BITWISE: tl.constexpr = (OP == "band") | (OP == "bor") | (OP == "bxor")
-    FLOATS: tl.constexpr = (ELEMENT == "float64") | (ELEMENT == "float32") | (ELEMENT == "float16") | (
-        ELEMENT == "bfloat16") | (ELEMENT == "float8_e4m3fn") | (ELEMENT == "float8_e5m2")  # fmt: skip
-    HALF: tl.constexpr = "float32" if FLOATS else "int32"
+    ELEMENT: tl.constexpr = SPEC.ELEMENT
+    BITS: tl.constexpr = SPEC.BITS
+    HALF: tl.constexpr = SPEC.ACCUMULATOR
     result = totals[0]
-    if BITWISE:
+    if SPEC.BITWISE:
         result = totals[0]
     elif BITS == 64:
-        if OP == "avg":
-            result = _divide(_wide(totals[0], ELEMENT), WORLD_SIZE).to(tl.int64, bitcast=True)
+        if SPEC.OP == "avg":
+            result = _divide(_wide(totals[0], ELEMENT), SPEC.WORLD_SIZE).to(tl.int64, bitcast=True)
     else:
         result = tl.zeros(totals[0].shape, tl.int64)
         for j in tl.static_range(64 // BITS):
             value = _half(totals[j // 2], j % 2, HALF)
-            if OP == "avg":
-                value = _divide(value, WORLD_SIZE)
+            if SPEC.OP == "avg":
+                value = _divide(value, SPEC.WORLD_SIZE)
             result |= _raw(value, ELEMENT, BITS) << (BITS * j)
     return result
 
@@ -176,8 +177,9 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _to_fp8(value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr,
-            MOST: tl.constexpr):  # fmt: skip
+def _to_fp8(
+    value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
+):
     """fp8 code (int32) of an fp32, to nearest even. By hand: sm_80 has no e4m3, and the interpreter truncates.
 
     SHIFT mantissa bits go. STEP and NORMAL are fp32 exponents: of the number that added to a small one rounds it to a

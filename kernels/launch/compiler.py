@@ -1,4 +1,4 @@
-"""A kernel compiled for one GPU architecture outside of Triton's dispatch: what is reported on is what is launched."""
+"""Compile a kernel for one GPU architecture outside of Triton's dispatch: reports read the code that is launched."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from tricomm.errors import ResourceError
 from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
 # limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
@@ -13,7 +14,7 @@ COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES = ("group", "table")
-_ROWS = ("sends", "takes")
+_COUNTS = ("send_counts", "recv_counts")
 
 
 def refused() -> str | None:
@@ -41,14 +42,15 @@ def compile_kernel(
     from triton.compiler import ASTSource
 
     signature, constants, hints = {}, {}, {}
+    values = specialized([parameter.name for parameter in kernel.params], constexprs, compiled=True)
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
         if parameter.is_constexpr:
             signature[name] = "constexpr"
-            constants[(i,)] = constexprs[name]
+            constants[(i,)] = values[name]
         elif name in _TENSORS:
             signature[name] = f"*i{bits}"
-        elif name in _ROWS:
+        elif name in _COUNTS:
             signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
         else:
             signature[name] = "*i64" if name in _TABLES else "i64"
@@ -64,18 +66,17 @@ def compile_kernel(
 def takes_data(kernel: Any) -> bool:
     """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
 
-    What `takes_rows` tells may follow, then `extras`.
+    The counts of uneven rows may follow (`takes_counts`), then `extras`.
     """
     return bool(triton_adapter.parameters(kernel)[0].name == _TENSORS[0])
 
 
-def takes_rows(kernel: Any) -> bool:
-    """True for a kernel that takes, behind `call`, how many rows go to each rank and come from it: of each call its
-    own."""
-    return any(p.name in _ROWS for p in triton_adapter.parameters(kernel))
+def takes_counts(kernel: Any) -> bool:
+    """True for a kernel that takes, behind `call`, how many rows go to each rank and come from it, in every call."""
+    return any(p.name in _COUNTS for p in triton_adapter.parameters(kernel))
 
 
 def extras(kernel: Any) -> list[str]:
     """Names of the 64-bit arguments at the end, the same in every launch of a plan: the root of a broadcast."""
-    names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in _ROWS]
+    names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in _COUNTS]
     return names[names.index("call") + 1 :]

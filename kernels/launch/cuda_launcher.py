@@ -2,7 +2,7 @@
 
 Triton's own dispatch looks at every argument of every launch to choose a compiled kernel: tens of microseconds on the
 host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
-launch packs 64-bit words into memory that the driver has been pointed at before.
+launch packs 64-bit words into memory that the driver already has a pointer to.
 
 Every argument of our kernels is one 64-bit word: addresses and int64 numbers. Triton adds two pointers to scratch
 memory at the end, which our kernels do not use.
@@ -22,11 +22,11 @@ import torch
 
 from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
-from tricomm.kernels.launch.compiler import compile_kernel, takes_data, takes_rows
+from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_data
 
 _SCRATCH = 2
 _MOST_STATIC_SHARED = 48 * 1024
-# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: what a launch gives in another device's context,
+# CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: results of a launch in another device's context,
 # or in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
 _loading = threading.Lock()
@@ -34,14 +34,14 @@ _loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
 class Device(Protocol):
-    """A GPU, and what this process knows of it: in production torch's, in tests and measurements another."""
+    """A GPU as this process sees it: through torch, or in tests and measurements through a stand-in."""
 
-    bindings: Any  # the module `cuda.bindings.driver`, or what behaves as it does
+    bindings: Any  # the module `cuda.bindings.driver`, or a stand-in
     capability: int
 
     @property
     def name(self) -> str:
-        """What a message calls it; no two have the same."""
+        """Its name in messages; no two devices have the same."""
 
     @property
     def context(self) -> Any:
@@ -84,19 +84,25 @@ def torch_device(device: torch.device) -> TorchDevice:
     return TorchDevice(device)
 
 
-def bound(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-    more: Sequence[int | torch.Tensor], group: torch.Tensor, device: Device,
-) -> Callable[..., None]:  # fmt: skip
+def make_launcher(
+    kernel: Any,
+    blocks: int,
+    constexprs: dict[str, Any],
+    bits: int | None,
+    aligned: bool,
+    more: Sequence[int | torch.Tensor],
+    group: torch.Tensor,
+    device: Device,
+) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
-    `more` are the last arguments, the same in every launch. All others are those of one launch alone: the driver has
+    `more` are the last arguments, the same in every launch. All others belong to one launch alone: the driver has
     copied them, also into a graph, when `run` returns.
 
-    Raises `ResourceError` where Triton cannot compile the kernel or the driver refuses it.
+    Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
-    uneven = takes_rows(kernel)
+    uneven = takes_counts(kernel)
     even = takes_data(kernel) and not uneven
     arguments = 5 if even else 5 + 2 * constexprs["WORLD_SIZE"] if uneven else 2
     words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
@@ -114,9 +120,7 @@ def bound(
 
     launch = on(0)
 
-    def run(
-        x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()
-    ) -> None:  # fmt: skip
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()) -> None:
         nonlocal launch, used
         if even:
             pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
@@ -172,7 +176,7 @@ def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
 
 @contextmanager
 def _current(device: Device) -> Iterator[None]:
-    """The device's context is this thread's current one inside; what the thread had before comes back after.
+    """The device's context is this thread's current one inside; the context that was current before is restored after.
 
     Not `torch.cuda.set_device`: in a thread that has used no device yet, device 0 counts as the current one already,
     and no context is made current.

@@ -5,7 +5,7 @@ turns at every access instead: through `programs`, `engage` and `disengage`.
 
 Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
 one at a time in a process: the patches and the current block's index are global, and whoever holds `_lock` has them.
-All that leans on Triton's private names is in `adapter`.
+All that depends on Triton's private names is in `triton_adapter`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _lock = threading.RLock()
 
 
 def supported() -> str | None:
-    """None where this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
+    """None if this Triton's interpreter is one that tricomm was tested on, else the reason why it is refused."""
     if not triton.__version__.startswith(tuple(f"{v}." for v in SUPPORTED)):
         return f"Triton {triton.__version__} is not among the tested versions {', '.join(SUPPORTED)}"
     missing = triton_adapter.missing_hooks()
@@ -61,7 +61,7 @@ def substitute(function: Any, python: Callable[..., Any]) -> None:
 def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
     """Run the `programs` of a launch, one after another.
 
-    Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` where another thread of
+    Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` if another thread of
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
     in nothing.
     """
@@ -111,11 +111,11 @@ class Program:
     values: dict[str, Any]
 
     def select(self) -> None:
-        """From here on `tl.program_id` means this block. After every switch to it, where blocks take turns."""
+        """From here on `tl.program_id` means this block. Call it after every switch, if blocks take turns."""
         triton_adapter.select(self.grid, self.index)
 
     def __call__(self) -> None:
-        """Raises what the kernel raises, and `InvalidArgument` for what the interpreter cannot run."""
+        """Raises the kernel's own errors, and `InvalidArgument` for a kernel that the interpreter cannot run."""
         try:
             with np.errstate(all="ignore"):
                 triton_adapter.python(self.kernel)(**self.values)
@@ -127,17 +127,17 @@ class Program:
 
 
 def programs(kernel: Any, grid: Sequence[int], args: Sequence[Any], constexprs: dict[str, Any]) -> list[Program]:
-    """The blocks of a launch, x slowest. Raises `InvalidArgument` where the arguments do not fit the kernel."""
+    """The blocks of a launch, x slowest. Raises `InvalidArgument` if the arguments do not fit the kernel."""
     values = check(kernel, args, constexprs)
     nx, ny, nz = (*grid, 1, 1)[:3]
-    where = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
-    return [Program(kernel, (nx, ny, nz), index, values) for index in where]
+    indices = [(x, y, z) for x in range(nx) for y in range(ny) for z in range(nz)]
+    return [Program(kernel, (nx, ny, nz), index, values) for index in indices]
 
 
 def engage(director: Director, timeout: float) -> None:
     """Take the interpreter for this thread, patch Triton, and put `director` in charge. Pairs with `disengage`.
 
-    Raises `CollectiveTimeout` where another thread holds the interpreter for `timeout` seconds.
+    Raises `CollectiveTimeout` if another thread holds the interpreter for `timeout` seconds.
     """
     _take_lock("under a schedule", timeout, lambda: None)
     triton_adapter.patch()
@@ -145,14 +145,14 @@ def engage(director: Director, timeout: float) -> None:
 
 
 def disengage() -> None:
-    """Give all back that `engage` has taken."""
+    """Undo `engage`."""
     triton_adapter.director = None
     triton_adapter.restore()
     _lock.release()
 
 
 def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[str, Any]:
-    """The kernel's arguments by name, as the interpreter wants them; raises `InvalidArgument` where they do not fit."""
+    """The kernel's arguments by name, as the interpreter wants them; raises `InvalidArgument` if they do not fit."""
     reason = supported()
     if reason is not None:
         raise InvalidArgument(f"the interpreter is not available: {reason}")
@@ -181,7 +181,7 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
 
 
 def _after_fork() -> None:
-    """In a child: another thread of the parent may have been interpreting; here nobody is."""
+    """In a child: another thread of the parent may have been interpreting; here no thread is."""
     global _lock
     _lock, triton_adapter.director = threading.RLock(), None
     triton_adapter.restore()

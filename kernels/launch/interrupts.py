@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Ctrl-C during a launch: raised in the kernel's own code, held back where it would leave half of something.
+    """Ctrl-C during a launch: raised in the kernel's own code, held back in steps that must be done whole.
 
     Python runs signal handlers after calls and backward jumps only, so setting `raising` is a whole step.
     """
@@ -19,24 +19,24 @@ class Interrupts:
         self._before: Any = None
 
     def begin(self) -> None:
-        """Hold back what comes from here on."""
+        """Hold back interrupts from here on."""
         main = threading.current_thread() is threading.main_thread()
         if main and callable(before := signal.getsignal(signal.SIGINT)):
             self._before = before
             signal.signal(signal.SIGINT, self._handle)
 
     def let_through(self) -> None:
-        """From here on raise, also what has come already."""
+        """From here on raise them, and those that were held back."""
         self.raising = True
         self._hand_on()
 
     def poll(self) -> None:
-        """Raise what has come, and hold back what comes next."""
+        """Raise one that was held back, then hold back again."""
         self.let_through()
         self.raising = False
 
     def over(self) -> None:
-        """Put the handler back that was there before, and hand on what it missed. May run again."""
+        """Restore the previous handler, and hand on what it missed. May run again."""
         self.raising = False
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)

@@ -1,4 +1,4 @@
-"""Launch a Triton kernel where its tensors live: compiled on a GPU, interpreted on a CPU."""
+"""Launch a Triton kernel on the device of its tensors: compiled on a GPU, interpreted on a CPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import primitives
 from tricomm.kernels.launch import interpreter, triton_adapter
-from tricomm.kernels.launch.cuda_launcher import bound, torch_device
+from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
+from tricomm.kernels.specialization import specialized
 
 Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
 
 
-class Call(Protocol):
-    """A kernel over a group, with nothing left to decide; one thread at a time."""
+class BoundKernel(Protocol):
+    """One of our kernels, compiled and bound to a group: called with tensors and numbers, by one thread at a time."""
 
     def __call__(self, x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None: ...
 
@@ -35,7 +36,7 @@ def prepare(
     device: torch.device,
     timeout: float = 600.0,
 ) -> Callable[[], None]:
-    """Check a launch and return what runs it; raises `InvalidArgument` where grid or arguments do not fit.
+    """Check a launch and return what runs it; raises `InvalidArgument` if grid or arguments do not fit.
 
     `constexprs` may hold launch options such as `num_warps`, which mean nothing to the interpreter. What is returned
     enqueues on the current stream of a GPU; on a CPU it returns when all blocks have run.
@@ -48,17 +49,23 @@ def prepare(
 
 
 def bind(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-    more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float = 600.0,
-) -> Call:  # fmt: skip
+    kernel: Any,
+    blocks: int,
+    constexprs: dict[str, Any],
+    bits: int | None,
+    aligned: bool,
+    more: Sequence[int | torch.Tensor],
+    group: torch.Tensor,
+    timeout: float = 600.0,
+) -> BoundKernel:
     """One of our own kernels over `group`.
 
-    `bits` is the width of the integers that the kernel moves (None where it takes no tensors), `aligned` whether the
-    addresses of x and y are multiples of 16, `more` the kernel's `compiled.extras`. On a GPU it is compiled and loaded
-    here; raises `ResourceError` where that fails.
+    `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the
+    addresses of x and y are multiples of 16, `more` the values of the kernel's `compiler.extras`. On a GPU it is
+    compiled and loaded here; raises `ResourceError` if that fails.
     """
     if group.device.type == "cuda":
-        return bound(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
+        return make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
         args = arguments(x, y, bits, group, count, call, rows, more)
@@ -77,7 +84,7 @@ def arguments(
     rows: Rows,
     more: Sequence[int | torch.Tensor],
 ) -> tuple[Any, ...]:
-    """What a kernel takes of these, in its order, for the interpreter."""
+    """The arguments of a kernel in its order, for the interpreter."""
     if bits is None:
         return (group, call, *more)
     return (as_integers(x, bits), as_integers(y, bits), group, count, call, *rows, *more)
@@ -90,11 +97,11 @@ def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def programs(kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> list[interpreter.Program]:
-    """The blocks of a launch for the interpreter; raises `InvalidArgument` where grid or arguments do not fit."""
+    """The blocks of a launch for the interpreter; raises `InvalidArgument` if grid or arguments do not fit."""
     size = grid_size(grid, constexprs)
     known = {p.name for p in triton_adapter.parameters(kernel)}
     given = {n: v for n, v in constexprs.items() if n in known or n not in _GPU_ONLY}
-    return interpreter.programs(kernel, size, args, given)
+    return interpreter.programs(kernel, size, args, specialized(known, given))
 
 
 def _compiled(
@@ -106,8 +113,8 @@ def _compiled(
 
 def grid_size(grid: Any, constexprs: dict[str, Any]) -> tuple[int, ...]:
     """One to three positive numbers of blocks; raises `InvalidArgument` for anything else."""
-    found = grid(constexprs) if callable(grid) else grid
-    size = (found,) if isinstance(found, int) else tuple(found) if isinstance(found, Sequence) else ()
+    blocks = grid(constexprs) if callable(grid) else grid
+    size = (blocks,) if isinstance(blocks, int) else tuple(blocks) if isinstance(blocks, Sequence) else ()
     if not 1 <= len(size) <= 3 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
         raise InvalidArgument(f"grid={grid!r}: one to three positive numbers of blocks are needed")
     return size

@@ -1,4 +1,4 @@
-"""What the interpreter tells about a kernel's accesses to memory, and who may listen or take charge."""
+"""A kernel's accesses to memory under the interpreter, and the interfaces to watch or to control them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Access:
     kind        "load", "store", "rmw" (a read-modify-write) or "cas"
     op          of an rmw: "ADD", "XCHG", ...
     lanes       bool: which elements of the tile are not masked
-    addresses   uint64 [n]: where those are
+    addresses   uint64 [n]: of those elements
     itemsize    bytes of an element
     sem         None for a plain access, else "relaxed", "acquire", "release" or "acq_rel"; a volatile load is relaxed
     scope       None for a plain access, else "cta", "gpu" or "sys"
-    perform     does it, for all elements or for those where a bool [n] is true; returns the old values, or None
+    perform     does it, for all elements or for those that a bool [n] selects; returns the old values, or None
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Observer(Protocol):
 
 
 def perform_at_once(access: Access, observers: list[Observer]) -> None:
-    """What happens where nobody is in charge: show it, and do it."""
+    """Without a director: show the access to the observers, and perform it."""
     kind = "atomic" if access.kind in ("rmw", "cas") else access.kind
     for observer in observers:
         observer(kind, access.addresses, access.itemsize)

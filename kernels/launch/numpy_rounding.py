@@ -22,16 +22,16 @@ def widen_bf16(bits: NDArray[Any]) -> NDArray[Any]:
 
 
 def minimum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
-    """The smaller one; a NaN where there is one, and -0 is less than +0."""
-    found: NDArray[Any] = np.minimum(a, b)
-    if found.dtype.kind != "f":
-        return found
-    return np.where((found == 0) & (np.signbit(a) | np.signbit(b)), -np.abs(found), found)
+    """The smaller one; a NaN if there is one, and -0 is less than +0."""
+    result: NDArray[Any] = np.minimum(a, b)
+    if result.dtype.kind != "f":
+        return result
+    return np.where((result == 0) & (np.signbit(a) | np.signbit(b)), -np.abs(result), result)
 
 
 def maximum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """The larger one, as `minimum`."""
-    found: NDArray[Any] = np.maximum(a, b)
-    if found.dtype.kind != "f":
-        return found
-    return np.where((found == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(found), found)
+    result: NDArray[Any] = np.maximum(a, b)
+    if result.dtype.kind != "f":
+        return result
+    return np.where((result == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(result), result)

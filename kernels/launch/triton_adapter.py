@@ -1,10 +1,10 @@
-"""The one door to Triton's interpreter: everything here leans on its private names, and nothing else in tricomm does.
+"""The one module that depends on private names of Triton's interpreter; nothing else in tricomm does.
 
 The language is patched from a list that is made once (`patch`, `restore`; making it anew for each launch would
 dominate a small call's time), kernels become plain Python (`python`), and every access of a kernel goes through
 `_accessed`: to observers, which only look, or to a director, which decides when it happens.
 
-It also mends what the interpreter computes otherwise than a GPU: fp32 to bf16 is rounded to nearest even instead of
+It also corrects results that differ from a GPU's: fp32 to bf16 is rounded to nearest even instead of
 truncated, bf16 to fp32 is exact for every pattern, -0 is less than +0 for minimum and maximum, and 3.9's atomic load,
 store and poll are atomic and ordered.
 """
@@ -37,7 +37,7 @@ _plain: dict[Any, tuple[Callable[..., Any], int]] = {}
 _compilable: dict[Any, JITFunction[Any]] = {}
 _MISSING = object()
 
-# What is hooked or mended: on the builder of every supported version, unless named in _LATER.
+# Hooked or corrected: on the builder of every supported version, unless named in _LATER.
 _SEMANTICS = {"RELAXED": "relaxed", "ACQUIRE": "acquire", "RELEASE": "release", "ACQUIRE_RELEASE": "acq_rel"}
 _SCOPES = {"CTA": "cta", "GPU": "gpu", "SYSTEM": "sys"}
 _HOOKED = (
@@ -70,7 +70,7 @@ def missing_hooks() -> list[str]:
 
 
 def is_kernel(value: Any) -> bool:
-    """True for what @triton.jit gives, and nothing around it."""
+    """True for a function of @triton.jit, without further decorators."""
     return isinstance(value, _JITTED)
 
 
@@ -87,7 +87,7 @@ def interpreted() -> bool:
 
 
 def implicit(value: Any) -> Any:
-    """A kernel's runtime argument as the interpreter wants it; TypeError, ValueError or KeyError where it cannot be."""
+    """A kernel's runtime argument as the interpreter wants it; TypeError, ValueError or KeyError if it cannot be."""
     return _triton._implicit_cvt(value)
 
 
@@ -116,7 +116,7 @@ class _Rewriter(getattr(_triton, "FunctionRewriter", object)):  # type: ignore[m
 
 
 def _globals_of(function: Any) -> dict[str, Any]:
-    """What a rewritten function sees: its module, what it closes over, and the names that the rewriting uses."""
+    """Globals of a rewritten function: its module, its closure, and the names that the rewriting uses."""
     closure = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     used = ("interpreter_semantic", "_InterpreterComparison")
     return {
@@ -232,10 +232,16 @@ def _taken(pointer: Any, mask: Any) -> Array:
 
 
 def _accessed(
-    kind: str, pointer: Any, mask: Any, sem: Any, scope: Any, original: Callable[[Any], Any], volatile: bool = False,
+    kind: str,
+    pointer: Any,
+    mask: Any,
+    sem: Any,
+    scope: Any,
+    original: Callable[[Any], Any],
+    volatile: bool = False,
     op: str = "",
-) -> Any:  # fmt: skip
-    """Have one access done by whoever is in charge; `original(mask)` does it. Returns its TensorHandle."""
+) -> Any:
+    """Have the director, if there is one, perform an access; `original(mask)` performs it. Returns its TensorHandle."""
     taken, done = _taken(pointer, mask), []
 
     def perform(lanes: Array | None) -> Array | None:
@@ -257,13 +263,13 @@ def _accessed(
     return done[-1] if done else None
 
 
-def _nobody_looks() -> bool:
+def _unobserved() -> bool:
     return director is None and not observers
 
 
 def _load(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_masked_load(self: Any, pointer: Any, mask: Any, other: Any = None, *rest: Any, **named: Any) -> Any:
-        if _nobody_looks():
+        if _unobserved():
             return original(self, pointer, mask, other, *rest, **named)
         volatile = bool(named.get("is_volatile", rest[-1] if rest else False))  # the last one, in every version
         return _accessed(
@@ -275,7 +281,7 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _store(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_masked_store(self: Any, pointer: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        if _nobody_looks():
+        if _unobserved():
             return original(self, pointer, value, mask, *rest, **named)
         return _accessed(
             "store", pointer, mask, None, None, lambda m: original(self, pointer, value, m, *rest, **named)
@@ -286,7 +292,7 @@ def _store(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rmw(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
     def create_atomic_rmw(self: Any, op: Any, pointer: Any, value: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        if _nobody_looks():
+        if _unobserved():
             return original(self, op, pointer, value, mask, sem, scope)
         return _accessed(
             kind, pointer, mask, sem, scope, lambda m: original(self, op, pointer, value, m, sem, scope), op=op.name
@@ -297,7 +303,7 @@ def _rmw(original: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
 def _cas(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_atomic_cas(self: Any, pointer: Any, expected: Any, value: Any, sem: Any, scope: Any) -> Any:
-        if _nobody_looks():
+        if _unobserved():
             return original(self, pointer, expected, value, sem, scope)
         everywhere = _triton.TensorHandle(np.ones(pointer.data.shape, bool), tl.int1)
         return _accessed(
@@ -324,7 +330,7 @@ def _atomic_store(rmw: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _atomic_poll(self: Any, pointer: Any, expected: Any, timeout: Any, sem: Any, scope: Any) -> Any:
-    """Poll until every element is what is expected, or `timeout` nanoseconds have passed."""
+    """Poll until every element has its expected value, or `timeout` nanoseconds have passed."""
     everywhere = _triton.TensorHandle(np.ones(pointer.data.shape, bool), tl.int1)
     end = None if timeout is None else time.perf_counter_ns() + int(timeout.data.item())
     spins = 0

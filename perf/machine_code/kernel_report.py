@@ -21,7 +21,7 @@ from tricomm.perf.machine_code.compile_variant import Variant, compile_variant, 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
-_OWN_ARRIVALS = ("primitives.leave", "channels.end")  # count a rank's own blocks
+_OWN_ARRIVALS = ("primitives.leave", "channels.end_message")  # count a rank's own blocks
 
 
 @dataclass(frozen=True)

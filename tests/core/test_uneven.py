@@ -65,7 +65,7 @@ class FakeRuntime(Processes):
 
     def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):
         gpu = {**constexprs, **compiler.COMPILE_OPTIONS, "LANES": 256, "PTX": True, "BLOCK": 512}
-        return cuda_launcher.bound(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
+        return cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
 
 
 @pytest.fixture(scope="module")

@@ -77,8 +77,8 @@ def test_no_schedule_shows_a_race(kernel):
 @pytest.mark.parametrize("kernel", CALLS)
 def test_each_barrier_is_needed(kernel, phase):
     """Without the first, memory is read before it is written; without the second, written while it is still read."""
-    line = f"status = barrier(group, start, call, {phase}, WORLD_SIZE, LANES, PTX)"
-    with loaded((Edit(f"kernels/{kernel}.py", line, "status = 0"),)):
+    line = f"status = barrier(group, start, call, {phase}, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)"
+    with loaded((Edit(f"kernels/collectives/{kernel.removesuffix('_zero_copy')}.py", line, "status = 0"),)):
         report = check(kernel, schedules=40)
     assert {f.kind for f in report.findings} & {"race", "wrong_result", "rank_mismatch"}, str(report)
 

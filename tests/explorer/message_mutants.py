@@ -10,8 +10,8 @@ RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 LOST = frozenset({"race", "deadlock", "exception", "wrong_result"})  # whichever the schedule shows first
 NOT_TRIED = "not tried"
 
-_FREE = "            status = wait_free(group, mine, number, LANES, PTX)\n"
-_READ = "                    give_back(theirs, number, LANES, PTX)\n"
+_FREE = "            status = wait_free(group, mine, number, SPEC)\n"
+_READ = "                    acknowledge(theirs, number, SPEC)\n"
 _SEEN = "    tl.debug_barrier()  # no thread reads the payload before the acquiring ones have seen the header\n"
 _LOOP = "                first = tl.zeros([], tl.int64)\n                while (first < count)"
 
@@ -33,7 +33,8 @@ MESSAGES = (
     ),
     _mutant(
         "S03", "recv: the ack is relaxed", "the receiver's loads may come after it",
-        FILE, "(number << 32) + lane * 0, lane == 0, True, PTX)", "(number << 32) + lane * 0, lane == 0, False, PTX)",
+        FILE, "(number << 32) + lane * 0, lane == 0, True, SPEC.PTX)",
+        "(number << 32) + lane * 0, lane == 0, False, SPEC.PTX)",
         advice="make it sem='release'",
     ),
     _mutant(
@@ -47,7 +48,7 @@ MESSAGES = (
     ),
     _mutant(
         "S06", "send: the header does not release", "the payload is not published",
-        FILE, "signal(place, value, lane < 2, True, PTX)", "signal(place, value, lane < 2, False, PTX)",
+        FILE, "signal(place, value, lane < 2, True, SPEC.PTX)", "signal(place, value, lane < 2, False, SPEC.PTX)",
         advice="make it sem='release'",
     ),
     _mutant(
@@ -61,7 +62,7 @@ MESSAGES = (
     ),
     _mutant(
         "S09", "recv: gives the slot back before it is read", "the ack stands for the reading",
-        RECV, _LOOP, f"                give_back(theirs, number, LANES, PTX)\n{_LOOP}",
+        RECV, _LOOP, f"                acknowledge(theirs, number, SPEC)\n{_LOOP}",
     ),
     _mutant(
         "S10", "recv: gives no slot back", "a sender waits for its fifth piece",
@@ -69,11 +70,11 @@ MESSAGES = (
     ),
     _mutant(
         "S11", "recv: takes any tag", "messages of one pair overtake each other",
-        FILE, "if (status == 0) & (theirs == (tag & LOW)):", "if status == 0:", expect=frozenset({"exception"}),
+        FILE, "if (status == 0) & (its_tag == (tag & LOW)):", "if status == 0:", expect=frozenset({"exception"}),
     ),
     _mutant(
         "S12", "recv: forgets what it took ahead", "a piece is taken twice",
-        RECV, "                tl.store(mine + TAKEN, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
+        RECV, "                tl.store(mine + RECEIVED_AHEAD, taken)\n", "", expect=LOST, sizes=(1, 2, 3),
     ),
     _mutant(
         "S13", "recv: does not go on", "every message is the first one",
@@ -85,8 +86,8 @@ MESSAGES = (
     ),
     _mutant(
         "S15", "numbers wrap to 0", "a slot is passed over, and the ack waited for is another one's",
-        FILE, "found - (NUMBERS - SLOTS), found)", "found - NUMBERS, found)", expect=LOST, first_epoch=2**32 - 6,
-        sizes=(1, 2, 3, 4),
+        FILE, "following - (NUMBERS - SLOTS), following)", "following - NUMBERS, following)", expect=LOST,
+        first_epoch=2**32 - 6, sizes=(1, 2, 3, 4),
     ),
     _mutant(
         "S16", "LL: the payload has the number before", "a word is taken for the last piece's",

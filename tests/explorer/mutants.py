@@ -11,7 +11,7 @@ from tests.explorer.cube_mutants import CUBES
 from tests.explorer.message_mutants import MESSAGES
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
-from tests.explorer.parcel_mutants import PARCELS
+from tests.explorer.push_mutants import PUSHES
 from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
@@ -20,9 +20,10 @@ G = ("all_gather", "one_shot", "simple")
 B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
-ONE_SHOT = "kernels/collectives/all_reduce_one_shot_simple.py"
-TWO_SHOT = "kernels/collectives/all_reduce_two_shot_simple.py"
-GATHER = "kernels/collectives/all_gather_one_shot_simple.py"
+CHUNKS = "kernels/device/chunks.py"
+ONE_SHOT = "kernels/collectives/all_reduce_one_shot.py"
+TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
+GATHER = "kernels/collectives/all_gather_one_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
 MAILBOX = "kernels/device/mailbox.py"
 GROUP = "tricomm/core/group.py"
@@ -30,15 +31,20 @@ PADS = "tests/explorer/pad_kernels.py"
 
 _SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
 _WAIT = "    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)\n"
-_MEET = "status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)"
-_STAGE = "        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)\n"
+_STAGE = "    stage(x_ptr, numel, chunk, SPEC)\n"
+_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
+_FIRST = f"{_MEET}    if status == 0:\n"
+_SECOND = "status = synchronize(chunk, 1, SPEC)"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + SIMPLE_BASE)"
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
     all_here = (tl.atomic_add(group + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
     while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
-_MEETING = "        device_class, most = linking.agree_on_devices(control, device, options.max_blocks, timeout)"
+_MEETING = (
+    "        device_class, most = topology_agreement.agree_on_devices(control, device, options.max_blocks, timeout)"
+)
 _ZEROED = """
         words = self.layout.nbytes // 8 - layout.HEADERS // 8
         self.arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
@@ -69,12 +75,12 @@ REAL = (
     ),
     Mutant(
         "K04", "staged after the signal", "data stored after the flag that announces them; kin of vllm#2760",
-        (Edit(ONE_SHOT, f"{_STAGE}        {_MEET}\n", f"        {_MEET}\n{_STAGE}"),),
+        (Edit(ONE_SHOT, _STAGE + _MEET, _MEET + _STAGE),),
         (S,), RACE,
     ),
     Mutant(
         "K05", "no leading barrier", "peers' stages are read before anybody says that they are full",
-        (Edit(ONE_SHOT, _MEET, "status = 0"),),
+        (Edit(ONE_SHOT, _STAGE + _MEET, f"{_STAGE}    status = 0\n"),),
         (S,), RACE, "no flag tells rank",
     ),
     Mutant(
@@ -102,15 +108,17 @@ REAL = (
     ),
     Mutant(
         "K10", "empty blocks of rank 0 leave early", "a barrier that not everybody takes part in",
-        (Edit(GATHER, f"        {_MEET}\n", f"        if (me != 0) | (own < count):\n            {_MEET}\n"),),
+        (Edit(GATHER, _STAGE + _MEET,
+              f"{_STAGE}    status = 0\n    if (me != 0) | (chunk.own < chunk.count):\n    {_MEET}"),),
         (G,), DEADLOCK, blocks=2,
     ),
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
-            Edit(ONE_SHOT, "    stride = tl.num_programs(0) * BLOCK\n",
-                 f"    grid = tl.num_programs(0) - (tl.load(group + {layout.RANK}) == 0)\n    stride = grid * BLOCK\n"),
-            Edit(ONE_SHOT, "(chunk < chunks) & (status == 0):", "(chunk < chunks) & (status == 0) & (own < stride):"),
+            Edit(CHUNKS, "    stride = tl.num_programs(0) * SPEC.BLOCK\n",
+                 f"    grid = tl.num_programs(0) - (tl.load(group + {layout.RANK}) == 0)\n"
+                 "    stride = grid * SPEC.BLOCK\n"),
+            Edit(CHUNKS, "(number < chunks) & (status == 0):", "(number < chunks) & (status == 0) & (own < stride):"),
         ),
         (S,), DEADLOCK, blocks=2,
     ),
@@ -143,13 +151,12 @@ REAL = (
     ),
     Mutant(
         "K16", "one stage instead of two", "epochs without a second buffer: vllm#8404, ROCm/aiter#3514",
-        (Edit(MAILBOX, "tl.load(group + SIMPLE_BASE) + ((epoch & 1) * WORLD_SIZE + source)",
-              "tl.load(group + SIMPLE_BASE) + source"),),
+        (Edit(MAILBOX, _ROTATES, _ROTATES.replace("(chunk.epoch & 1) * SPEC.WORLD_SIZE + ", "")),),
         (S,), RACE, "two buffers used in turn",
     ),
     Mutant(
         "K17", "parity flips every second call", "two counter sets needed, and used in turn: vllm#8558",
-        (Edit(MAILBOX, "group + SIMPLE_BASE) + ((epoch & 1)", "group + SIMPLE_BASE) + ((epoch >> 1 & 1)"),),
+        (Edit(MAILBOX, _ROTATES, _ROTATES.replace("epoch & 1", "epoch >> 1 & 1")),),
         (S,), RACE, "two buffers used in turn",
     ),
     Mutant(
@@ -160,8 +167,8 @@ REAL = (
     ),
     Mutant(
         "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
-        (Edit(GATHER, "simple_room(group, peer(group, source), epoch, 0, WORLD_SIZE)",
-              "simple_room(group, peer(group, source), epoch + (me == 1), 0, WORLD_SIZE)"),),
+        (Edit(GATHER, "simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + (me == 1)), peer(chunk.group, source), 0, SPEC)"),),
         (G,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
@@ -176,20 +183,19 @@ REAL = (
     ),
     Mutant(
         "K21", "two-shot without the first barrier", "shards are reduced before they have come",
-        (Edit(TWO_SHOT, _MEET, "status = 0"),),
+        (Edit(TWO_SHOT, _FIRST, "    status = 0\n    if status == 0:\n"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "K22", "two-shot without the second barrier", "results are copied before they have come",
-        (Edit(TWO_SHOT, _MEET.replace("call, 0", "call, 1"), "status = 0"),),
+        (Edit(TWO_SHOT, _SECOND, "status = 0"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
         (
-            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half", "peer(group, to), epoch, me, WORLD_SIZE)"),
-            Edit(TWO_SHOT, "(group, group, epoch, source, WORLD_SIZE) + half",
-                 "(group, group, epoch, source, WORLD_SIZE)"),
+            Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
         ),
         (T,), RACE,
     ),
@@ -205,7 +211,8 @@ REAL = (
     ),
     Mutant(
         "K26", "two-shot, own shard stored at the wrong place", "the reduced chunk lands elsewhere",
-        (Edit(TWO_SHOT, "store_words(y_ptr, here + first, total", "store_words(y_ptr, base + first, total"),),
+        (Edit(TWO_SHOT, "store_words(y_ptr, here + first, total, limit",
+              "store_words(y_ptr, base + first, total, limit"),),
         (T,), WRONG,
     ),
     Mutant(
@@ -237,7 +244,8 @@ REAL = (
     ),
     Mutant(
         "K32", "barrier that returns at once", "silent no-op barrier: pytorch#191858",
-        (Edit(BARRIER, "status = meet(group, start, call, 0, WORLD_SIZE, LANES, PTX)", "status = 0"),),
+        (Edit(BARRIER, "status = primitives.barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)",
+              "status = 0"),),
         (B,), RACE, "no flag tells rank", body=bodies.around_barrier,
     ),
     Mutant(
@@ -252,4 +260,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PARCELS, *CUBES, *MESSAGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *CUBES, *MESSAGES)}

@@ -45,7 +45,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Edit:
-    """In `file` ("kernels/*.py", "tricomm/core/group.py" or "tests/explorer/pad_kernels.py"), `old` becomes `new`."""
+    """In `file` ("kernels/**.py", "tricomm/core/group.py" or "tests/explorer/pad_kernels.py"), `old` becomes `new`."""
 
     file: str
     old: str
@@ -126,25 +126,27 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
             raise ImportError(f"{folder}: no package")
         sys.modules[name] = importlib.util.module_from_spec(package)
         primitives = importlib.import_module(f"{name}.primitives")
-        for module in ("primitives", "channels"):
+        for module in ("primitives", "device.channels"):
             allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
         interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
         for user in (launch_plan, point_to_point):
-            undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.registry")))
+            undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.collectives.registry")))
         for function, changed in _changed(edits).items():
             undo.enter_context(patch.object(group.Group, function, changed))
         yield importlib.import_module(f"{name}.pad_kernels")
 
 
 def _copy(folder: Path, name: str, edits: Sequence[Edit]) -> None:
-    files = {f"kernels/{file.name}": file for file in _KERNELS.glob("*.py")}
+    files = {f"kernels/{file.relative_to(_KERNELS)}": file for file in _KERNELS.rglob("*.py")}
     files["tests/explorer/pad_kernels.py"] = _PADS
     unknown = {e.file for e in edits} - set(files) - {"tricomm/core/group.py"}
     if unknown:
         raise ValueError(f"{sorted(unknown)}: no files that can be edited")
     for file, path in files.items():
         text = edited(file, path.read_text(), edits)
-        (folder / path.name).write_text(text.replace("tricomm.kernels", name))
+        copy = folder / (path.relative_to(_KERNELS) if path.is_relative_to(_KERNELS) else path.name)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(text.replace("tricomm.kernels", name))
 
 
 def _forget(name: str) -> None:

@@ -15,25 +15,29 @@ GL = ("all_gather", "one_shot", "ll")
 B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
-EXCHANGE = "kernels/device/staging.py"
+PUSH = "kernels/device/push.py"
+CHUNKS = "kernels/device/chunks.py"
 MAILBOX = "kernels/device/mailbox.py"
-WORDS = "kernels/device/packing.py"
-GATHER_LL = "kernels/collectives/all_gather_one_shot_ll.py"
-ONE_LL = "kernels/collectives/all_reduce_one_shot_ll.py"
-ONE_SHOT = "kernels/collectives/all_reduce_one_shot_simple.py"
-TWO_LL = "kernels/collectives/all_reduce_two_shot_ll.py"
-TWO_SHOT = "kernels/collectives/all_reduce_two_shot_simple.py"
+PACKING = "kernels/device/packing.py"
+GATHER = "kernels/collectives/all_gather_one_shot.py"
+ONE_SHOT = "kernels/collectives/all_reduce_one_shot.py"
+TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
 _LATE = "late |= expected & (((seen >> 32) & LOW) != flag)"
-_MEET = "status = barrier(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)"
-_CLEAR = "    clear_idle(group, epoch, RUNS, WORLD_SIZE, BLOCK, LANES, PTX)\n"
+_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
+_PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + LL_BASE)"
+_SAME = "chunk._replace(epoch=chunk.epoch * 0),"
+_SHARD = "buffer = simple_buffer(chunk, peer(group, to), me, SPEC)\n"
+_CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
-    if clears(epoch):
-        send_headers(group, epoch, call, 0, True, WORLD_SIZE, LANES, PTX)
-    else:
-        send_headers(group, epoch, call, 0, False, WORLD_SIZE, LANES, PTX)
+    if SPEC.LL:
+        if clears(epoch):
+            send_headers(group, epoch, call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        else:
+            send_headers(group, epoch, call, 0, False, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
 """
 _PUT = """\
         tl.store(pointer + 2 * lane, low, mask=mask)
@@ -69,13 +73,12 @@ OWN = (
     ),
     Mutant(
         "M04", "LL: no wait for headers", "nobody looks at the fingerprint, and the header is there for the next call",
-        (Edit(ONE_LL, "        status = wait_headers(group, epoch, call, 0, WORLD_SIZE, LANES, PTX)\n", ""),),
+        (Edit(ONE_SHOT, _PUSH + _MEET, f"{_PUSH}    status = 0\n"),),
         (L,), frozenset({"leftover"}),
     ),
     Mutant(
         "M05", "LL: mailboxes do not rotate", "a word is overwritten before it is polled: vllm#8404",
-        (Edit(MAILBOX, "tl.load(group + LL_BASE) + ((epoch & 1) * WORLD_SIZE + source)",
-              "tl.load(group + LL_BASE) + source"),),
+        (Edit(MAILBOX, _ROTATES, _ROTATES.replace("(chunk.epoch & 1) * SPEC.WORLD_SIZE + ", "")),),
         (L,), RACE, "rotate the mailboxes",
     ),
     Mutant(
@@ -85,7 +88,7 @@ OWN = (
     ),
     Mutant(
         "M07", "cleared after the header", "a peer's next words are cleared away (mailboxes.py)",
-        (Edit(EXCHANGE, _CLEAR + _OPEN, _OPEN + _CLEAR),),
+        (Edit(PUSH, _CLEAR + _OPEN, _OPEN + _CLEAR),),
         (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
     ),
     Mutant(
@@ -96,7 +99,7 @@ OWN = (
     ),
     Mutant(
         "M09", "header after clearing relaxed", "a zero still lands on a word that a peer has pushed since",
-        (Edit(EXCHANGE, "send_headers(group, epoch, call, 0, True,", "send_headers(group, epoch, call, 0, False,"),),
+        (Edit(PUSH, "send_headers(group, epoch, call, 0, True,", "send_headers(group, epoch, call, 0, False,"),),
         (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
     ),
     Mutant(
@@ -116,7 +119,7 @@ OWN = (
     ),
     Mutant(
         "M13", "all chunks in one epoch", "a chunk of a long message is an epoch",
-        (Edit(ONE_SHOT, "epoch = advance(start, chunk)", "epoch = start"),),
+        (Edit(CHUNKS, "advance(start, number)", "start"),),
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
@@ -141,28 +144,30 @@ OWN = (
     ),
     Mutant(
         "M18", "two-shot: one header for both phases", "the second barrier finds the first one's flag",
-        (Edit(TWO_SHOT, _MEET.replace("call, 0", "call, 1"), _MEET),),
+        (Edit(TWO_SHOT, "synchronize(chunk, 1, SPEC)", "synchronize(chunk, 0, SPEC)"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "M19", "two-shot: result pushed to the first half", "writer and reader disagree about the place",
-        (Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half", "peer(group, to), epoch, me, WORLD_SIZE)"),),
+        (Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),),
         (T,), frozenset({"uninitialised", "race"}),
     ),
     Mutant(
         "M20", "two-shot: a shard ends at a whole word", "the last word of a tensor may have one element only",
-        (Edit(TWO_SHOT, "limit = end_of(here + ours, numel, PACK)", "limit = (here + ours) * PACK"),),
+        (Edit(TWO_SHOT, "base + me * shard\n        limit = end_of(here + ours, numel, PACK)",
+              "base + me * shard\n        limit = (here + ours) * PACK"),),
         (T,), OUTSIDE, sizes=(7, 1, 9), dtype=torch.int32, body=bodies.in_turn,
     ),
     Mutant(
         "M21", "tail read one element too far", "off by one in a mask",
-        (Edit(WORDS, "part = tl.load(raw + at, mask=at < numel, other=0)",
+        (Edit(PACKING, "part = tl.load(raw + at, mask=at < numel, other=0)",
               "part = tl.load(raw + at, mask=at <= numel, other=0)"),),
         (S,), OUTSIDE,
     ),
     Mutant(
         "M22", "reduced from the own rank on", "ranks hold different bits: vLLM keeps one order for this reason",
-        (Edit(ONE_SHOT, "peer(group, r), epoch, 0,", "peer(group, (r + tl.load(group)) % WORLD_SIZE), epoch, 0,"),),
+        (Edit(ONE_SHOT, "peer(chunk.group, r), 0,",
+              "peer(chunk.group, (r + tl.load(chunk.group)) % WORLD_SIZE), 0,"),),
         (S,), frozenset({"rank_mismatch"}), world_size=3, body=bodies.floats,
     ),
     Mutant(
@@ -173,7 +178,8 @@ OWN = (
     ),
     Mutant(
         "M24", "two-shot: a rank without a shard does not meet", "every block sends headers, with payload or without",
-        (Edit(TWO_SHOT, f"        {_MEET}\n", f"        if count > me * shard:\n            {_MEET}\n"),),
+        (Edit(TWO_SHOT, f"{_MEET}    if status == 0:\n",
+              f"    status = 0\n    if count > me * shard:\n    {_MEET}    if status == 0:\n"),),
         (T,), DEADLOCK,
     ),
     Mutant(
@@ -182,28 +188,26 @@ OWN = (
         (L,), RACE,
     ),
     Mutant(
-        "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own room, too",
-        (Edit(TWO_LL, "        for step in range(WORLD_SIZE):\n", "        for step in range(1, WORLD_SIZE):\n"),),
+        "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own buffer, too",
+        (Edit(TWO_SHOT, "    for step in range(SPEC.WORLD_SIZE):\n", "    for step in range(1, SPEC.WORLD_SIZE):\n"),),
         (TL,), DEADLOCK,
     ),
     Mutant(
         "M27", "two-shot LL: both phases in one half", "a word of the second phase is taken for one of the first",
         (
-            Edit(TWO_LL, "slot = ll_slot(group, peer(group, to), epoch, me, half + first, WORLD_SIZE)",
-                 "slot = ll_slot(group, peer(group, to), epoch, me, first, WORLD_SIZE)  # results"),
-            Edit(TWO_LL, "slot = ll_slot(group, group, epoch, source, half + first, WORLD_SIZE)",
-                 "slot = ll_slot(group, group, epoch, source, first, WORLD_SIZE)"),
+            Edit(TWO_SHOT, "peer(group, to), me, half + first, SPEC)", "peer(group, to), me, first, SPEC)"),
+            Edit(TWO_SHOT, "ll_buffer(chunk, group, source, half + first, SPEC)",
+                 "ll_buffer(chunk, group, source, first, SPEC)"),
         ),
         (TL,), RACE,
     ),
     Mutant(
         "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
         (
-            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE)\n", "peer(group, to), 0, me, WORLD_SIZE)\n"),
-            Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE) + half",
-                 "peer(group, to), 0, me, WORLD_SIZE) + half"),
-            Edit(TWO_SHOT, "(group, group, epoch, r, WORLD_SIZE)", "(group, group, 0, r, WORLD_SIZE)"),
-            Edit(TWO_SHOT, "(group, group, epoch, source, WORLD_SIZE)", "(group, group, 0, source, WORLD_SIZE)"),
+            Edit(TWO_SHOT, _SHARD, _SHARD.replace("chunk,", _SAME)),
+            Edit(TWO_SHOT, "(chunk, peer(group, to), me, SPEC) + half", f"({_SAME} peer(group, to), me, SPEC) + half"),
+            Edit(TWO_SHOT, "(chunk, group, r, SPEC)", f"({_SAME} group, r, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, group, source, SPEC)", f"({_SAME} group, source, SPEC)"),
         ),
         (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
     ),
@@ -215,7 +219,7 @@ OWN = (
     ),
     Mutant(
         "M30", "nothing staged", "peers read memory that nobody has written",
-        (Edit(ONE_SHOT, "        stage(x_ptr, group, epoch, base, count, numel, WORLD_SIZE, BLOCK, ALIGNED)\n", ""),),
+        (Edit(ONE_SHOT, "    stage(x_ptr, numel, chunk, SPEC)\n", ""),),
         (S,), frozenset({"uninitialised"}),
     ),
     Mutant(
@@ -235,8 +239,8 @@ OWN = (
         (S,), RACE, "put tl.debug_barrier() after the acquire", blocks=2,
     ),
     Mutant(
-        "M34", "two-shot: shard pushed to the peer's own room", "two ranks write to one room",
-        (Edit(TWO_SHOT, "peer(group, to), epoch, me, WORLD_SIZE)\n", "peer(group, to), epoch, to, WORLD_SIZE)\n"),),
+        "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
+        (Edit(TWO_SHOT, _SHARD, _SHARD.replace("me,", "to,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
@@ -246,7 +250,7 @@ OWN = (
     ),
     Mutant(
         "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
-        (Edit(GATHER_LL, "store_words(y_ptr + r * numel, base + first,", "store_words(y_ptr + r * numel, first,"),),
+        (Edit(GATHER, "store_words(y_ptr + r * numel, chunk.base + first,", "store_words(y_ptr + r * numel, first,"),),
         (GL,), WRONG, sizes=(300,), tile=128,
     ),
     Mutant(

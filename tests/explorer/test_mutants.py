@@ -92,7 +92,11 @@ def test_nothing_of_a_mutant_stays_behind():
     methods = dict(vars(Group))
     with loaded(MUTANTS["K29"].edits) as pads:
         name, folder = pads.__package__, Path(pads.__file__).parent
-        assert launch_plan.registry.__name__ == f"{name}.registry" and dict(vars(Group)) != methods and folder.is_dir()
+        assert (
+            launch_plan.registry.__name__ == f"{name}.collectives.registry"
+            and dict(vars(Group)) != methods
+            and folder.is_dir()
+        )
     assert launch_plan.registry is registry and dict(vars(Group)) == methods and not folder.exists()
     assert not [m for m in sys.modules if m.startswith(name)]
     assert not [f for f in (*triton_adapter.substitutes, *triton_adapter._plain) if f.__module__.startswith(name)]

@@ -11,7 +11,7 @@ import torch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
-from tricomm.kernels.launch.compiler import extras, takes_rows
+from tricomm.kernels.launch.compiler import extras, takes_counts
 from tricomm.kernels.launch.kernel_launch import as_integers, prepare
 
 PAGE = 4096
@@ -56,8 +56,8 @@ class Rank:
         table = self.arena
         table[layout.RANK] = rank
         table[layout.CONTROL] = base + rank * self.stride + self.plan.nbytes
-        table[layout.LL_BASE], table[layout.LL_ROOM] = self.plan.ll, self.plan.ll_room
-        table[layout.SIMPLE_BASE], table[layout.SIMPLE_ROOM] = self.plan.simple, self.plan.simple_room
+        table[layout.LL_BASE], table[layout.LL_BUFFER] = self.plan.ll, self.plan.ll_buffer
+        table[layout.SIMPLE_BASE], table[layout.SIMPLE_BUFFER] = self.plan.simple, self.plan.simple_buffer
         table[layout.EPOCH] = epoch
         for peer in range(world_size):
             table[layout.PEERS + peer] = base + peer * self.stride
@@ -86,7 +86,7 @@ class Rank:
             constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, op)
         call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
         data = (as_integers(x, dtype.bits), as_integers(y, dtype.bits))
-        rows = ((1,) * self.world_size,) * 2 if takes_rows(kernel.function) else ()
+        rows = ((1,) * self.world_size,) * 2 if takes_counts(kernel.function) else ()
         args = (*data, self.arena, count, call, *rows, *(root for _ in extras(kernel.function)))
         prepare(kernel.function, (blocks,), args, constexprs, torch.device("cpu"))()
 

@@ -12,8 +12,8 @@ from tests.kernels.fake_launch import FakeGpu, Result
 from tricomm.errors import ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher as launching
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_rows
-from tricomm.kernels.launch.cuda_launcher import bound
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
+from tricomm.kernels.launch.cuda_launcher import make_launcher
 
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32"}  # fmt: skip
@@ -32,16 +32,14 @@ def further(kernel):
 
 def rows_of(kernel, count):
     """Uneven rows of two ranks, in every call others."""
-    return ((count, 0), (count, 1 << 33)) if takes_rows(kernel.function) else ()
+    return ((count, 0), (count, 1 << 33)) if takes_counts(kernel.function) else ()
 
 
 def bind(kernel, device, blocks=8, aligned=True, **more):
-    wanted = {p.name for p in kernel.function.params} | set(COMPILE_OPTIONS)
     if kernel.needs_cube:
         more["WORLD_SIZE"] = 8
-    constexprs = {name: value for name, value in {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}.items()
-                  if name in wanted}  # fmt: skip
-    return bound(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
+    constexprs = {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}
+    return make_launcher(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
 
 
 @KERNELS
@@ -133,7 +131,7 @@ def test_a_launch_that_fails_is_named():
 
 
 def test_a_kernel_that_does_not_compile_is_named():
-    with pytest.raises(ResourceError, match="Triton cannot compile all_reduce_one_shot_ll for sm_90"):
+    with pytest.raises(ResourceError, match="Triton cannot compile all_reduce_one_shot for sm_90"):
         bind(next(k for k in registry.KERNELS if k.name == "all_reduce_one_shot_ll"), gpu(), LANES=3)
 
 

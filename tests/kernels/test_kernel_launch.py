@@ -9,8 +9,9 @@ from triton.runtime.jit import create_function_from_signature
 from tests.kernels.arenas import DATA_KERNELS
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives.barrier import barrier
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_rows
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
 from tricomm.kernels.launch.kernel_launch import prepare
+from tricomm.kernels.specialization import specialized
 
 CPU = torch.device("cpu")
 CONSTEXPRS = {"WORLD_SIZE": 4, "BLOCK": 512, "LANES": 256, "PTX": True}
@@ -25,8 +26,9 @@ def specialisation(kernel, numel: int, call: int, offset: int = 0):
     if kernel.reduces:
         constexprs |= {"OP": "sum", "ELEMENT": "float32"}
     further = [numel % 7 for _ in extras(function)]
-    if takes_rows(function):  # always the same: Triton looks into a tuple whatever it is told, the launch path does not
+    if takes_counts(function):  # always the same: Triton looks into a tuple whatever it is told, our launcher does not
         further += [(5, 6, 7, 8)] * 2
+    constexprs = specialized(function.arg_names, constexprs, compiled=True)
     _, key, options = bind(x, y, group, numel, call, *further, **COMPILE_OPTIONS, **constexprs)
     return key, options
 

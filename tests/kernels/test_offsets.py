@@ -67,9 +67,9 @@ def narrow(source: str) -> list[int]:
 def test_a_blocks_number_is_widened_before_it_is_multiplied():
     """But for the stride of a loop, of which both factors are at most 2^20."""
     wrong = {}
-    for file in ROOM.glob("*.py"):
+    for file in ROOM.rglob("*.py"):
         source = file.read_text()
-        lines = [n for n in narrow(source) if "tl.num_programs(0) * BLOCK" not in source.splitlines()[n - 1]]
+        lines = [n for n in narrow(source) if "tl.num_programs(0) * SPEC.BLOCK" not in source.splitlines()[n - 1]]
         if lines:
             wrong[file.name] = lines
     assert wrong == {}

@@ -12,6 +12,7 @@ from tricomm.kernels import dtypes
 from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.device.reduction import accumulate, combine, finish, reduce_words
 from tricomm.kernels.launch import interpreter
+from tricomm.kernels.specialization import Specialization
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -20,24 +21,20 @@ ARITHMETIC, BITWISE = dtypes.OPS[:5], dtypes.OPS[5:]
 
 
 @triton.jit
-def _reduce(x_ptr, y_ptr, n: tl.int64, ELEMENT: tl.constexpr, OP: tl.constexpr, WORLD_SIZE: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
-    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+def _reduce(x_ptr, y_ptr, n: tl.int64, SPEC: tl.constexpr):
     parts = ()
-    for r in tl.static_range(WORLD_SIZE):
-        parts = parts + (load_words(x_ptr + r * n, 0, n, BLOCK, False),)
-    store_words(y_ptr, 0, reduce_words(parts, ELEMENT, OP, BITS, WORLD_SIZE), n, BLOCK, False)
+    for r in tl.static_range(SPEC.WORLD_SIZE):
+        parts = parts + (load_words(x_ptr + r * n, 0, n, SPEC.BLOCK, False),)
+    store_words(y_ptr, 0, reduce_words(parts, SPEC), n, SPEC.BLOCK, False)
 
 
 @triton.jit
-def _halves(x_ptr, y_ptr, n: tl.int64, ELEMENT: tl.constexpr, OP: tl.constexpr, BLOCK: tl.constexpr):
+def _halves(x_ptr, y_ptr, n: tl.int64, SPEC: tl.constexpr):
     """Four rows as two partial sums of two, put together."""
-    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
-    some = (load_words(x_ptr, 0, n, BLOCK, False), load_words(x_ptr + n, 0, n, BLOCK, False))
-    others = (load_words(x_ptr + 2 * n, 0, n, BLOCK, False), load_words(x_ptr + 3 * n, 0, n, BLOCK, False))
-    total = combine(accumulate(some, ELEMENT, OP, BITS, 2), accumulate(others, ELEMENT, OP, BITS, 2),
-                    ELEMENT, OP, BITS)  # fmt: skip
-    store_words(y_ptr, 0, finish(total, ELEMENT, OP, BITS, 4), n, BLOCK, False)
+    some = (load_words(x_ptr, 0, n, SPEC.BLOCK, False), load_words(x_ptr + n, 0, n, SPEC.BLOCK, False))
+    others = (load_words(x_ptr + 2 * n, 0, n, SPEC.BLOCK, False), load_words(x_ptr + 3 * n, 0, n, SPEC.BLOCK, False))
+    total = combine(accumulate(some, 2, SPEC), accumulate(others, 2, SPEC), SPEC)
+    store_words(y_ptr, 0, finish(total, SPEC), n, SPEC.BLOCK, False)
 
 
 @triton.jit
@@ -49,10 +46,10 @@ def _copy(x_ptr, y_ptr, n: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, BLOCK:
 def reduce(x: torch.Tensor, op: str, kernel=_reduce) -> torch.Tensor:
     y = bits(torch.zeros(x.shape[1], dtype=x.dtype)).fill_(-77)
     element, operation = dtypes.reduction(dtypes.DTYPES[str(x.dtype).removeprefix("torch.")], op)
-    constexprs = {"ELEMENT": element, "OP": operation, "BLOCK": triton.next_power_of_2(x.shape[1])}
-    if kernel is _reduce:
-        constexprs["WORLD_SIZE"] = x.shape[0]
-    interpreter.interpret(interpreter.programs(kernel, (1,), (bits(x).contiguous(), y, x.shape[1]), constexprs))
+    tile = triton.next_power_of_2(x.shape[1])
+    spec = Specialization(x.shape[0], tile, LANES=16, PTX=False, ELEMENT=element, OP=operation)
+    args = (bits(x).contiguous(), y, x.shape[1])
+    interpreter.interpret(interpreter.programs(kernel, (1,), args, {"SPEC": spec}))
     return y.view(x.dtype)
 
 

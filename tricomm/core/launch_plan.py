@@ -14,7 +14,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
-from tricomm.kernels.launch.kernel_launch import Call
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
 from tricomm.policy.selection import Choice, SelectionFacts
@@ -22,7 +22,7 @@ from tricomm.store.control import Descriptor, PackedDescriptor
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
 # aligned, and its further arguments: `Runtime.bind`.
-Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], Call]
+Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], BoundKernel]
 
 
 class Request(NamedTuple):
@@ -73,7 +73,7 @@ class LaunchPlan:
     fingerprint: int
     numel: int
     record: PackedDescriptor  # what the peers read of each of its calls
-    run: Call
+    run: BoundKernel
     mode: str = "eager"
     tally: Tally = field(default_factory=Tally)
     weight: int = 0

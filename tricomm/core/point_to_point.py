@@ -29,7 +29,7 @@ from tricomm.deadline import poll
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch.kernel_launch import Call
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics.counters import Activity, Tally, weight
 from tricomm.policy import selection
 from tricomm.store.control import Descriptor, Fault
@@ -42,7 +42,7 @@ _MOST_HALVES = 1024
 class Half:
     """One half of a message, bound to a shape, a peer and a tag."""
 
-    run: Call
+    run: BoundKernel
     facts: int  # what both halves must have in common, but for the tag
     numel: int  # raw elements
     kind: str
@@ -69,7 +69,7 @@ class PointToPoint:
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
         faults.describers[layout.PENDING] = lambda peer, got: self._unmet(peer, "has another tag, and no room")
-        faults.describers[layout.UNLIKE] = lambda peer, got: self._unmet(
+        faults.describers[layout.MESSAGE_MISMATCH] = lambda peer, got: self._unmet(
             peer, "has this tag and is not what is asked for"
         )
 
@@ -114,7 +114,7 @@ class PointToPoint:
         if src is not None:
             return self.launcher.finish(src, async_op)
         work = FromAny(self, number, tag)
-        self._unread[number % layout.TOLD_WORDS] = work
+        self._unread[number % layout.RECV_SOURCE_WORDS] = work
         return work if async_op else work.wait()
 
     def _input(self, x: Any, what: str) -> torch.Tensor:
@@ -152,7 +152,7 @@ class PointToPoint:
         half = self._half(kind, x, peer, tag, protocol)
         with self.launcher.held():
             number = self._messages + 1
-            older = self._unread.pop(number % layout.TOLD_WORDS, None)
+            older = self._unread.pop(number % layout.RECV_SOURCE_WORDS, None)
             if older is not None:
                 older.keep()
             self._messages = number
@@ -175,7 +175,7 @@ class PointToPoint:
 
     def source(self, number: int) -> int:
         """The source of message `number`, which was from any rank and has run."""
-        return int(self.group.words[layout.TOLD + number % layout.TOLD_WORDS])
+        return int(self.group.words[layout.RECV_SOURCE + number % layout.RECV_SOURCE_WORDS])
 
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
         aligned = x.data_ptr() % 16 == 0
@@ -213,9 +213,9 @@ class PointToPoint:
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
         group, memory = self.group, self.group.layout
-        shape = (group.world_size, memory.channels, layout.LINE // 8)
-        lines = group.arena.tensor(group.rank, memory.lines, shape, torch.int64).cpu()
-        return [rank for rank in range(group.world_size) if any(map(layout.unread, lines[rank].tolist()))]
+        shape = (group.world_size, memory.channels, layout.CHANNEL_STATE // 8)
+        lines = group.arena.tensor(group.rank, memory.channel_states, shape, torch.int64).cpu()
+        return [rank for rank in range(group.world_size) if any(map(layout.unacknowledged, lines[rank].tolist()))]
 
     def acknowledged(self, seconds: float) -> bool:
         """True if all messages have been acknowledged; waits that long for it.

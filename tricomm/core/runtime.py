@@ -38,7 +38,7 @@ class Runtime(Protocol):
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         """As `launch.bind`."""
 
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
@@ -75,7 +75,7 @@ class Processes:
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:

@@ -121,17 +121,17 @@ def group_table(
     """
     values = [0] * (layout.HEADERS // 8)
     values[layout.RANK], values[layout.CONTROL], values[layout.EPOCH] = rank, control, first_epoch
-    values[layout.LL_BASE], values[layout.LL_ROOM] = memory.ll, memory.ll_room
-    values[layout.SIMPLE_BASE], values[layout.SIMPLE_ROOM] = memory.simple, memory.simple_room
-    values[layout.LINES], values[layout.CHANNELS] = memory.lines, memory.channels
+    values[layout.LL_BASE], values[layout.LL_BUFFER] = memory.ll, memory.ll_buffer
+    values[layout.SIMPLE_BASE], values[layout.SIMPLE_BUFFER] = memory.simple, memory.simple_buffer
+    values[layout.CHANNEL_STATES], values[layout.CHANNELS] = memory.channel_states, memory.channels
     values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = memory.slots, memory.slot
     values[layout.PEERS : layout.PEERS + len(bases)] = bases
     by_rank = places(topology, len(bases))
     if by_rank is not None:
         here = by_rank[rank]
         values[layout.QUAD : layout.QUAD + 4] = here.quad_by_position
-        values[layout.OTHER : layout.OTHER + 4] = by_rank[here.relay].quad_by_position
-        values[layout.POSITION], values[layout.PLACE] = here.position, here.order.index(rank)
+        values[layout.PEER_QUAD : layout.PEER_QUAD + 4] = by_rank[here.relay].quad_by_position
+        values[layout.POSITION], values[layout.QUAD_RANK] = here.position, here.order.index(rank)
     return values
 
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 import tricomm
 from tricomm import Options
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.specialization import CompiledSpecialization, Specialization
 from tricomm.perf import null_launch
 from tricomm.perf.evidence import hardware
 from tricomm.perf.evidence.stage import Data, EvidenceSettings, Skip, Stage, StageCase
@@ -116,10 +117,8 @@ def _triton(settings: EvidenceSettings) -> Data:
     with tricomm.Communicator(HashStore(), 0, 1, "cuda", options=Options(arena_bytes=8 << 20, nccl=False)) as comm:
         comm.barrier()
         group, number = comm.group_table, iter(range(2, 1 << 30))
-        options = {"WORLD_SIZE": 1, "BLOCK": 512, "LANES": 256, "PTX": True, "num_warps": 8}
-        names = {p.name for p in kernel.params} | {"num_warps"}
-        given = {name: value for name, value in options.items() if name in names}
-        return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, **given))
+        spec = CompiledSpecialization(Specialization(WORLD_SIZE=1, BLOCK=512, LANES=256, PTX=True))
+        return _enqueued(lambda: kernel[(1,)](group, next(number) << 32 | 1, SPEC=spec, num_warps=8))
 
 
 def _torch(settings: EvidenceSettings, backend: str) -> Data:

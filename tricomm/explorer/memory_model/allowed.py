@@ -35,4 +35,4 @@ def is_busy_word(site: Site) -> bool:
 
 
 def may_stay_unread(site: Site) -> bool:
-    return any(name == "give_back" and file in _files for file, _, name in site.chain)
+    return any(name == "acknowledge" and file in _files for file, _, name in site.chain)

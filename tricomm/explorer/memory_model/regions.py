@@ -16,10 +16,10 @@ from tricomm.store.local_arena import host_view
 Array = NDArray[Any]
 
 _TABLE = {
-    layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_ROOM: "ll_room",
-    layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_ROOM: "simple_room", layout.EPOCH: "epoch",
-    layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.LINES: "lines", layout.SLOT_DATA: "slot_data",
-    layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
+    layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_BUFFER: "ll_buffer",
+    layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch",
+    layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.CHANNEL_STATES: "channel_states",
+    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
     layout.MESSAGE_ARRIVALS: "message_arrivals",
 }  # fmt: skip
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
@@ -73,19 +73,19 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
         row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
         row, source = divmod(row, plan.world_size)
         return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
-    if offset >= plan.lines:
+    if offset >= plan.channel_states:
         return _message_label(plan, offset)
     kind, start = ("ll", plan.ll) if offset < plan.simple else ("simple", plan.simple)
-    part, at = divmod(offset - start, plan.ll_room if kind == "ll" else plan.simple_room)
+    part, at = divmod(offset - start, plan.ll_buffer if kind == "ll" else plan.simple_buffer)
     return f"{kind} mailbox, parity {part // plan.world_size}, from rank {part % plan.world_size}, byte {at}"
 
 
 def _message_label(plan: layout.Layout, offset: int) -> str:
     if offset < plan.slots:
-        line, at = divmod(offset - plan.lines, layout.LINE)
+        line, at = divmod(offset - plan.channel_states, layout.CHANNEL_STATE)
         rank, channel = divmod(line, plan.channels)
         word, heads = at // 8, 2 * layout.SLOTS
-        own = {layout.SENT: "number to send", layout.NEXT: "number to take", layout.TAKEN: "taken ahead",
+        own = {layout.SENT: "number to send", layout.NEXT: "number to receive", layout.RECEIVED_AHEAD: "received ahead",
                layout.PLAIN: "slots with plain data"}  # fmt: skip
         name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
         return f"messages with rank {rank}, channel {channel}, {name}"

@@ -232,7 +232,7 @@ class RankRuntime:
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.Call:  # fmt: skip
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             args = kernel_launch.arguments(x, y, bits, group, count, call, rows, more)
             self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()

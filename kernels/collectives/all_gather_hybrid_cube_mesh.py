@@ -1,0 +1,126 @@
+"""All-gather over a hybrid cube mesh: push to the quad and the relay, pass on to the quad what the relay sent.
+
+    rank 0 [x0] ──▶ 1, 2, 3 and relay 4        rank 0: x4 ──▶ 1, 2, 3        y = [x0 .. x7]   on every rank
+    rank 4 [x4] ──▶ 5, 6, 7 and relay 0        rank 1: x5 ──▶ 0, 2, 3
+    ...                                        ...
+
+Order     nothing is summed.
+Source    see `device/mesh.py`.
+
+LL: no barrier.
+
+Bytes     per rank 8 n, then 6 n written over links (half of them flags): 7 rows reach every rank, as they have to.
+          Nothing crosses a link that is not there.
+Hops      2, both one way.
+Waits     header, along links: the peer made the same call; of the quad once more, before what it has passed on is
+          used. word: its flag is this epoch; flag and payload are one access.
+Reuse     see `device/mesh.py`, headers: the quad's second ones are sent after the relay's are seen, so a rank that has
+          them knows that all eight ranks are in this epoch.
+
+simple: a barrier behind each push.
+
+Bytes     per rank 4 n, then 3 n written over links: 7 rows reach every rank, as they have to. Nothing crosses a link
+          that is not there.
+Hops      2 one-way pushes, each followed by a barrier along links.
+Waits     header of the quad and the relay, release to acquire at `.sys`: their rows are here. Header of the quad once
+          more: so is what it has passed on.
+Reuse     two mailboxes, by the epoch's parity; headers as under LL.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device import mesh
+from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
+from tricomm.kernels.primitives import get_ll, peer, put_ll
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_gather_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
+    tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
+    BODY: tl.constexpr = _ll if SPEC.LL else _simple
+    tensors = (x_ptr, y_ptr, numel, tl.load(group + mesh.POSITION))
+    run_chunks(BODY, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
+
+
+@triton.jit
+def _ll(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, position = tensors
+    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
+    mesh.open_epoch(chunk, True, SPEC)
+    for first in range(chunk.own, count, chunk.stride):
+        mine = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        for step in range(5):
+            to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
+            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
+            put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+    status = mesh.wait_headers(chunk, 0, True, True, SPEC)
+    if status == 0:
+        mesh.send_headers(chunk, 1, True, False, SPEC)
+    first = chunk.own
+    while (first < count) & (status == 0):
+        source = mesh.relay(group)
+        buffer = ll_buffer(chunk, group, source, first, SPEC)
+        part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
+        if status == 0:
+            for step in range(1, 4):
+                buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, first, SPEC)
+                put_ll(buffer, part[0], epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+            store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    if status == 0:
+        status = mesh.wait_headers(chunk, 1, True, False, SPEC)
+    for step in range(7):
+        source = _row(group, position, step)
+        first = chunk.own
+        while (first < count) & (status == 0):
+            buffer = ll_buffer(chunk, group, source, first, SPEC)
+            part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
+            if status == 0:
+                store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+            first += chunk.stride
+    return status
+
+
+@triton.jit
+def _simple(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, position = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
+    mesh.open_epoch(chunk, True, SPEC)
+    for first in range(chunk.own, count, chunk.stride):
+        mine = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        for step in range(5):
+            to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
+            store_tile(simple_buffer(chunk, peer(group, to), me, SPEC), first, mine, count, SPEC.BLOCK)
+    mesh.send_headers(chunk, 0, True, True, SPEC)
+    status = mesh.wait_headers(chunk, 0, True, True, SPEC)
+    if status == 0:
+        source = mesh.relay(group)
+        for first in range(chunk.own, count, chunk.stride):
+            part = load_tile(simple_buffer(chunk, group, source, SPEC), first, count, SPEC.BLOCK)
+            for step in range(1, 4):
+                buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)
+                store_tile(buffer, first, part, count, SPEC.BLOCK)
+            store_words(y_ptr + source * numel, base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        mesh.send_headers(chunk, 1, True, False, SPEC)
+        status = mesh.wait_headers(chunk, 1, True, False, SPEC)
+    if status == 0:
+        for step in range(7):
+            source = _row(group, position, step)
+            for first in range(chunk.own, count, chunk.stride):
+                part = load_tile(simple_buffer(chunk, group, source, SPEC), first, count, SPEC.BLOCK)
+                store_words(y_ptr + source * numel, base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    return status
+
+
+@triton.jit
+def _row(group, position, step):
+    """The rank whose row step 0 to 6 copies: 0 to 3 one's own quad, then what its other three have passed on."""
+    source = mesh.in_quad(group, step % 4)
+    if step > 3:
+        source = tl.load(group + mesh.PEER_QUAD + (position ^ (step - 3)))
+    return source

@@ -1,0 +1,112 @@
+"""All-gather, one shot: every rank gets every rank's data. Nothing is summed: a row is a copy.
+
+LL: push to every mailbox, poll one's own, copy it out.
+
+    rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
+    rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
+    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 bits of payload | 32 bits of epoch
+    rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
+
+Bytes     2 (N-1) n written to peers per rank (n the bytes of one rank's part; half of them flags).
+Hops      1.
+Waits     as in `all_reduce_one_shot`: header for the fingerprint, flag in every word.
+Reuse     as there: the header of e + 1 is sent after all words of e are polled.
+Source    NCCL's symmetric kernel AllGather_LL.
+
+simple: stage the input, barrier, copy every rank's staged input into its row.
+
+    rank 0 [x0] ─▶ staged x0 ◀─ read by 1, 2, 3       y = [x0 x1 x2 x3]   on every rank
+    rank 1 [x1] ─▶ staged x1 ◀─ read by 0, 2, 3
+    rank 2 [x2] ─▶ staged x2 ◀─ read by 0, 1, 3
+    rank 3 [x3] ─▶ staged x3 ◀─ read by 0, 1, 2
+
+Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); n staged in local memory.
+Hops      1 barrier and one round trip.
+Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
+Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e.
+
+Zero copy, out of symmetric memory: barrier, copy every rank's input from its place, barrier.
+
+    rank 0 [w0] ◀─ read by 1, 2, 3       y = [w0 w1 w2 w3]   on every rank
+    rank 1 [w1] ◀─ read by 0, 2, 3
+    rank 2 [w2] ◀─ read by 0, 1, 3
+    rank 3 [w3] ◀─ read by 0, 1, 2
+
+Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); nothing is staged.
+Hops      a barrier, a round trip, a barrier.
+Waits     as in `all_reduce_one_shot_zero_copy`.
+Reuse     as there: the second barrier.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
+from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
+from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
+    words = buffer_words(group, 1, SPEC)
+    if SPEC.LL:
+        run_chunks(_ll, (x_ptr, y_ptr, numel, words), group, call, words, SPEC)
+    else:  # all buffers of a parity, used as one stage
+        run_chunks(_simple, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
+
+
+@triton.jit
+def _ll(tensors, chunk, SPEC: tl.constexpr):
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    x_ptr, y_ptr, numel, words = tensors
+    group, epoch, count = chunk.group, chunk.epoch, chunk.count
+    open_epoch(chunk, 1, SPEC)
+    push_to_all(x_ptr, numel, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    first = chunk.own
+    while (first < count) & (status == 0):
+        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
+        if status == 0:
+            for r in tl.static_range(WORLD_SIZE):
+                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+    return status
+
+
+@triton.jit
+def _simple(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel = tensors
+    me = chunk.me
+    open_epoch(chunk, 1, SPEC)
+    stage(x_ptr, numel, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    if status == 0:
+        for step in range(SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
+            for first in range(chunk.own, chunk.count, chunk.stride):
+                part = load_tile(there, first, chunk.count, SPEC.BLOCK)
+                store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    return status
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
+    start, owner = enter(group, call)
+    me = tl.load(group + RANK)
+    clear_idle(group, start, 1, SPEC)
+    status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    if status == 0:
+        words = packed_words(x_ptr, numel)
+        for step in range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
+            source = (me + step) % SPEC.WORLD_SIZE
+            for first in range(tl.program_id(0).to(tl.int64) * SPEC.BLOCK, words, tl.num_programs(0) * SPEC.BLOCK):
+                part = load_words(member(table, source, x_ptr), first, numel, SPEC.BLOCK, True)
+                store_words(y_ptr + source * numel, first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    leave(group, start, owner, call, 1, status)

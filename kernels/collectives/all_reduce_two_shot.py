@@ -1,0 +1,189 @@
+"""All-reduce, two shots: push shard p to rank p, reduce one's own shard, push the result to all.
+
+Each element is reduced by one rank, in the order rank 0 .. N-1, and copied: the same bits everywhere, and those of one
+shot.
+
+    shards         a b c d         reduce-scatter            all-gather
+    rank 0   [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
+    rank 1   [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      y = [A B C D] on every rank
+    rank 2   [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
+    rank 3   [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
+
+A shard is rounded up to 16 bytes. A rank's own shard goes through its own buffer, in its own memory: that spares the
+reduction a special case.
+
+LL: no barrier.
+
+Bytes     4 (N-1)/N n written to peers per rank (half of them flags); nothing is read from a peer.
+Hops      2.
+Waits     header: the peer made the same call and has left the epoch before the last.
+          word:   its flag is this epoch; flag and payload are one access. Each of the two phases has a half of each
+          buffer, so a word of the second is never taken for one of the first.
+Reuse     as in one shot: a peer writes e + 2 only after it has seen this block's header of e + 1, sent after this
+          block has polled both halves of e.
+Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.
+
+simple: a barrier behind each push.
+
+Bytes     2 (N-1)/N n written to peers per rank, the least that any algorithm without in-network reduction can do;
+          nothing is read from a peer.
+Hops      2 one-way pushes, each followed by a barrier.
+Waits     header of phase 0, release to acquire at `.sys`: the shards that block b of each peer pushed here are
+          visible. Header of phase 1: so are the results.
+Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
+          has seen this block's header of e + 1, released after this block has read both halves of e.
+Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom all-reduce, here by push.
+
+Zero copy, in place in symmetric memory: barrier, reduce one's own shard out of every rank's memory, write it back to
+all, barrier.
+
+    rank 0   [a0 b0 c0 d0]    0 reads a0 a1 a2 a3, writes their sum A into a of all
+    rank 1   [a1 b1 c1 d1]    1 reads b0 b1 b2 b3, writes their sum B into b of all      w = [A B C D] on every rank
+    rank 2   [a2 b2 c2 d2]    2 reads c0 c1 c2 c3, writes their sum C into c of all
+    rank 3   [a3 b3 c3 d3]    3 reads d0 d1 d2 d3, writes their sum D into d of all
+
+Bytes     (N-1)/N n read from peers and (N-1)/N n written to them per rank; nothing is staged.
+Hops      a barrier, a round trip, a one-way push, a barrier.
+Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' memory before this call is
+          visible. Header of phase 1: so are the results, and no rank reads or writes this rank's memory any more.
+Reuse     there is no mailbox: the rotation protects nothing here, the second barrier does. A shard is read and written
+          by its owner alone, so the results need no third barrier before they are written.
+Source    the two-stage kernels of vLLM and of PyTorch's symmetric memory, which write back as this one does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import (
+    end_of,
+    load_tile,
+    load_words,
+    members,
+    shard_words,
+    store_everywhere,
+    store_tile,
+    store_words,
+)
+from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
+from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer, put_ll
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
+    BODY: tl.constexpr = _ll if SPEC.LL else _simple
+    half = buffer_words(group, 2, SPEC)
+    tensors = (x_ptr, y_ptr, numel, half)
+    run_chunks(BODY, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+
+
+@triton.jit
+def _ll(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(count, SPEC.WORLD_SIZE)
+    open_epoch(chunk, 2, SPEC)
+    for step in range(SPEC.WORLD_SIZE):
+        to = (me + step) % SPEC.WORLD_SIZE
+        theirs = tl.minimum(count - to * shard, shard)
+        there = base + to * shard
+        for first in range(chunk.own, theirs, chunk.stride):
+            limit = end_of(there + theirs, numel, PACK)
+            mine = load_words(x_ptr, there + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
+            put_ll(buffer, mine, epoch, theirs - first, SPEC.BLOCK, SPEC.PTX)
+    status = synchronize(chunk, 0, SPEC)
+    first = chunk.own
+    ours = tl.minimum(count - me * shard, shard)
+    here = base + me * shard
+    while (first < ours) & (status == 0):
+        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        parts, status = get_ll(group, buffer, 4 * half, epoch, ours - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
+        if status == 0:
+            total = reduce_words(parts, SPEC)
+            store_words(y_ptr, here + first, total, end_of(here + ours, numel, PACK), SPEC.BLOCK, SPEC.ALIGNED)
+            for step in range(1, SPEC.WORLD_SIZE):
+                to = (me + step) % SPEC.WORLD_SIZE
+                buffer = ll_buffer(chunk, peer(group, to), me, half + first, SPEC)
+                put_ll(buffer, total, epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
+        first += chunk.stride
+    for step in range(1, SPEC.WORLD_SIZE):
+        source = (me + step) % SPEC.WORLD_SIZE
+        theirs = tl.minimum(count - source * shard, shard)
+        there = base + source * shard
+        first = chunk.own
+        while (first < theirs) & (status == 0):
+            buffer = ll_buffer(chunk, group, source, half + first, SPEC)
+            part, status = get_ll(group, buffer, 0, epoch, theirs - first, 1, SPEC.BLOCK, SPEC.PTX)
+            if status == 0:
+                limit = end_of(there + theirs, numel, PACK)
+                store_words(y_ptr, there + first, part[0], limit, SPEC.BLOCK, SPEC.ALIGNED)
+            first += chunk.stride
+    return status
+
+
+@triton.jit
+def _simple(tensors, chunk, SPEC: tl.constexpr):
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    x_ptr, y_ptr, numel, half = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(count, WORLD_SIZE)
+    open_epoch(chunk, 2, SPEC)
+    for step in range(WORLD_SIZE):
+        to = (me + step) % WORLD_SIZE
+        buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
+        theirs = tl.minimum(count - to * shard, shard)
+        push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    if status == 0:
+        ours = tl.minimum(count - me * shard, shard)
+        here = base + me * shard
+        limit = end_of(here + ours, numel, PACK)
+        for first in range(chunk.own, ours, chunk.stride):
+            parts = ()
+            for r in tl.static_range(WORLD_SIZE):
+                parts = parts + (load_tile(simple_buffer(chunk, group, r, SPEC), first, ours, SPEC.BLOCK),)
+            total = reduce_words(parts, SPEC)
+            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
+            for step in range(1, WORLD_SIZE):
+                to = (me + step) % WORLD_SIZE
+                store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
+        status = synchronize(chunk, 1, SPEC)
+    if status == 0:
+        for step in range(1, WORLD_SIZE):
+            source = (me + step) % WORLD_SIZE
+            buffer = simple_buffer(chunk, group, source, SPEC) + half
+            theirs = tl.minimum(count - source * shard, shard)
+            copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
+    return status
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    start, owner = enter(group, call)
+    me = tl.load(group + RANK)
+    words = packed_words(x_ptr, numel)
+    clear_idle(group, start, 1, SPEC)
+    status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    if status == 0:
+        shard = shard_words(words, WORLD_SIZE)
+        here = me * shard
+        ours = tl.minimum(words - here, shard)
+        limit = end_of(here + ours, numel, PACK)
+        copies = members(table, x_ptr, WORLD_SIZE)
+        for first in range(tl.program_id(0).to(tl.int64) * SPEC.BLOCK, ours, tl.num_programs(0) * SPEC.BLOCK):
+            parts = ()
+            for r in tl.static_range(WORLD_SIZE):
+                parts = parts + (load_words(copies[r], here + first, limit, SPEC.BLOCK, SPEC.ALIGNED),)
+            total = reduce_words(parts, SPEC)
+            store_everywhere(copies, here + first, total, limit, WORLD_SIZE, SPEC.BLOCK, SPEC.ALIGNED)
+        status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    leave(group, start, owner, call, 1, status)

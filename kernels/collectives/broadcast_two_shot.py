@@ -1,0 +1,74 @@
+"""Broadcast, two shots, simple: scatter the root's data, then every rank passes its shard on to all others.
+
+    root 0 [a b c d]      a ──▶ 1, 2, 3           every rank but the root copies a, its own shard,
+                          b ──▶ 1 ──▶ 2, 3        and what the others have passed on
+                          c ──▶ 2 ──▶ 1, 3
+                          d ──▶ 3 ──▶ 1, 2
+
+Bytes     2 (N-1)/N n written to peers by the root (its own shard to all), (N-2)/N n by the others; one shot has the
+          root write (N-1) n. A shard is rounded up to 16 bytes.
+Hops      2 one-way pushes, each followed by a barrier.
+Waits     header of phase 0, release to acquire at `.sys`: the root's shard for this rank is visible. Header of phase 1:
+          so are the others'.
+Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
+          has seen this block's header of e + 1, released after this block has read both halves of e.
+Order     nothing is summed.
+Source    van de Geijn's broadcast (scatter and all-gather), with direct exchanges for both.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
+from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
+from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
+from tricomm.kernels.primitives import peer
+
+
+@triton.jit(do_not_specialize=["numel", "call", "root"])
+def broadcast_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
+    half = buffer_words(group, 2, SPEC)
+    tensors = (x_ptr, y_ptr, numel, root, half)
+    run_chunks(_simple, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+
+
+@triton.jit
+def _simple(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root, half = tensors
+    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(count, SPEC.WORLD_SIZE)
+    open_epoch(chunk, 2, SPEC)
+    if me == root:
+        for step in range(1, SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
+            theirs = tl.minimum(count - to * shard, shard)
+            push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
+    status = synchronize(chunk, 0, SPEC)
+    if status == 0:
+        ours = tl.minimum(count - me * shard, shard)
+        here = base + me * shard
+        limit = end_of(here + ours, numel, PACK)
+        given = simple_buffer(chunk, group, root, SPEC)
+        for first in range(chunk.own, ours, chunk.stride):
+            if me == root:
+                part = load_words(x_ptr, here + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+            else:
+                part = load_tile(given, first, ours, SPEC.BLOCK)
+                store_words(y_ptr, here + first, part, limit, SPEC.BLOCK, SPEC.ALIGNED)
+            for step in range(1, SPEC.WORLD_SIZE):
+                to = (me + step) % SPEC.WORLD_SIZE
+                if to != root:
+                    store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, part, ours, SPEC.BLOCK)
+        status = synchronize(chunk, 1, SPEC)
+    if (status == 0) & (me != root):
+        for step in range(1, SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            buffer = simple_buffer(chunk, group, source, SPEC) + half
+            theirs = tl.minimum(count - source * shard, shard)
+            copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
+    return status

@@ -1,0 +1,175 @@
+"""The table of mutants, third part: pushes to some ranks only, a root, a barrier (`kernels/device/push.py`)."""
+
+from __future__ import annotations
+
+from tests.explorer import bodies
+from tests.explorer.mutation import Edit, Mutant
+
+BL, BS = ("broadcast", "one_shot", "ll"), ("broadcast", "one_shot", "simple")
+BT = ("broadcast", "two_shot", "simple")
+GL, GS = ("gather", "one_shot", "ll"), ("gather", "one_shot", "simple")
+RL, RS = ("reduce", "one_shot", "ll"), ("reduce", "one_shot", "simple")
+CL, CS = ("scatter", "one_shot", "ll"), ("scatter", "one_shot", "simple")
+AL, AS = ("all_to_all", "one_shot", "ll"), ("all_to_all", "one_shot", "simple")
+VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simple")
+DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
+
+FILE = "kernels/device/push.py"
+BROADCAST = "kernels/collectives/broadcast_one_shot.py"
+TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
+GATHER = "kernels/collectives/gather_one_shot.py"
+REDUCE = "kernels/collectives/reduce_one_shot.py"
+SCATTER = "kernels/collectives/scatter_one_shot.py"
+UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
+SPLITS = "kernels/device/counts.py"
+
+_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
+_SIGNAL_ONLY = """\
+    status = 0
+    if me == root:
+        tl.debug_barrier()
+        send_headers(
+            chunk.group, chunk.epoch, chunk.call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX
+        )
+    else:
+        status = synchronize(chunk, 0, SPEC)
+"""
+_IMPORT = "from tricomm.kernels.device.push import open_epoch"
+_SENDS = (Edit(BROADCAST, _IMPORT, f"from tricomm.kernels.primitives import send_headers\n{_IMPORT}"),)
+_BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
+_HEADERS = """\
+        tl.debug_barrier()
+        send_headers(group, epoch, call, PHASE, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        tl.debug_barrier()
+"""
+_SECOND = "status = synchronize(chunk, 1, SPEC)"
+_BEFORE_CLEAR = 2**30 - 1
+
+RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
+WRONG, UNWRITTEN = frozenset({"wrong_result"}), frozenset({"uninitialised", "race"})
+
+
+def _barrier(old: str, new: str) -> tuple[Edit, ...]:
+    """`synchronize` under `simple`, spelled out and changed."""
+    return (Edit(FILE, _BARRIER, _HEADERS.replace(old, new, 1)),)
+
+
+PUSHES = (
+    Mutant(
+        "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
+        (Edit(BROADCAST, _MEET, f"    status = 0\n    if me != root:\n    {_MEET}"),),
+        (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
+    ),
+    Mutant(
+        "P02", "broadcast: the root signals and does not wait", "a root runs ahead of those that copy",
+        (*_SENDS, Edit(BROADCAST, _MEET, _SIGNAL_ONLY)),
+        (BS,), RACE, "two buffers used in turn", sizes=(1100,), tile=512,
+    ),
+    Mutant(
+        "P03", "LL gather: a rank that is not the root does not wait", "senders run ahead of the root",
+        (Edit(GATHER, _MEET, f"    status = 0\n    if chunk.me == root:\n    {_MEET}"),),
+        (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
+    ),
+    Mutant(
+        "P04", "push: the barrier does not release", "pushed rows are not published",
+        _barrier("True", "False"), (DS,), RACE, "make it sem='release'",
+    ),
+    Mutant(
+        "P05", "push: no block barrier before the barrier", "other lanes' pushes are not ordered",
+        _barrier("        tl.debug_barrier()\n        send", "        send"),
+        (AS,), RACE, "put tl.debug_barrier() before the release",
+    ),
+    Mutant(
+        "P06", "push: no block barrier after the barrier", "other lanes read before one has acquired",
+        _barrier("SPEC.PTX)\n        tl.debug_barrier()\n", "SPEC.PTX)\n"),
+        (CS,), RACE, "put tl.debug_barrier() after the acquire",
+    ),
+    Mutant(
+        "P07", "push: received before the barrier", "nothing polls the push under `simple`",
+        (Edit(FILE, _BARRIER, "        status = 0\n"),),
+        (RS,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "P08", "push: one buffer too few is received", "off by one in the number of senders",
+        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
+              "simple_buffer(chunk, group, (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
+        (DS,), WRONG, world_size=3,
+    ),
+    Mutant(
+        "P09", "push: received from the other parity", "sender and receiver disagree about the mailbox",
+        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), group, source + n, SPEC)"),),
+        (GS,), UNWRITTEN,
+    ),
+    Mutant(
+        "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
+        (Edit(FILE, "distance = tl.load(group + LL_BUFFER) // 8", "distance = tl.load(group + LL_BUFFER) // 16"),),
+        (RL,), DEADLOCK,
+    ),
+    Mutant(
+        "P11", "LL push: into the receiver's buffer", "all senders write to one buffer",
+        (Edit(FILE, "peer(group, to), me, first, SPEC)\n        put_ll(buffer, words,",
+              "peer(group, to), to, first, SPEC)\n        put_ll(buffer, words,"),),
+        (AL,), frozenset({"race", "deadlock"}),
+    ),
+    Mutant(
+        "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
+        (Edit(FILE, "push_row(x_ptr + to * numel,", "push_row(x_ptr + step * numel,"),),
+        (AL,), WRONG,
+    ),
+    Mutant(
+        "P13", "reduce: the root keeps its data to itself", "its own buffer is part of the sum",
+        (Edit(REDUCE, "    push_row(", "    if chunk.me != root:\n        push_row("),),
+        (RS,), UNWRITTEN,
+    ),
+    Mutant(
+        "P14", "scatter: received from rank 0, whichever rank is the root", "a root that is a constant by mistake",
+        (Edit(SCATTER, "receive_row(y_ptr, numel, root,", "receive_row(y_ptr, numel, 0,"),),
+        (CL,), DEADLOCK,
+    ),
+    Mutant(
+        "P15", "push: simple does not clear", "LL words of 2^32 epochs ago, where calls are `simple` at that time",
+        (Edit(FILE, "    clear_idle(group,", "    if SPEC.LL:\n        clear_idle(group,"),),
+        (DS, DS, DL, DL), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200, 200),
+        blocks=2, tile=128, body=bodies.prefilled, schedules=20,
+    ),
+    Mutant(
+        "P16", "two-shot broadcast without the second barrier", "shards are copied before they have come",
+        (Edit(TWO_SHOT, _SECOND, "status = 0"),),
+        (BT,), RACE, "no flag tells rank",
+    ),
+    Mutant(
+        "P17", "two-shot broadcast: one header for both phases", "the second barrier finds the first one's flag",
+        (Edit(TWO_SHOT, _SECOND, _SECOND.replace("1", "0")),),
+        (BT,), RACE, "no flag tells rank", world_size=3,
+    ),
+    Mutant(
+        "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
+        (
+            Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
+        ),
+        (BT,), RACE,
+    ),
+    Mutant(
+        "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
+        (Edit(TWO_SHOT, "                if to != root:", "                if (to != root) & (me != root):"),),
+        (BT,), UNWRITTEN,
+    ),
+    Mutant(
+        "P20", "uneven parts: begin one rank late", "the sum of the lengths before takes the own one in",
+        (Edit(SPLITS, "tl.where(r < rank, counts[r], 0)", "tl.where(r <= rank, counts[r], 0)"),),
+        (VS,), frozenset({"wrong_result", "out_of_bounds"}), world_size=3,
+    ),
+    Mutant(
+        "P21", "uneven parts: lengths by step instead of by rank", "a schedule of peers is no list of lengths",
+        (Edit(UNEVEN, "part(recv_counts, source, numel,", "part(recv_counts, step, numel,"),),
+        (VL,), frozenset({"wrong_result", "deadlock"}), world_size=3,
+    ),
+    Mutant(
+        "P22", "uneven parts: as many chunks as the own parts need", "rows that need more chunks come in part",
+        (Edit(SPLITS, "tl.maximum(ours, tl.max(tl.where(mask, theirs & LOW, 0), axis=0))", "ours"),),
+        (VL,), WRONG, sizes=(257,), tile=256,
+    ),
+)  # fmt: skip
