@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tricomm
@@ -59,6 +59,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @given(_tables())
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine the first draw is slow
 def test_what_is_written_is_read(found: TunedTable) -> None:
     text = tuning_tables.dumps(found)
     assert tuning_tables.loads(text, "here") == found and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
@@ -221,7 +222,7 @@ def test_a_table_that_is_used_changes_the_next_call_and_is_the_same_on_all_ranks
         assert comm.explain("all_reduce", nbytes=256).table == "mine"
         comm.all_reduce(x)
         assert torch.equal(x, 4 * torch.arange(64.0))
-        with pytest.raises(InvalidArgument, match="give all ranks the same rows"):
+        with pytest.raises(InvalidArgument, match="give all ranks the same"):
             comm.use_table((), f"rank {comm.rank}")
         comm.all_reduce(x)
         return [before, comm.explain("all_reduce", nbytes=256).table]
