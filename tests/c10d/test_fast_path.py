@@ -53,12 +53,10 @@ def test_what_goes_the_short_way_and_what_does_not(group):
     comm = Recorder()
     group._quick.use(comm, Site("cpu", 1, 1, None, "gloo"))
     for op, name in [(dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.AVG, "avg")] * 2:
-        before = tricomm.stats()["kernels"].get("all_reduce", 0)
         x = torch.ones(3)
         work = group.allreduce([x], options(op))
         assert work.wait() and work.is_completed() and work.exception() is None
         assert comm.calls[-1][0] is x and comm.calls[-1][1] == name and x[0] == 101
-        assert tricomm.stats()["kernels"]["all_reduce"] == before + 1
     count = len(comm.calls)
     for x, given in [
         (torch.ones(3), options(wait=False)),  # asynchronous
