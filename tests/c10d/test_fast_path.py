@@ -59,12 +59,10 @@ def options(op=dist.ReduceOp.SUM, wait=True):
 
 def test_calls_that_take_the_fast_path_and_calls_that_do_not(group, comm):
     for op, name in [(dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.AVG, "avg")] * 2:
-        before = tricomm.stats()["kernels"].get("all_reduce", 0)
         x = torch.ones(3)
         work = group.allreduce([x], options(op))
         assert work.wait() and work.is_completed() and work.exception() is None
         assert comm.calls[-1][0] is x and comm.calls[-1][1] == name and x[0] == 101
-        assert tricomm.stats()["kernels"]["all_reduce"] == before + 1
     count = len(comm.calls)
     for x, given in [
         (torch.ones(3), options(wait=False)),  # asynchronous

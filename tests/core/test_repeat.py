@@ -76,8 +76,10 @@ def test_repeats_are_counted_and_announced(comm):
     x = torch.ones(SHAPE)
     for _ in range(3):
         comm.all_reduce(x)
-    assert tricomm.stats()["kernels"]["all_reduce"] == before + 3 and comm._launcher.sequence == sequence + 3
-    assert comm.known("sum", x.dtype, 24) is not None and comm.known("max", x.dtype, 24) is None
+    known = comm.known("sum", x.dtype, 24)
+    assert known is not None and comm.known("max", x.dtype, 24) is None
+    assert comm.repeat(known, x)  # as a c10d group does
+    assert tricomm.stats()["kernels"]["all_reduce"] == before + 4 and comm._launcher.sequence == sequence + 4
 
 
 def test_after_close(comm):

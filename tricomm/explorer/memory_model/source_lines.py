@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import triton
 
+from tricomm import kernels
 from tricomm.kernels.launch import interpreter, memory_access, triton_adapter
 
 _HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, np, torch, greenlet)) + tuple(
@@ -22,8 +23,8 @@ _HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, n
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _HERE = str(Path(__file__).parent)
 _ROOT = interpreter.Program.__call__.__code__
-_PACKAGE = str(Path(interpreter.__file__).parent.parent)
-_KERNELS = str(Path(interpreter.__file__).parent)
+_KERNELS = str(Path(kernels.__file__ or "").parent)
+_PACKAGE = str(Path(_KERNELS).parent)
 _hidden: dict[str, bool] = {}
 
 
