@@ -18,7 +18,6 @@ from tricomm.communicator import Communicator
 _MOST_CALLS = 1024
 # One handle for all: the result of a call that is finished is in the caller's hands already.
 _FINISHED = FinishedWork([])
-_OPTIONS = c10d.AllreduceOptions
 # To compare two ReduceOps takes microseconds; the hash of one is its number.
 _HASHES = {
     ours: hash(c10d._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else c10d.ReduceOp(getattr(c10d.ReduceOp, name)))
@@ -57,12 +56,12 @@ class FastPath:
         The caller's own stream orders what follows, and the next call raises the faults of this one. So a timeout that
         is given with the call has nothing to limit.
         """
-        if type(tensors) is not list or type(opts) is not _OPTIONS or opts.asyncOp:
-            return None
         try:
+            if opts.asyncOp or type(tensors) is not list:
+                return None
             (x,) = tensors
             known = self._calls[x.dtype, x.numel(), hash(opts.reduceOp)]
-        except (KeyError, ValueError, AttributeError):  # not known, or not one tensor
+        except (KeyError, ValueError, AttributeError):  # not known, not one tensor, or a short form of the options
             return None
         if not self._comm.repeat(known, x):  # type: ignore[union-attr]  # sparse, requires grad, another device
             return None

@@ -37,6 +37,8 @@ from tricomm.policy import backend_choice
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
+    __slots__ = ("__dict__", "_fast_path")  # in a subclass of a C++ class, a slot is read faster than an attribute
+
     # Of the backend object for the CPU, which is the group itself.
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
 
