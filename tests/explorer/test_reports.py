@@ -223,7 +223,7 @@ def test_an_unknown_triton_is_refused(monkeypatch):
 
 
 def test_every_private_name_of_the_interpreter_is_in_one_module():
-    root = Path(interpreter.__file__).resolve().parent.parent
+    root = Path(interpreter.__file__).resolve().parents[2]
     users = [
         path.name
         for folder in ("kernels", "store", "perf", "tricomm")
