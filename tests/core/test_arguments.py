@@ -1,6 +1,7 @@
 """Arguments: what no kernel can take is refused by name, before anything is sent."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,12 +103,13 @@ def test_an_expanded_tensor_cannot_be_written_in_place():
 
 def test_fingerprints_differ_in_every_fact():
     choice = Choice("all_gather", "one_shot", "ll", 1, 4, 64, "why", "table", 0)
-    asked = launch_plan.Asked("all_gather", None, None, 8)
-    facts = {"choice": choice, "op": "sum", "dtype": "float32", "asked": asked, "mode": "eager"}
+    request = launch_plan.Request("all_gather", elements=8)
+    facts = {"choice": choice, "op": "sum", "dtype": "float32", "request": request, "mode": "eager"}
     others = [("choice", replace(choice, **{name: other})) for name, other in {
         "collective": "all_to_all", "algorithm": "two_shot", "protocol": "simple", "blocks": 2, "block": 128,
     }.items()]  # fmt: skip
-    others += [("asked", replace(asked, **{name: other})) for name, other in (("count", 9), ("root", 0), ("handle", 1))]
+    changes = {"elements": 9, "root": 0, "handle": SimpleNamespace(number=1)}
+    others += [("request", request._replace(**{name: other})) for name, other in changes.items()]
     others += [("op", "max"), ("dtype", "int32"), ("mode", "graph")]
     seen = {launch_plan.announced(**facts)[0]} | {
         launch_plan.announced(**{**facts, name: other})[0] for name, other in others
