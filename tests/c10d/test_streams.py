@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 from contextlib import contextmanager
 from datetime import timedelta
@@ -213,7 +214,7 @@ def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(streams.time, "sleep", interrupt)
+    monkeypatch.setattr(time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         work.wait(timedelta(seconds=20))
     assert [type(error) for error in told] == [KeyboardInterrupt]
