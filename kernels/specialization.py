@@ -72,8 +72,8 @@ _REQUIRED = frozenset(field.name for field in fields(Specialization) if field.de
 
 def specialized(parameters: Collection[str], constexprs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
     """`constexprs` as a kernel with these parameters takes them: for a shipped one, all that make its `SPEC` in one."""
-    if "SPEC" not in parameters or not constexprs.keys() >= _REQUIRED:
-        return dict(constexprs)
+    if "SPEC" not in parameters or "SPEC" in constexprs or not constexprs.keys() >= _REQUIRED:
+        return dict(constexprs)  # a user's kernel may have a SPEC of its own
     spec = Specialization(**{name: value for name, value in constexprs.items() if name in _FIELDS})
     others = {name: value for name, value in constexprs.items() if name not in _FIELDS}
     return others | {"SPEC": CompiledSpecialization(spec) if compiled else spec}

@@ -11,7 +11,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives.barrier import barrier
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
 from tricomm.kernels.launch.kernel_launch import prepare
-from tricomm.kernels.specialization import specialized
+from tricomm.kernels.specialization import Specialization, specialized
 
 CPU = torch.device("cpu")
 CONSTEXPRS = {"WORLD_SIZE": 4, "BLOCK": 512, "LANES": 256, "PTX": True}
@@ -53,3 +53,14 @@ def test_nothing_runs_before_it_is_asked_to():
     group = torch.zeros(128, dtype=torch.int64)
     prepare(barrier, 1, (group, 1), {**CONSTEXPRS, "num_warps": 4}, CPU)
     assert not group.any()
+
+
+def test_a_shipped_kernels_constants_are_one_parameter_and_a_users_stay_as_they_are():
+    ours = specialized(["group", "call", "SPEC"], {**CONSTEXPRS, "LL": True, "num_warps": 4})
+    assert ours == {"SPEC": Specialization(4, 512, 256, True, LL=True), "num_warps": 4}
+    for parameters, constexprs in (
+        (["x_ptr", "BLOCK"], {"BLOCK": 16}),
+        (["x_ptr", "SPEC", *CONSTEXPRS], {**CONSTEXPRS, "SPEC": 3}),
+        (["x_ptr", "SPEC"], {"BLOCK": 16}),
+    ):
+        assert specialized(parameters, constexprs) == constexprs
