@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
