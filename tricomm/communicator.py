@@ -123,9 +123,9 @@ class Communicator:
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
         self._collectives = Collectives(group, faults, planner, launcher)
-        self._messages = PointToPoint(group, faults, planner, launcher, activity)
+        self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
-        monitor.start(faults.diagnose, self._messages.describe)
+        monitor.start(self._messages.describe)
         _live.add(self)
 
     # Collectives, messages, a user's own kernels

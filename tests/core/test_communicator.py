@@ -1,9 +1,12 @@
 """The communicator between real processes: results, argument errors, life, two groups, a user's kernels."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
@@ -146,3 +149,19 @@ def test_split(url):
 def test_ranks_of_one_process_have_nothing_to_meet_over():
     with pytest.raises(tricomm.InvalidArgument, match="no store to meet over"):
         tricomm.simulate(lambda comm: comm.split([0]), 2)
+
+
+def test_nothing_of_a_closed_communicator_waits_for_the_garbage_collector():
+    """Or its memory would stay mapped until that runs: parts that refer to each other let go when it is closed."""
+    gc.collect()
+    gc.disable()
+    try:
+        comm = tricomm.Communicator(HashStore(), 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024))
+        comm.all_reduce(torch.ones(3))
+        comm.barrier()
+        parts = [weakref.ref(part) for part in (comm, comm._group, comm._faults, comm._planner, comm._messages)]
+        comm.close()
+        del comm
+        assert [part() for part in parts] == [None] * 5
+    finally:
+        gc.enable()

@@ -6,7 +6,7 @@ The monitor finds a fault; a fault costs the group and nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
@@ -19,19 +19,17 @@ from tricomm.store.control import Fault
 from tricomm.store.process import forks
 
 _STATUS, _ABORT = layout.STATUS, layout.ABORT
-Describer = Callable[[int, int], Fault]
 
 
 class Faults:
-    """One group's. `describers` has, by the code of a kernel's report, the fault that it means, of the peer and the
-    number in the report; a part with kernels that report something else adds to it before the monitor starts."""
+    """One group's. What its kernels report is described to the monitor by methods of this class."""
 
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
         self._monitor = monitor
-        self.describers: dict[int, Describer] = {
-            layout.OVERLAP: self._overlap, layout.SPLITS: self._splits, layout.MISMATCH: self._mismatch,
-        }  # fmt: skip
+        monitor.describers[layout.OVERLAP] = self._overlap
+        monitor.describers[layout.SPLITS] = self._splits
+        monitor.describers[layout.MISMATCH] = self._mismatch
 
     def check_usable(self) -> None:
         """Raise unless calls may be made: the group's fault, or `GroupAborted` after `close`, or `InvalidArgument` in
@@ -56,7 +54,7 @@ class Faults:
         """Raise the group's fault if there is one; costs two memory reads if there is none."""
         flags = self.group.flags
         if flags[_STATUS] or flags[_ABORT] or self._monitor.fault is not None:
-            self.diagnose()
+            self._monitor.diagnose()
             self.raise_fault()
 
     def raise_fault(self) -> NoReturn:
@@ -106,13 +104,6 @@ class Faults:
                 f"{error}. Nothing was launched on rank {self.group.rank}, so the group is lost: the other ranks get "
                 "GroupAborted; make a new communicator"
             ) from error
-
-    def diagnose(self) -> None:
-        """Abort the group for what a kernel has reported in the status word, if it has."""
-        status = int(self.group.words[_STATUS])
-        describe = self.describers.get(status & 0xFF)
-        if describe is not None:
-            self._monitor.abort(describe((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
 
     def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
         """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""

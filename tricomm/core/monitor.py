@@ -52,7 +52,9 @@ class Monitor:
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
     group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
-    it closed the group. `waited` has, by peer, for how many seconds calls that it had not entered waited for it.
+    it closed the group. `describers` has, by the code that a kernel reports in the status word, the fault that it
+    means, of the peer and the number in the report; the parts that have such kernels add to it before `start`, and
+    `stop` forgets them. `waited` has, by peer, for how many seconds calls that it had not entered waited for it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Monitor:
     ) -> None:  # fmt: skip
         self.fault: Fault | None = None
         self.lost: int | None = None
+        self.describers: dict[int, Callable[[int, int], Fault]] = {}
         self.waited = {r: 0.0 for r in range(control.world_size) if r != control.rank}
         self._control, self._watcher = control, watcher
         self._timeout = timeout
@@ -76,14 +79,12 @@ class Monitor:
         self._absent: dict[int, float] = {}
         self._user_calls: list[_UserCall] = []
         self._relaxed = False
-        self._diagnose: Callable[[], None] = lambda: None
         self._describe: Callable[[int], str] = str
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
 
-    def start(self, diagnose: Callable[[], None], describe: Callable[[int], str]) -> None:
-        """Begin to watch. `diagnose` is called when a kernel has reported something in the status word; `describe`
-        says of a message, by its number, what it waits for."""
-        self._diagnose, self._describe = diagnose, describe
+    def start(self, describe: Callable[[int], str]) -> None:
+        """Begin to watch. `describe` says what a message waits for, by its number."""
+        self._describe = describe
         self._watcher.add(self)
 
     def watch(self, backend: FallbackBackend) -> None:
@@ -96,7 +97,8 @@ class Monitor:
         # Views keep a mapping alive, and the group and its monitor refer to each other: both end here.
         self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
-        self._diagnose, self._describe = lambda: None, str
+        self.describers.clear()
+        self._describe = str
 
     def abort(self, fault: Fault) -> Fault:
         """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
@@ -111,6 +113,13 @@ class Monitor:
                 if self._backend is not None:  # on a thread of its own, because NCCL does not say how long it takes
                     threading.Thread(target=self._backend.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
+
+    def diagnose(self) -> None:
+        """Abort the group for what a kernel has reported in the status word, if it has."""
+        status = int(self._words[_STATUS])
+        describe = self.describers.get(status & 0xFF)
+        if describe is not None:
+            self.abort(describe((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF))
 
     @contextmanager
     def user_call(self, gpu: Gpu | None) -> Iterator[None]:
@@ -198,7 +207,7 @@ class Monitor:
         self._count(tick)
         self.lost = next((r for r in self._peers if self._gone(r)), None)
         if int(self._words[layout.STATUS]):
-            self._diagnose()
+            self.diagnose()
             return
         for rank in self._peers:
             fault = self._control.fault(rank)

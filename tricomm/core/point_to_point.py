@@ -22,6 +22,7 @@ from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
+from tricomm.core.monitor import Monitor
 from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
 from tricomm.core.work import Work
@@ -58,7 +59,8 @@ class PointToPoint:
     """The messages of one group."""
 
     def __init__(
-        self, group: Group, faults: Faults, planner: Planner, launcher: Launcher, activity: Activity
+        self, group: Group, faults: Faults, planner: Planner, launcher: Launcher, monitor: Monitor,
+        activity: Activity,
     ) -> None:  # fmt: skip
         self.group, self.faults, self.launcher = group, faults, launcher
         self._planner, self._activity = planner, activity
@@ -68,10 +70,8 @@ class PointToPoint:
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
-        faults.describers[layout.PENDING] = lambda peer, got: self._unmet(peer, "has another tag, and no room")
-        faults.describers[layout.MESSAGE_MISMATCH] = lambda peer, got: self._unmet(
-            peer, "has this tag and is not what is asked for"
-        )
+        monitor.describers[layout.PENDING] = self._no_room
+        monitor.describers[layout.MESSAGE_MISMATCH] = self._unlike
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
@@ -227,6 +227,12 @@ class PointToPoint:
         return poll(lambda: not self.unread(), seconds, 1e-3)
 
     # What a message waits for
+
+    def _no_room(self, peer: int, got: int) -> Fault:
+        return self._unmet(peer, "has another tag, and no room")
+
+    def _unlike(self, peer: int, got: int) -> Fault:
+        return self._unmet(peer, "has this tag and is not what is asked for")
 
     def _unmet(self, peer: int, what: str) -> Fault:
         text = f"what rank {peer} has sent {what}; {self.describe(int(self.group.words[layout.MESSAGE]), peer)}"
