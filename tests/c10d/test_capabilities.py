@@ -130,7 +130,7 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
                 raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
         return mine()
 
-    monkeypatch.setattr(capabilities, "_mine", broken)
+    monkeypatch.setattr(capabilities, "_own_capabilities", broken)
     began = time.monotonic()
     results = outcomes(HashStore(), timeout=60.0)
     assert time.monotonic() - began < 30
