@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricomm import errors
-from tricomm.deadline import Clock, poll
+from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
 from tricomm.store.cuda_driver import Driver
@@ -44,7 +44,7 @@ class RankSegment:
     start_time: int
 
 
-class Host(Clock, Protocol):
+class Host(TimeSource, Protocol):
     """What a control page needs of the world that its rank runs in."""
 
     def watch(self, rank: int, member: RankSegment) -> process.Watched: ...

@@ -27,7 +27,6 @@ def test_no_folder_is_crowded() -> None:
         house_rules.long_signatures,
         house_rules.repeated_classes,
         house_rules.repeated_modules,
-        house_rules.unsorted_exports,
         house_rules.import_circles,
     ],
 )
@@ -68,7 +67,6 @@ def test_a_long_file_and_a_crowded_folder_are_named(tmp_path: Path) -> None:
             "class A: store/a.py, perf/b.py",
         ),
         (house_rules.repeated_modules, {"perf/x/a.py": "", "perf/y/a.py": ""}, "a: perf/x/a.py, perf/y/a.py"),
-        (house_rules.unsorted_exports, {"store/a.py": '__all__ = ["b", "a"]\n'}, "store/a.py: __all__ is not sorted"),
         (
             house_rules.import_circles,
             {

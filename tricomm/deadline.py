@@ -9,7 +9,7 @@ from typing import Protocol
 _GROWTH = 1.3
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """The two functions of the module `time` that a wait needs; a simulation has a clock of its own."""
 
     def monotonic(self) -> float: ...
@@ -48,7 +48,7 @@ def poll(
     pause: float,
     longest: float = 0.0,
     meanwhile: Callable[[], None] | None = None,
-    clock: Clock = time,
+    clock: TimeSource = time,
 ) -> bool:
     """Whether `done` becomes true within `seconds` (None: without a limit).
 

@@ -22,14 +22,14 @@ def install() -> None:
     if "torch" in sys.modules:
         _register()
     else:
-        sys.meta_path.insert(0, _Watch())
+        sys.meta_path.insert(0, _ImportWatch())
 
 
 def _register() -> None:
     import_module("tricomm.c10d").register()
 
 
-class _Watch(MetaPathFinder):
+class _ImportWatch(MetaPathFinder):
     """Leaves the search to the other finders, and looks after each import that it watches if it is time to register."""
 
     def __init__(self) -> None:

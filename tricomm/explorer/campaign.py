@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,7 +14,7 @@ from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import selftest
 from tricomm.explorer.report.findings import Execution, Finding
-from tricomm.explorer.report.report import Report
+from tricomm.explorer.report.report import CampaignPlan, Report
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.scheduler import Strategy
@@ -33,20 +33,6 @@ _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
 _PATIENT = 12
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a campaign will do. See `check`."""
-
-    schedules: int | None
-    strategy: str
-    preemptions: int
-    seed: int
-    faults: tuple[str, ...]
-    identical: bool | None
-    keep_going: bool
-    epochs: tuple[int, ...]
 
 
 def check(
@@ -122,7 +108,7 @@ def smallest(world_size: int) -> Options:
 def _plan(
     schedules: int | None, strategy: str, preemptions: int, seed: int, faults: Sequence[str], identical: bool | None,
     keep_going: bool, options: Options | None,
-) -> Plan:  # fmt: skip
+) -> CampaignPlan:  # fmt: skip
     if strategy not in NAMES:
         raise InvalidArgument(f"strategy={strategy!r}: one of {', '.join(NAMES)} is needed")
     if schedules is None and strategy != "exhaustive":
@@ -139,13 +125,13 @@ def _plan(
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
     first = getattr(options, "first_epoch", 1)  # what is no Options is refused below
     epochs = _EPOCHS if first == 1 else (first,)
-    return Plan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
+    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
 
 class Campaign:
     """The schedules of one call of `check`."""
 
-    def __init__(self, subject: Subject, plan: Plan) -> None:
+    def __init__(self, subject: Subject, plan: CampaignPlan) -> None:
         self._subject, self._plan = subject, plan
         self._contention = Contention(plan.preemptions) if plan.strategy == "exhaustive" else None
         self._steps_of_first, self._over = 100, False

@@ -1,4 +1,4 @@
-"""What a campaign came to, in memory and in a file."""
+"""The outcome of a campaign, in memory and in a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton
 
@@ -16,10 +16,21 @@ from tricomm.explorer.report.findings import Finding
 from tricomm.explorer.world.execution import Subject
 from tricomm.options import Options
 
-if TYPE_CHECKING:
-    from tricomm.explorer.campaign import Plan
-
 SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class CampaignPlan:
+    """The parameters of a campaign, as `check` takes them."""
+
+    schedules: int | None
+    strategy: str
+    preemptions: int
+    seed: int
+    faults: tuple[str, ...]
+    identical: bool | None
+    keep_going: bool
+    epochs: tuple[int, ...]
 
 
 @dataclass
@@ -50,7 +61,7 @@ class Report:
     identical: bool | None = None
 
     @classmethod
-    def of(cls, subject: Subject, plan: Plan) -> Report:
+    def of(cls, subject: Subject, plan: CampaignPlan) -> Report:
         fn = subject.fn
         code = getattr(fn, "__code__", None)
         file = getattr(code, "co_filename", None)
