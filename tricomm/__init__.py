@@ -31,28 +31,19 @@ if TYPE_CHECKING:
     from tricomm.policy.selection import Choice
 else:  # imported at the first use: the command line must not need torch, nor a GPU box greenlet
     _MODULES = {
-        "c10d.group_creation": ("ddp_hook", "wrap"),
-        "communicator": ("Communicator", "init"),
-        "core.symmetric": ("Symmetric",),
-        "core.work": ("Work",),
-        "errors": (
-            "CollectiveMismatch",
-            "CollectiveTimeout",
-            "GroupAborted",
-            "InvalidArgument",
-            "PeerDied",
-            "PeerStalled",
-            "RendezvousError",
-            "ResourceError",
-            "TricommError",
-        ),
-        "explorer": ("Finding", "Report", "check", "simulate"),
-        "local_ranks": ("local",),
-        "metrics.counters": ("Statistics", "stats"),
-        "options": ("Options",),
-        "policy.selection": ("Choice",),
+        "c10d.group_creation": "ddp_hook wrap",
+        "communicator": "Communicator init",
+        "core.symmetric": "Symmetric",
+        "core.work": "Work",
+        "errors": "CollectiveMismatch CollectiveTimeout GroupAborted InvalidArgument PeerDied PeerStalled "
+        "RendezvousError ResourceError TricommError",
+        "explorer": "Finding Report check simulate",
+        "local_ranks": "local",
+        "metrics.counters": "Statistics stats",
+        "options": "Options",
+        "policy.selection": "Choice",
     }
-    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+    _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
     def __getattr__(name):
         from importlib import import_module

@@ -7,6 +7,7 @@ either simulated or not. It has a *line* per library and kernel, a line has poin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -109,28 +110,13 @@ def _job(job: JobStatistics) -> list[Record]:
     rows: list[Record] = []
     for comm in job.communicators:
         group = {"group": f"{comm.group} rank {comm.rank} of {comm.world_size}", "simulated": comm.simulated}
-        rows += [
-            owner
-            | group
-            | {
-                "route": "kernels",
-                "collective": c.collective,
-                "kernel": f"{c.algorithm}/{c.protocol}",
-                "bucket": c.bucket,
-                "calls": c.calls,
-                "nbytes": c.nbytes,
-                "p50": c.p50_us,
-                "p99": c.p99_us,
-            }
-            for c in comm.calls
-        ]
+        for c in comm.calls:
+            counts = {"collective": c.collective, "bucket": c.bucket, "calls": c.calls, "nbytes": c.nbytes}
+            times = {"p50": c.p50_us, "p99": c.p99_us}
+            rows.append(owner | group | {"route": "kernels", "kernel": f"{c.algorithm}/{c.protocol}"} | counts | times)
         rows += [
             owner | group | {"route": "waited", "collective": f"for rank {peer}", "seconds": round(seconds, 2)}
             for peer, seconds in comm.waited.items()
             if seconds
         ]
-    rows += [
-        owner | {"route": r.route, "collective": r.collective, "bucket": r.bucket, "calls": r.calls, "nbytes": r.nbytes}
-        for r in job.routed
-    ]
-    return rows
+    return rows + [owner | asdict(routed) for routed in job.routed]

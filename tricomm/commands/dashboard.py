@@ -12,14 +12,7 @@ import click
 from tricomm.commands.common import FAILED, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_WAYS = {
-    "html": "--html",
-    "serve": "--serve",
-    "changes": "--changes",
-    "prometheus": "--prometheus",
-    "trace": "--trace",
-    "grafana": "--grafana",
-}
+_WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 
 
 @click.command()
@@ -47,7 +40,7 @@ def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
     """
     chosen = [name for name in _WAYS if ways[name]]
     if len(chosen) != 1:
-        raise click.UsageError(f"one of {', '.join(_WAYS.values())} is needed, {len(chosen)} were given")
+        raise click.UsageError(f"one of --{', --'.join(_WAYS)} is needed, {len(chosen)} were given")
     if port is not None and not ways["serve"]:
         raise click.UsageError("--port is for --serve")
     with errors_told("dashboard"):
