@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from tests import ranks
-from tests.c10d import point_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import point_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -3,8 +3,8 @@
 import pytest
 
 from tests import ranks
-from tests.c10d import collective_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import collective_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points]
 # Interpreted, a call takes long: of all pairs of type and shape, or operation, so many that each of either is there.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.c10d import connection_bodies as bodies
+from tests.c10d.bodies import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
 from tricomm.c10d import gloo_threads

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.c10d import route_bodies as bodies
+from tests.c10d.bodies import route_bodies as bodies
 from tricomm import errors
 from tricomm.c10d import capabilities, dispatch, gloo_collectives
 from tricomm.kernels.collective_specs import COLLECTIVES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.c10d.groups import same
+from tests.c10d.bodies.groups import same
 from tricomm.c10d.dtype_emulation import check_reduction, reduce_into
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.reference import reduced

@@ -3,8 +3,8 @@
 import pytest
 
 from tests import ranks
-from tests.c10d import gradient_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import gradient_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.c10d import group_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import group_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 ROOT = Path(__file__).parents[2]
 

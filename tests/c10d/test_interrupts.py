@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests import ranks
-from tests.c10d import interrupt_bodies as bodies
+from tests.c10d.bodies import interrupt_bodies as bodies
 
 
 @pytest.fixture

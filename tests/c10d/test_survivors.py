@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from tests import ranks
-from tests.c10d import survivor_bodies as bodies
+from tests.c10d.bodies import survivor_bodies as bodies
 
 MODES = [
     "plain", "hook", "tricomm's hook", "no_sync", "unused", "static", "fsdp2", "functional", "wait", "future"

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from tests import ranks
-from tests.c10d import train_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import train_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 HOWS = ["plain", "static", "unused", "hook", "python hook", "built-in hook"]
 CASES = [

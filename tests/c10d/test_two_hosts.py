@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.c10d.host_rank import LIMIT
+from tests.c10d.bodies.host_rank import LIMIT
 
 ROOT = Path(__file__).parents[2]
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -52,7 +52,7 @@ def start(host: tuple[str, str], rank: int, folder: Path, env: dict[str, str]) -
     name, cable = host
     command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child", "sh", "-c"]
     # Both ranks of a host in one PID namespace: one shell starts them, and ends when both have.
-    python = f"{sys.executable} -m tests.c10d.host_rank"
+    python = f"{sys.executable} -m tests.c10d.bodies.host_rank"
     ranks = [f"{python} {r} 4 tcp://{ADDRESSES[0]}:29511 {folder} > {folder}/log{r} 2>&1 &" for r in (rank, rank + 1)]
     more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable, "TRICOMM_CPU": "kernels", "OMP_NUM_THREADS": "1"}
     more["TRICOMM_ARENA_BYTES"] = str(256 * 1024)

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from tests import ranks
-from tests.c10d import work_bodies as bodies
-from tests.c10d.groups import ROUTES
+from tests.c10d.bodies import work_bodies as bodies
+from tests.c10d.bodies.groups import ROUTES
 
 
 @pytest.mark.parametrize("route", ROUTES)

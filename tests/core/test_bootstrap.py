@@ -10,7 +10,7 @@ import torch
 from torch.distributed import HashStore
 
 import tricomm
-from tests.core import fake_nccl
+from tests.core.bodies import fake_nccl
 from tests.store.fake_driver import FakeCuda
 from tricomm import errors
 from tricomm.core import bootstrap

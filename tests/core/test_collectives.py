@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tricomm
-from tests.core.exact import Made, anything, outcome
+from tests.core.bodies.exact import Made, anything, outcome
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES

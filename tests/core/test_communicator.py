@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
-from tests.core import bodies
+from tests.core.bodies import common_bodies
 from tricomm.kernels.collectives import registry
 
 
@@ -43,7 +43,7 @@ TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"]
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
 def test_all_reduce(world_size, algorithm, protocol, url):
-    assert ranks.run(world_size, bodies.every_call, url, algorithm, protocol, CASES) == [[]] * world_size
+    assert ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, CASES) == [[]] * world_size
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,10 @@ def test_all_reduce(world_size, algorithm, protocol, url):
 )
 def test_all_reduce_up_to_eight_ranks(world_size, algorithm, protocol, url):
     cases = [(13, torch.bfloat16, "sum", "place"), (1001, torch.float32, "avg", "out"), (2, torch.int64, "max", "out")]
-    assert ranks.run(world_size, bodies.every_call, url, algorithm, protocol, cases, timeout=200) == [[]] * world_size
+    assert (
+        ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, cases, timeout=200)
+        == [[]] * world_size
+    )
 
 
 @pytest.mark.parametrize("seed", [11, *[pytest.param(s, marks=pytest.mark.soak) for s in range(20)]])
@@ -70,67 +73,67 @@ def test_all_reduce_of_anything(algorithm, protocol, seed, url):
         (draw.choice(edges) + draw.randrange(3), draw.choice(types), draw.choice(ops), draw.choice(HOW))
         for _ in range(25)
     ]
-    assert ranks.run(2, bodies.every_call, url, algorithm, protocol, cases) == [[]] * 2
+    assert ranks.run(2, common_bodies.every_call, url, algorithm, protocol, cases) == [[]] * 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("protocol", ["ll", "simple"])
 def test_all_gather(world_size, protocol, url):
-    assert ranks.run(world_size, bodies.gathers, url, protocol) == [[]] * world_size
+    assert ranks.run(world_size, common_bodies.gathers, url, protocol) == [[]] * world_size
 
 
 def test_one_rank_is_a_group_too(url):
-    assert ranks.run(1, bodies.every_call, url, "two_shot", "ll", CASES[:4]) == [[]]
+    assert ranks.run(1, common_bodies.every_call, url, "two_shot", "ll", CASES[:4]) == [[]]
 
 
 def test_a_refused_call_consumes_nothing_and_the_group_goes_on(url):
-    assert ranks.run(2, bodies.bad_then_good, url) == [4, 4]
+    assert ranks.run(2, common_bodies.bad_then_good, url) == [4, 4]
 
 
 def test_close_use_after_close_and_again_over_the_same_store(url):
-    assert ranks.run(2, bodies.life, url) == [{}, {}]
+    assert ranks.run(2, common_bodies.life, url) == [{}, {}]
 
 
 def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
-    for code, x in ranks.run(2, bodies.forked, url):
+    for code, x in ranks.run(2, common_bodies.forked, url):
         assert code == 7 and x == [2.0, 2.0, 2.0]
 
 
 def test_two_communicators_in_one_process(url, other):
-    assert ranks.run(2, bodies.two_groups, url, other) == [True, True]
+    assert ranks.run(2, common_bodies.two_groups, url, other) == [True, True]
 
 
 def test_process_end_without_close(url):
-    assert ranks.run(2, bodies.ends_without_close, url) == [(5, 1, 0)] * 2
+    assert ranks.run(2, common_bodies.ends_without_close, url) == [(5, 1, 0)] * 2
 
 
 def test_the_first_call_with_default_options_is_no_slower(url):
-    for seconds, value in ranks.run(2, bodies.default_arena, url):
+    for seconds, value in ranks.run(2, common_bodies.default_arena, url):
         assert value == 2.0 and seconds < 5.0
 
 
 def test_launches_that_do_not_fit_are_refused_and_those_that_wait_are_bounded(url):
-    for refused, seconds in ranks.run(2, bodies.bad_launches, url):
+    for refused, seconds in ranks.run(2, common_bodies.bad_launches, url):
         assert refused == 12 and seconds < 6.0
 
 
 def test_many_launches_are_not_taken_for_one_long_one(url):
-    assert ranks.run(2, bodies.many_launches, url) == ["fine"] * 2
+    assert ranks.run(2, common_bodies.many_launches, url) == ["fine"] * 2
 
 
 def test_threads_that_share_a_communicator_take_turns(url):
-    assert ranks.run(2, bodies.three_threads, url) == [(0, 30)] * 2
+    assert ranks.run(2, common_bodies.three_threads, url) == [(0, 30)] * 2
 
 
 def test_opposite_orders_in_two_threads_end_in_a_named_timeout(url, other):
-    results = ranks.run(2, bodies.opposite_orders, url, other)
+    results = ranks.run(2, common_bodies.opposite_orders, url, other)
     # The group whose time is up first lets the other one through where that still has time.
     assert any("CollectiveTimeout" in errors for errors, _ in results)
     assert all(1 <= len(errors) <= 2 and seconds < 12 for errors, seconds in results), results
 
 
 def test_symmetric_memory_and_a_users_kernel(url):
-    for rank, (seen, out, addresses, reduced, refused) in enumerate(ranks.run(3, bodies.memory, url)):
+    for rank, (seen, out, addresses, reduced, refused) in enumerate(ranks.run(3, common_bodies.memory, url)):
         assert seen == [0.0, 1.0, 2.0]
         assert out == [float((rank + 1) % 3)] * 15
         assert addresses == 3 and reduced == 45.0
@@ -138,7 +141,7 @@ def test_symmetric_memory_and_a_users_kernel(url):
 
 
 def test_split(url):
-    refused, found = zip(*ranks.run(3, bodies.splits, url), strict=True)
+    refused, found = zip(*ranks.run(3, common_bodies.splits, url), strict=True)
     assert all(sum(each) == len(each) == 7 for each in refused)
     pair, three = [100.0, 0.0, 1.0, 1.0], [100.0, 0.0, 10.0, 1.0, 1.0, 2.0]
     assert found[0] == [(1, 2, pair), (2, 3, three), [2.0], [3.0]]

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests import ranks
-from tests.core import message_bodies
+from tests.core.bodies import message_bodies
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.core import fake_nccl
+from tests.core.bodies import fake_nccl
 from tricomm import errors
 from tricomm.core import nccl
 from tricomm.store.store_control import open_store_control

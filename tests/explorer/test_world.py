@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 import tricomm
-from tests.core.user_kernel import rotate
+from tests.core.bodies.user_kernel import rotate
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied

@@ -14,8 +14,8 @@ import triton.language as tl
 
 import tricomm
 from tests import ranks
-from tests.c10d.groups import default_group
-from tests.core.user_kernel import rotate
+from tests.c10d.bodies.groups import default_group
+from tests.core.bodies.user_kernel import rotate
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, triton_adapter
 

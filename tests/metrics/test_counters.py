@@ -18,7 +18,7 @@ import torch
 import tricomm
 from devtools import c10d_overhead
 from tests import ranks
-from tests.core.bodies import communicator
+from tests.core.bodies.common_bodies import communicator
 from tricomm.core import monitor
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout

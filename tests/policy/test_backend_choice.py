@@ -9,7 +9,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core import nccl_bodies as bodies
+from tests.core.bodies import nccl_bodies as bodies
 from tricomm.core import bootstrap
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.c10d.groups import poisoned
+from tests.c10d.bodies.groups import poisoned
 from tests.soak.calls import NAMES, Call, Pairs, Turn, rows_for, sums
 
 

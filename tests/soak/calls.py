@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.c10d.collective_bodies import wanted
-from tests.c10d.groups import of, poisoned
+from tests.c10d.bodies.collective_bodies import wanted
+from tests.c10d.bodies.groups import of, poisoned
 
 COUNTS = (1, 2, 7, 64, 1000, 3001)  # never 17: that is the count of a wrong call
 DTYPES = (

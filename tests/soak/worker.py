@@ -22,7 +22,7 @@ import torch
 import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
 
 import tricomm
-from tests.c10d.groups import same
+from tests.c10d.bodies.groups import same
 from tests.soak import groups, growth
 from tests.soak.calls import Turn
 from tests.soak.groups import Where

@@ -10,7 +10,7 @@ import time
 import torch
 
 import tricomm
-from tests.core.bodies import communicator, leftovers
+from tests.core.bodies.common_bodies import communicator, leftovers
 
 GAP = 0.02  # seconds; as often as a heart beats
 

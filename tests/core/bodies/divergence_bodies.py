@@ -8,7 +8,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies import communicator
+from tests.core.bodies.common_bodies import communicator
 
 
 def attempt(call):

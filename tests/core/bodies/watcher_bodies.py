@@ -13,7 +13,7 @@ import torch
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 import tricomm
-from tests.core.bodies import SMALL, leftovers
+from tests.core.bodies.common_bodies import SMALL, leftovers
 
 OWN = ("fds", "maps", "threads")
 

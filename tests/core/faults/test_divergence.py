@@ -3,7 +3,7 @@
 import pytest
 
 from tests import ranks
-from tests.core import divergence_bodies as bodies
+from tests.core.bodies import divergence_bodies as bodies
 
 
 @pytest.fixture

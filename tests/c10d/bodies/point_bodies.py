@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tricomm
-from tests.c10d.groups import default_group, of, poisoned, refused, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 
 LATE = timedelta(seconds=30)
 

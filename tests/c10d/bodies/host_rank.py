@@ -1,4 +1,4 @@
-"""One rank on one of two hosts: `python -m tests.c10d.host_rank RANK WORLD_SIZE URL FOLDER` writes what it saw."""
+"""One rank on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE URL FOLDER` writes a report."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.c10d.groups import default_group, of, poisoned, refused, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 from tricomm.c10d import worker_thread
 
 

@@ -230,7 +230,7 @@ def ends_without_close(rank, world_size, tell, url):
 
 def bad_launches(rank, world_size, tell, url):
     """A launch that does not fit is refused, and the group goes on."""
-    from tests.core.user_kernel import rotate, waits_for_ever
+    from tests.core.bodies.user_kernel import rotate, waits_for_ever
 
     refused = []
     with communicator(rank, world_size, url, timeout=4.0) as comm:
@@ -276,7 +276,7 @@ def bad_launches(rank, world_size, tell, url):
 
 def many_launches(rank, world_size, tell, url):
     """Launches that are short each, but together take longer than the limit of one."""
-    from tests.core.user_kernel import rotate
+    from tests.core.bodies.user_kernel import rotate
 
     with communicator(rank, world_size, url, timeout=1.0) as comm:
         w = comm.symmetric((3, 5), torch.float32)
@@ -320,7 +320,7 @@ def opposite_orders(rank, world_size, tell, url, other):
 
 def memory(rank, world_size, tell, url):
     """Symmetric memory, and a user's own kernel over it."""
-    from tests.core.user_kernel import rotate
+    from tests.core.bodies.user_kernel import rotate
 
     with communicator(rank, world_size, url) as comm:
         w = comm.symmetric((3, 5), torch.float32)

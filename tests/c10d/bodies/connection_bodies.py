@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import tricomm
-from tests.c10d.groups import default_group, of, same
-from tests.core.divergence_bodies import attempt
+from tests.c10d.bodies.groups import default_group, of, same
+from tests.core.bodies.divergence_bodies import attempt
 from tricomm.c10d import gloo_faults, gloo_transport
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed import FileStore, HashStore
 
 import tricomm
-from tests.core import user_kernel
-from tests.core.bodies import SMALL, leftovers
+from tests.core.bodies import user_kernel
+from tests.core.bodies.common_bodies import SMALL, leftovers
 from tricomm.core.entry_guard import Guard
 from tricomm.errors import TricommError
 from tricomm.store.control import Descriptor

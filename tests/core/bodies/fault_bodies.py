@@ -9,7 +9,7 @@ import time
 import torch
 
 import tricomm
-from tests.core.bodies import SMALL, communicator, leftovers
+from tests.core.bodies.common_bodies import SMALL, communicator, leftovers
 from tricomm.kernels import layout
 
 

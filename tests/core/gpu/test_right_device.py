@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests import fake_cuda, ranks
-from tests.core import right_device_bodies as bodies
+from tests.core.bodies import right_device_bodies as bodies
 from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, communicator, errors

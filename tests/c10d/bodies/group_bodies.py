@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 import tricomm
-from tests.c10d.groups import default_group, of, poisoned, refused, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 
 
 def _sum(group=None, value=1.0):

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 
 import torch
 
-from tests.core.bodies import communicator
-from tests.core.exact import anything, outcome
+from tests.core.bodies.common_bodies import communicator
+from tests.core.bodies.exact import anything, outcome
 from tricomm.kernels.collectives import registry
 
 PLAIN = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.c10d.groups import default_group, of, poisoned, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, same
 
 TYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

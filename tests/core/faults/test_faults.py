@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests import ranks
-from tests.core import fault_bodies as bodies
+from tests.core.bodies import fault_bodies as bodies
 from tests.soak.growth import orphans
 from tricomm.kernels.collectives import registry
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import tricomm
-from tests.c10d.groups import default_group
+from tests.c10d.bodies.groups import default_group
 from tricomm.c10d import dispatch
 from tricomm.errors import ResourceError
 

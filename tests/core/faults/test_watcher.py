@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests import ranks
-from tests.core import watcher_bodies as bodies
+from tests.core.bodies import watcher_bodies as bodies
 from tricomm.core.watcher import Watcher
 from tricomm.store import process
 

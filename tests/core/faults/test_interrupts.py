@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
-from tests.core import interrupt_bodies as bodies
+from tests.core.bodies import interrupt_bodies as bodies
 from tricomm.errors import GroupAborted, InvalidArgument
 
 SECONDS = 1.0 + ranks.BUSY

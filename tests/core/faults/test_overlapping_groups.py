@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import ranks
-from tests.core import overlapping_bodies
+from tests.core.bodies import overlapping_bodies
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.soak) for n in range(1, 20)]])

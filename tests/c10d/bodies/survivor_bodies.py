@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
 from tests import ranks
-from tests.c10d.groups import of
+from tests.c10d.bodies.groups import of
 from tricomm.c10d import process_group, work_handles
 
 LIMIT = 8.0  # seconds a call

@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 
 import tricomm
-from tests.core import fake_nccl
+from tests.core.bodies import fake_nccl
 from tricomm import errors
 from tricomm.core import bootstrap
 from tricomm.core.monitor import Monitor

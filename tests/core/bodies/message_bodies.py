@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from tests.core.bodies import communicator
+from tests.core.bodies.common_bodies import communicator
 
 
 def handed_on(rank, world_size, tell, url, protocol):

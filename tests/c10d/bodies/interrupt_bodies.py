@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.core.interrupt_bodies import KINDS, Walk
+from tests.core.bodies.interrupt_bodies import KINDS, Walk
 from tricomm.c10d import group_over, process_group
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import TricommError

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
-from tests.c10d.groups import default_group, of, refused, same
+from tests.c10d.bodies.groups import default_group, of, refused, same
 
 
 def in_turn(rank, world_size, tell, url, cases):

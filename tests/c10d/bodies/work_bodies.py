@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import tricomm
-from tests.c10d.groups import default_group, of, poisoned, refused, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 from tricomm.c10d import group_calls
 from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.monitor import Monitor

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests import ranks
-from tests.core import fault_bodies
-from tests.core import life_bodies as bodies
+from tests.core.bodies import fault_bodies
+from tests.core.bodies import life_bodies as bodies
 
 
 @pytest.fixture
