@@ -196,10 +196,7 @@ def _refused(error: OSError, nbytes: int) -> ResourceError:
         "or close files",
         errno.ENFILE: "the machine's table of open files is full",
         errno.EFBIG: "raise the limit of file size (ulimit -f)",
-    }.get(
-        error.errno or 0,
-        "ask for a smaller arena, or allow more memory (docker: --memory, --shm-size; ulimit -v)",
-    )
+    }.get(error.errno or 0, "ask for a smaller arena, or allow more memory (docker: --memory, --shm-size; ulimit -v)")
     # Counting free memory opens files, which may be the very thing that is refused.
     free = "unknown" if error.errno in (errno.EMFILE, errno.ENFILE) else available_memory()
     needed = f"{nbytes} bytes needed, {free} bytes free"

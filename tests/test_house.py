@@ -79,9 +79,6 @@ def test_a_long_file_and_a_crowded_folder_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_rule_is_named(
-    tmp_path: Path,
-    rule: Callable[[house_rules.Sources], list[str]],
-    files: dict[str, str],
-    complaint: str,
+    tmp_path: Path, rule: Callable[[house_rules.Sources], list[str]], files: dict[str, str], complaint: str
 ) -> None:
     assert rule(_tree(tmp_path, files)) == [complaint]

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.statistics import Gain, gain
-from tricomm.perf.tuner.successive_halving import (
-    BudgetExceeded,
-    Measure,
-    Prior,
-    Rules,
-    Samples,
-    successive_halving,
-)
+from tricomm.perf.tuner.successive_halving import BudgetExceeded, Measure, Prior, Rules, Samples, successive_halving
 
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]

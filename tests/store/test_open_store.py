@@ -16,13 +16,7 @@ from torch.distributed import HashStore, TCPStore
 
 import tricomm
 from tests import ranks
-from tests.store.store_ranks import (
-    LAYOUT,
-    free_port,
-    nothing_left,
-    succeed,
-    try_in_thread,
-)
+from tests.store.store_ranks import LAYOUT, free_port, nothing_left, succeed, try_in_thread
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.handshake import handshake

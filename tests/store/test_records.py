@@ -162,11 +162,7 @@ def test_boundary_values(data, words):
 
 @pytest.mark.parametrize(
     "body,words",
-    [
-        (dict(pid=0), "bad pid: 0"),
-        (dict(pid=2**22 + 1), "bad pid"),
-        (dict(start_time=2**64 - 1), "bad start time"),
-    ],
+    [(dict(pid=0), "bad pid: 0"), (dict(pid=2**22 + 1), "bad pid"), (dict(start_time=2**64 - 1), "bad start time")],
 )
 def test_boundary_values_of_capabilities(body, words):
     record = dataclasses.replace(RECORD, body=dataclasses.replace(CAPABILITIES, **body))

@@ -91,12 +91,7 @@ def show(files: tuple[Path, ...]) -> None:
 
 @tune.command()
 @click.argument("files", nargs=-1, required=True, type=_FILES)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write this file instead.",
-)
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write this file instead.")
 def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.
 

@@ -26,11 +26,7 @@ from tricomm.perf.workers import RankFailed, run_workers
 _RANK = "tricomm.perf.evidence.stages.faults:rank_main"
 STALL = 3.0
 KILLED = "killed"
-FAULTS = {
-    KILLED: ("PeerDied", 2.0),
-    "stopped": ("PeerStalled", STALL + 1.0),
-    "diverging": ("CollectiveMismatch", 2.0),
-}
+FAULTS = {KILLED: ("PeerDied", 2.0), "stopped": ("PeerStalled", STALL + 1.0), "diverging": ("CollectiveMismatch", 2.0)}
 _SLACK = 1.0  # seconds more in a dry run, whose processes share the cores with other work
 
 

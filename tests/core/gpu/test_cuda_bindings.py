@@ -17,7 +17,7 @@ from tricomm.kernels.launch.cuda_launcher import TorchDevice
 from tricomm.perf.system import doctor
 from tricomm.store.cuda_driver import load_driver
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOO_OLD = ["11.8.7", "12.6.2.post1", "12.8.0", "12.9", "12.9.0", "12.9.0.post3", "12.9.1rc1", "12.9.1.dev4+g12ab"]
 TOO_OLD += ["13.0.0a0", "13.0.0b1", "13.0.0rc2", "13.0.0.dev1", "13.0rc1"]
 GOOD = ["12.9.1", "12.9.1.post1", "12.9.1+local", "12.9.2.dev1", "12.9.10", "12.10.0", "13.0.0", "13.0.0.post1"]

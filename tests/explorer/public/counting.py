@@ -114,45 +114,13 @@ MISTAKES = (
     Mistake("relaxed count", 2, "race", pairs=("stage, reduce",)),
     Mistake("relaxed poll", 2, "race", pairs=("stage, reduce",)),
     Mistake("plain poll", 2, "race", pairs=("stage, reduce",)),
-    Mistake(
-        "gpu count",
-        2,
-        "scope",
-        pairs=(
-            "count, count",
-            "count, counted",
-        ),
-    ),
-    Mistake(
-        "no barrier before the count",
-        2,
-        "race",
-        pairs=(
-            "stage, reduce",
-            "keep sum, collect",
-        ),
-    ),
-    Mistake(
-        "no barrier after the count",
-        2,
-        "race",
-        pairs=(
-            "stage, reduce",
-            "keep sum, collect",
-        ),
-    ),
+    Mistake("gpu count", 2, "scope", pairs=("count, count", "count, counted")),
+    Mistake("no barrier before the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),
+    Mistake("no barrier after the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),
     Mistake("no barrier between the shots", 2, "race uninitialised", pairs=("keep sum, collect",), lone=("collect",)),
     Mistake("in place, no trailing barrier", 2, "race", pairs=("stage, collect",)),
     Mistake("one too many", 2, "out_of_bounds race", pairs=("keep sum, collect",), lone=("reduce",)),
-    Mistake(
-        "waits for one less",
-        2,
-        "race",
-        pairs=(
-            "stage, reduce",
-            "keep sum, collect",
-        ),
-    ),
+    Mistake("waits for one less", 2, "race", pairs=("stage, reduce", "keep sum, collect")),
     Mistake("counts without itself", 2, "deadlock", lone=("counted",)),
     Mistake("waits for the exact count", 2, "deadlock", lone=("exact",)),
     Mistake(
@@ -160,9 +128,6 @@ MISTAKES = (
         3,
         "race uninitialised deadlock",
         pairs=("keep sum, collect",),
-        lone=(
-            "collect",
-            "counted",
-        ),
+        lone=("collect", "counted"),
     ),
 )

@@ -91,15 +91,7 @@ MISTAKES = (
     Mistake("plain poll", 2, "race", pairs=("produce, consume",)),
     Mistake("plain head", 2, "race", pairs=("plain head, head waited",)),
     Mistake("head before the data", 2, "race", pairs=("produce, consume",)),
-    Mistake(
-        "head in the wrong memory",
-        2,
-        "deadlock",
-        lone=(
-            "credit",
-            "head waited",
-        ),
-    ),
+    Mistake("head in the wrong memory", 2, "deadlock", lone=("credit", "head waited")),
     Mistake("looks only once", 2, "race uninitialised", pairs=("produce, consume",), lone=("consume",)),
     Mistake("no barrier before the head", 2, "race", pairs=("produce, consume",)),
     Mistake("relaxed credit", 2, "race", pairs=("produce, consume",)),

@@ -93,65 +93,16 @@ SMALLEST = {"blocks": 2, "calls": 1, "n": 4}
 MISTAKES = (
     Mistake("relaxed arrival", 1, "race", pairs=("partial, neighbour",)),
     Mistake("plain poll", 1, "race", pairs=("partial, neighbour",)),
-    Mistake(
-        "cta scope",
-        1,
-        "scope",
-        pairs=(
-            "arrive, arrive",
-            "arrive, all arrived",
-        ),
-    ),
+    Mistake("cta scope", 1, "scope", pairs=("arrive, arrive", "arrive, all arrived")),
     Mistake("no barrier before the arrival", 1, "race", pairs=("partial, neighbour",)),
-    Mistake(
-        "no barrier after the arrival",
-        1,
-        "race",
-        pairs=(
-            "partial, neighbour",
-            "total, read total",
-        ),
-    ),
-    Mistake(
-        "counter of one round",
-        1,
-        "race",
-        pairs=(
-            "partial, neighbour",
-            "total, read total",
-            "total, clear total",
-        ),
-    ),
-    Mistake(
-        "reads without waiting",
-        1,
-        "race",
-        pairs=(
-            "total, read total",
-            "total, clear total",
-        ),
-    ),
+    Mistake("no barrier after the arrival", 1, "race", pairs=("partial, neighbour", "total, read total")),
+    Mistake("counter of one round", 1, "race", pairs=("partial, neighbour", "total, read total", "total, clear total")),
+    Mistake("reads without waiting", 1, "race", pairs=("total, read total", "total, clear total")),
     Mistake("no lock", 1, "race", pairs=("total, total",)),
-    Mistake(
-        "cta lock",
-        1,
-        "scope",
-        pairs=(
-            "ticket, ticket",
-            "locked, unlock",
-        ),
-    ),
+    Mistake("cta lock", 1, "scope", pairs=("ticket, ticket", "locked, unlock")),
     Mistake("relaxed lock", 1, "race", pairs=("total, total",)),
     Mistake("relaxed unlock", 1, "race", pairs=("total, total",)),
     Mistake("no barrier before the unlock", 1, "race", pairs=("total, total",)),
     Mistake("unlocks before the store", 1, "race", pairs=("late total, old total",)),
-    Mistake(
-        "one keeps the lock",
-        1,
-        "deadlock",
-        lone=(
-            "locked",
-            "all arrived",
-        ),
-    ),
+    Mistake("one keeps the lock", 1, "deadlock", lone=("locked", "all arrived")),
 )

@@ -67,15 +67,7 @@ def lock_sums(bug: str = "", blocks: int = 2, n: int = 7) -> Callable[[Communica
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
-    Mistake(
-        "gpu scope",
-        2,
-        "scope",
-        pairs=(
-            "tile locked, tile locked",
-            "tile locked, tile unlocked",
-        ),
-    ),
+    Mistake("gpu scope", 2, "scope", pairs=("tile locked, tile locked", "tile locked, tile unlocked")),
     Mistake("relaxed lock", 2, "race", pairs=("tile sum, tile sum",)),
     Mistake("relaxed unlock", 2, "race", pairs=("tile sum, tile sum",)),
     Mistake("plain unlock", 2, "race", pairs=("plain unlock, tile locked",)),

@@ -100,14 +100,6 @@ MISTAKES = (
     Mistake("flag without epoch", 2, "race", pairs=("push data, push read",)),
     Mistake("one room", 2, "race", pairs=("push data, push read",)),
     Mistake("wrong room", 2, "race uninitialised", pairs=("push data, push data",), lone=("push read",)),
-    Mistake(
-        "one too many",
-        2,
-        "race out_of_bounds",
-        pairs=(
-            "push data, push data",
-            "push data, push read",
-        ),
-    ),
+    Mistake("one too many", 2, "race out_of_bounds", pairs=("push data, push data", "push data, push read")),
     Mistake("waits for all but one", 2, "race uninitialised", pairs=("push data, push read",), lone=("push read",)),
 )

@@ -79,43 +79,11 @@ def ring_gathers(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> 
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
-    Mistake(
-        "relaxed step",
-        3,
-        "race",
-        pairs=(
-            "ring own, ring pull",
-            "ring pass on, ring pull",
-        ),
-    ),
-    Mistake(
-        "relaxed wait",
-        3,
-        "race",
-        pairs=(
-            "ring own, ring pull",
-            "ring pass on, ring pull",
-        ),
-    ),
+    Mistake("relaxed step", 3, "race", pairs=("ring own, ring pull", "ring pass on, ring pull")),
+    Mistake("relaxed wait", 3, "race", pairs=("ring own, ring pull", "ring pass on, ring pull")),
     Mistake("gpu scope", 2, "scope", pairs=("step done, step waited",)),
-    Mistake(
-        "no barrier before the step",
-        3,
-        "race",
-        pairs=(
-            "ring own, ring pull",
-            "ring pass on, ring pull",
-        ),
-    ),
-    Mistake(
-        "no barrier after the wait",
-        3,
-        "race",
-        pairs=(
-            "ring own, ring pull",
-            "ring pass on, ring pull",
-        ),
-    ),
+    Mistake("no barrier before the step", 3, "race", pairs=("ring own, ring pull", "ring pass on, ring pull")),
+    Mistake("no barrier after the wait", 3, "race", pairs=("ring own, ring pull", "ring pass on, ring pull")),
     Mistake("one step too early", 2, "race uninitialised", pairs=("ring own, ring pull",), lone=("ring pull",)),
     Mistake("only block 0 waits", 2, "race uninitialised", pairs=("ring own, ring pull",), lone=("ring pull",)),
     Mistake("leaves without asking", 2, "race", pairs=("ring own, ring pull",)),
@@ -123,10 +91,7 @@ MISTAKES = (
         "waits for the wrong neighbour",
         3,
         "race uninitialised",
-        pairs=(
-            "ring own, ring pull",
-            "ring pass on, ring pull",
-        ),
+        pairs=("ring own, ring pull", "ring pass on, ring pull"),
         lone=("ring pull",),
     ),
 )

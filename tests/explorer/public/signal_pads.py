@@ -84,27 +84,10 @@ SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
     Mistake("relaxed signal", 2, "race", pairs=("shot put, shot read",)),
     Mistake("relaxed wait", 2, "race", pairs=("shot put, shot read",)),
-    Mistake(
-        "gpu scope",
-        2,
-        "scope",
-        pairs=(
-            "pad set, pad taken",
-            "pad set, pad set",
-            "pad taken, pad taken",
-        ),
-    ),
+    Mistake("gpu scope", 2, "scope", pairs=("pad set, pad taken", "pad set, pad set", "pad taken, pad taken")),
     Mistake("no barrier before the signal", 2, "race", pairs=("shot put, shot read",)),
     Mistake("no barrier after the wait", 2, "race", pairs=("shot put, shot read",)),
     Mistake("signal before the store", 2, "race uninitialised", pairs=("shot put, shot read",), lone=("shot read",)),
     Mistake("no trailing barrier", 2, "race", pairs=("shot put, shot read",)),
-    Mistake(
-        "wrong pad",
-        2,
-        "deadlock",
-        lone=(
-            "pad set",
-            "pad taken",
-        ),
-    ),
+    Mistake("wrong pad", 2, "deadlock", lone=("pad set", "pad taken")),
 )

@@ -10,14 +10,7 @@ from typing import Any
 
 from tricomm.communicator import Communicator
 from tricomm.core.launch_plan import LaunchPlan, Request
-from tricomm.errors import (
-    CollectiveTimeout,
-    GroupAborted,
-    InvalidArgument,
-    PeerDied,
-    PeerStalled,
-    TricommError,
-)
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.delays import Delays
 from tricomm.explorer.memory_model.detector import Detector
