@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, communicator, errors
 from tricomm.c10d import streams
+from tricomm.c10d.group_calls import GroupCall
 from tricomm.core import bootstrap, launcher
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -218,7 +220,7 @@ def test_a_call_is_captured_with_its_own_device_and_refused_with_another(comm, w
 def test_calls_of_a_c10d_group(comm, world, monkeypatch):
     monkeypatch.setattr(streams, "Future", FakeFuture)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: None)
-    own = streams.Streams(comm)
+    own = streams.GroupStream(comm)
     for situation in SITUATIONS.values():
 
         def call(situation=situation):
@@ -226,7 +228,8 @@ def test_calls_of_a_c10d_group(comm, world, monkeypatch):
                 before = world.get_device()
                 x = torch.full((8,), 2.0)
                 for async_op in (False, True):
-                    work = own.run(lambda: comm.all_reduce(x), "all_reduce", [x], [x], async_op, None)
+                    batch = [GroupCall("all_reduce", x, x, result=[x], async_op=async_op)]
+                    work = own.run(lambda: comm.all_reduce(x), batch, timedelta(seconds=60))
                     assert work.wait() and torch.equal(x, torch.full((8,), 2.0))
                 assert world.get_device() == before
 
