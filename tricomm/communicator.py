@@ -143,6 +143,7 @@ class Communicator:
     repeat = entry(Collectives.repeat, "_collectives")
     send = entry(PointToPoint.send, "_messages")
     recv = entry(PointToPoint.recv, "_messages")
+    unread = entry(PointToPoint.unread, "_messages")
     symmetric = entry(UserKernels.symmetric, "_user_kernels")
     launch = entry(UserKernels.launch, "_user_kernels")
     synchronize = entry(Launcher.synchronize, "_launcher")
