@@ -39,7 +39,7 @@ test: venv  ## every kernel, protocol, fault and command, in minutes
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25
 
 test-all: test  ## the same, and then all variants and long campaigns (marked exhaustive)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 -m "exhaustive and not gpu"
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 -m "exhaustive and not gpu and not soak and not browser"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser

@@ -12,6 +12,7 @@ import pytest
 
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
+from tests.marks import some
 from tricomm.core import launch_plan
 from tricomm.core.group import Group
 from tricomm.explorer import Report
@@ -39,6 +40,13 @@ def calls(mutant: Mutant) -> Mutant:
     return replace(mutant, name="", title="", bug="", edits=(), expect=frozenset(), advice="", schedules=0)
 
 
+_SAMPLE = set(list(MUTANTS)[::6])
+
+
+def _few(number: int, name: str) -> bool:
+    return name in _SAMPLE
+
+
 ALIKE: dict[Mutant, list[str]] = {}
 for _mutant in MUTANTS.values():
     ALIKE.setdefault(calls(_mutant), []).append(_mutant.name)
@@ -49,18 +57,18 @@ def test_every_known_bug_has_a_mutant():
     assert all(m.edits and m.expect and m.bug for m in MUTANTS.values())
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", some(MUTANTS, _few))
 def test_a_mutant_is_caught(name):
     report = found(name)
     assert kinds(report) & MUTANTS[name].expect, str(report)
 
 
-@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.advice])
+@pytest.mark.parametrize("name", some([name for name, mutant in MUTANTS.items() if mutant.advice], _few))
 def test_the_advice_names_what_is_missing(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
 
 
-@pytest.mark.parametrize("names", ALIKE.values(), ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), 6), ids=lambda names: "-".join(names))
 def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
     report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))
@@ -181,7 +189,7 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "name"), RULES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("rule", "name"), some(RULES, 5), ids=lambda value: getattr(value, "__name__", value))
 def test_each_rule_is_needed(rule, name, monkeypatch):
     """Under the very schedules that show the mutant, nothing is found without the rule."""
     number = found(name).ran

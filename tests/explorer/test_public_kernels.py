@@ -8,6 +8,7 @@ import pytest
 
 import tricomm
 from tests.explorer import public
+from tests.marks import some
 
 RIGHT = pytest.mark.parametrize(
     ("family", "variant"),
@@ -20,7 +21,8 @@ _OURS = str(Path(tricomm.__file__).parent)
 
 @RIGHT
 @pytest.mark.parametrize(
-    ("world_size", "schedules", "strategy", "seed"), [(2, 10, "random", 0), (2, 5, "pct", 1), (3, 4, "random", 2)]
+    ("world_size", "schedules", "strategy", "seed"),
+    some([(2, 10, "random", 0), (2, 5, "pct", 1), (3, 4, "random", 2)], 3),
 )
 def test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed):
     report = tricomm.check(public.body(family, variant), world_size, schedules, strategy, seed=seed)
@@ -49,7 +51,7 @@ def test_a_right_kernel_is_passed_under_every_schedule_with_one_preemption(famil
 
 @pytest.mark.parametrize(
     ("family", "mistake"),
-    [(name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes],
+    some(((name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes), 8),
     ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
 )
 def test_a_mistake_is_named_where_it_is(family, mistake):

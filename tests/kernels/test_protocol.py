@@ -15,6 +15,7 @@ import triton.language as tl
 from tests import ranks
 from tests.kernels import arenas
 from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, gets, inputs, output, poisoned
+from tests.marks import some
 from tricomm.kernels import layout, primitives
 from tricomm.kernels.device import mailbox
 from tricomm.kernels.launch import interpreter, triton_adapter
@@ -96,7 +97,7 @@ WORLDS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size"), WORLDS)
+@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 4))
 def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
     with block(world_size) as where:
         results = ranks.run(world_size, back_to_back, where, name, CASES)
@@ -158,7 +159,7 @@ EDGES = {"2^30": EVERY - 2, "2^31": 2 * EVERY - 2, "3*2^30": 3 * EVERY - 3}
 STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_shot" in name else ["2^31"])]
 
 
-@pytest.mark.parametrize(("name", "edge"), STALE)
+@pytest.mark.parametrize(("name", "edge"), some(STALE, 5))
 def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
     first = EDGES[edge]
     with block(2, 64 * 1024) as where:
@@ -199,7 +200,7 @@ def over_the_limit(rank, world_size, tell, where, name):
     return wrong, epochs
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 6))
 def test_the_epoch_goes_over_2_to_the_32(name):
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, over_the_limit, where, name)
@@ -282,7 +283,7 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize(("first", "blocks"), GRIDS, ids=str)
+@pytest.mark.parametrize(("first", "blocks"), some(GRIDS, 3), ids=str)
 def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blocks):
     with block(2) as where:
         results = ranks.run(2, different, where, (first, "all_reduce_one_shot_ll"), blocks)
@@ -302,7 +303,7 @@ def alone(rank, world_size, tell, where, name):
     return time.monotonic() - began, me.epoch, os.getpid()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 3))
 def test_the_abort_word_ends_every_wait(name):
     with block(2) as where, ranks.start(1, alone, where, name) as started:
         (outcome,) = started.results()
