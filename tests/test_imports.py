@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
 def test_imports_go_one_way() -> None:
     done = _lint(ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 kept, 0 broken" in done.stdout
+    assert "2 kept, 0 broken" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_an_import_the_wrong_way_is_found(tmp_path: Path, place: str, line: str)
     with (tmp_path / place).open("a") as file:
         file.write(f"\n{line}\n")
     done = _lint(tmp_path)
-    assert done.returncode == 1 and "1 broken" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and re.search("[12] broken", done.stdout), done.stdout + done.stderr
 
 
 def test_bare_room_names_are_banned() -> None:

@@ -144,8 +144,9 @@ def test_the_port_is_taken():
             with pytest.raises(
                 RendezvousError, match=f"cannot host a store at 127.0.0.1:{port} .Address already in use"
             ):
-                open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 5)
-        assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
+                open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 30)
+            waited = time.monotonic() - began
+        assert waited < 20, "this waited for the limit of 30 s"
 
 
 def open_silent(rank, world_size, tell, port):

@@ -135,7 +135,9 @@ def test_close_during_another_threads_call_is_an_error_and_no_crash(url):
 
 def test_two_launches_that_overlap_are_named_at_once_on_every_rank(url):
     for text, seconds in ranks.run(2, bodies.beside_a_replay, url):
-        assert "two launches of this communicator overlapped" in text and seconds < 5.0  # the timeout is 60
+        assert (
+            "two launches of this communicator overlapped" in text and seconds < 5.0 + ranks.BUSY
+        )  # the timeout is 60
 
 
 def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
