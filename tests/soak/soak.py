@@ -65,7 +65,6 @@ class Soak:
         """Play rounds until the time is up, then see what has grown."""
         began, names = time.monotonic(), set(os.listdir("/dev/shm"))
         with Pool(SIZE, self._folder, self._settings.seconds + WATCHDOG) as pool:
-            pool.fill()
             number = 0
             for route in self._settings.routes:
                 self._play(pool, Plan(-1 - number, route, list(range(SIZE)), None, 0, 0.0))
@@ -74,7 +73,6 @@ class Soak:
             while time.monotonic() - began < self._settings.seconds and number != self._settings.rounds:
                 number += 1
                 self._play(pool, self._plan(number))
-                pool.fill()
         time.sleep(0.5)
         self._grown()
         self.totals.names = growth.orphans(names)
@@ -97,6 +95,7 @@ class Soak:
         return Plan(number, route, slots, kind, victim, self._settings.every * self._random.uniform(0.3, 0.8))
 
     def _play(self, pool: Pool, plan: Plan) -> None:
+        pool.fill()  # the round before may have lost ranks, a first round on a busy machine, too
         port = pool.serve() if plan.fault == "store" else None
         seed = f"{self._settings.seed}:{plan.number}"
         for rank, slot in enumerate(plan.slots):
