@@ -1,0 +1,1 @@
+"""What each computing instruction of PTX gives, bit for bit."""

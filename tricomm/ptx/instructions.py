@@ -1,0 +1,160 @@
+"""One kernel of a PTX module: its instructions, registers, parameters and shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """`kind` is its declared type without the dot: pred, b8, b16, b32, b64, b128, f32, f64, s32, u64, ...
+
+    `name` is unique in the kernel: a register of an inner scope `{ .reg .pred p; ... }` gets a number, as `p@3`.
+    """
+
+    name: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register: `%tid.x`, `%ctaid.y`, `%laneid`, `%globaltimer`, ..."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A literal; `value` may be negative."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Float:
+    """A literal `0f3F800000` or `0d...` by its bits, `width` 32 or 64."""
+
+    bits: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """The address of a variable: shared memory, a constant, a global."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base + offset]`, `offset` in bytes. A base is a register, a variable or parameter, or None for a number."""
+
+    base: Register | Symbol | None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b, ...}`; an element that is `_` is None."""
+
+    elements: tuple[Operand | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two destinations of `setp`: `p|q`; also `shfl`'s `d|p`. One that is `_` is None."""
+
+    first: Register | None
+    second: Register | None
+
+
+@dataclass(frozen=True, slots=True)
+class Negated:
+    """`!p` as a source operand."""
+
+    register: Register
+
+
+Operand = Register | Special | Integer | Float | Symbol | Label | Address | Vector | Pair | Negated
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """`function` is None for the kernel itself, whose name the caller knows."""
+
+    file: str
+    line: int
+    function: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Instruction:
+    """`@!p add.s32 d, a, b;` has the opcode `add`, the modifiers `("s32",)`, and destinations among its first operands.
+
+    guard       (predicate register, True for `@!`), or None
+    line        in the PTX text, from 1
+    source      the Python lines it was made of: the innermost first, then those that it was inlined at
+    inline      it was written in inline assembly
+    """
+
+    opcode: str
+    modifiers: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    guard: tuple[Register, bool] | None
+    line: int
+    text: str
+    source: tuple[SourceLine, ...] = ()
+    inline: bool = False
+
+    @property
+    def name(self) -> str:
+        """Opcode and modifiers as they were written."""
+        return ".".join((self.opcode, *self.modifiers))
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Of an entry: `offset` and `size` in bytes in its parameter space; `pointer`: declared `.ptr`."""
+
+    name: str
+    kind: str
+    offset: int
+    size: int
+    pointer: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """Of the module or the kernel: `space` is shared, const, global or local; `size` 0 is dynamic shared memory."""
+
+    name: str
+    space: str
+    size: int
+    align: int
+    data: bytes = b""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `.entry`. `labels` gives the index of the instruction that follows a label (`len(instructions)`: the end).
+
+    target      "sm_90a"
+    threads     of `.reqntid`, or None
+    registers   every register by its name
+    """
+
+    name: str
+    target: str
+    version: tuple[int, int]
+    parameters: tuple[Parameter, ...]
+    instructions: tuple[Instruction, ...]
+    labels: dict[str, int]
+    registers: dict[str, Register]
+    variables: dict[str, Variable] = field(default_factory=dict)
+    threads: tuple[int, int, int] | None = None
+    max_registers: int | None = None
