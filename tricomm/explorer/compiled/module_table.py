@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.launch import cubin
@@ -66,11 +67,13 @@ def _kernel(image: bytes, name: str) -> Kernel:
         raise InvalidArgument(
             f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
         )
-    found = parse(text)
-    kernel = next((k for k in found if k.name == name), None)
-    if kernel is None:
-        raise InvalidArgument(f"{name}: its PTX has no entry of that name, only {', '.join(k.name for k in found)}")
-    return kernel
+    return _parsed(text, name)
+
+
+@lru_cache(256)
+def _parsed(text: str, name: str) -> Kernel:
+    """One object a kernel, whatever rank loads it: what the machine makes of it is kept with it."""
+    return parse(text, name)
 
 
 _contexts: dict[str, ModuleTable] = {}

@@ -192,6 +192,15 @@ class StreamQueue:
         join = self._streams.orders.join
         self._put(lambda after, ended: ended(None, join(after, mark.order)), lambda: mark.done)
 
+    def then(self, look: Callable[[], None]) -> None:
+        """Call `look` in its place; it orders nothing."""
+
+        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
+            look()
+            ended(None, after)
+
+        self._put(begin)
+
     def replay(self, nodes: list[Node]) -> None:
         if self.capture is not None:
             raise InvalidArgument("a graph cannot be replayed on a stream that is being captured")
@@ -335,6 +344,13 @@ class Streams:
         if self.error is None:
             self.advance()
         self._changed()
+
+    def abandon(self) -> None:
+        """Forget what has not run; nothing is left to wait for."""
+        self.error = None
+        for queue in self.queues.values():
+            queue.work.clear()
+            queue.running, queue.capture = False, None
 
     def raise_error(self) -> None:
         if self.error is not None:
