@@ -77,7 +77,19 @@ def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     if part.is_floating_point:
         info = torch.finfo(part)
         least = torch.ones((), dtype=_WORDS[size]).view(part)
-        values = [0.0, -0.0, 1.0, -1.5, info.max, info.min, info.tiny, -info.tiny, float("nan"), float("inf"), -float("inf")]
+        values = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.5,
+            info.max,
+            info.min,
+            info.tiny,
+            -info.tiny,
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+        ]
         table = torch.cat([torch.tensor(values, dtype=torch.float64).to(part), least.reshape(1)])
     else:
         info = torch.iinfo(part)
@@ -115,7 +127,9 @@ def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> tor
         handle.local.copy_(x)
         comm.barrier()
         # The result goes to the handle again, which two shots are for, or to a tensor.
-        out = None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * len(x), dtype=x.dtype)
+        out = (
+            None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * len(x), dtype=x.dtype)
+        )
         collective(handle, **({"op": case.op} if case.op else {}), out=out)
         return (handle.local if out is None else out).clone()
     if name == "send":
