@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tricomm.ptx.arithmetic import form, rule
+from tricomm.ptx.arithmetic import form, refuse, rule
 from tricomm.ptx.arithmetic.functions import FUNCTIONS
 from tricomm.ptx.arithmetic.rule import Rule
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, as_vector, uniform
 from tricomm.ptx.generated.number_code import NumberCode, number_code
-from tricomm.ptx.generated.operand_code import Operands, numpy_word, scalar_functions
-from tricomm.ptx.instructions import Instruction, Integer, Operand, Register
+from tricomm.ptx.generated.operand_code import Operands, scalar_functions
+from tricomm.ptx.instructions import Address, Instruction, Operand, Register, Vector
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.table import make_operation
 
@@ -36,7 +36,8 @@ class InstructionCode:
         self.operands, self.masked = operands, masked
         self.operands.names |= FUNCTIONS
         self.operands.names |= scalar_functions()
-        self._operations: dict[tuple[int, Any], Operation] = {}
+        self._operations: dict[tuple[Any, ...], Operation | None] = {}
+        self._rules: dict[Instruction, Rule] = {}
 
     def results(self, instruction: Instruction) -> list[Result]:
         """What is known of the results under the present `operands.shapes`."""
@@ -70,13 +71,18 @@ class InstructionCode:
         guard = instruction.guard
         partial = self.masked or (guard is not None and not self.operands.shape(guard[0], 1).uniform)
         known = tuple(self.operands.shape(o, 64).stride for o in _flat(instruction))
-        key = (id(instruction), partial, known)
+        key = (instruction, partial, known)
         if key not in self._operations:
-            made = make_operation(instruction, self.operands, partial)
-            if made is None:
-                return None
-            self._operations[key] = made
+            self._operations[key] = make_operation(instruction, self.operands, partial)
         return self._operations[key]
+
+    def _rule(self, instruction: Instruction) -> Rule:
+        if instruction not in self._rules:
+            found = rule(instruction)
+            if found is None:
+                raise refuse(instruction, self.operands.kernel.name)
+            self._rules[instruction] = found
+        return self._rules[instruction]
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
         """Each with the width that a literal has there."""
@@ -101,7 +107,7 @@ class InstructionCode:
         return number_code(instruction, shapes, self.operands.unit.lanes)
 
     def _all_uniform(self, instruction: Instruction) -> bool:
-        if self.masked or "V16" in (found := rule(instruction)).inputs or "V16" in found.outputs:
+        if self.masked or "V16" in (found := self._rule(instruction)).inputs or "V16" in found.outputs:
             return False
         return all(self.operands.shape(source, 64).uniform for source in form.sources(instruction))
 
@@ -162,7 +168,7 @@ class InstructionCode:
         return [f"{variable}={code}"]
 
     def _by_rule(self, instruction: Instruction, targets: tuple[Operand | None, ...], guarded: bool) -> list[str]:
-        found, sources = rule(instruction), form.sources(instruction)
+        found, sources = self._rule(instruction), form.sources(instruction)
         wanted = [self.operands.shape(t, 64) for t in targets if isinstance(t, Register)]
         if self._all_uniform(instruction) and any(shape.stride is not None for shape in wanted):
             return self._scalar(found, instruction, targets)
@@ -244,7 +250,7 @@ class InstructionCode:
             given = [(o, k) for o, k in operation.arguments if k != "number"]
             given += [(o, k) for o, k in zip(operation.results, operation.kinds, strict=True) if o is not None]
         else:
-            found = rule(instruction)
+            found = self._rule(instruction)
             if found.either is not None:
                 return []
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
@@ -262,8 +268,6 @@ def _indented(lines: list[str]) -> list[str]:
 
 def _flat(instruction: Instruction) -> list[Operand | None]:
     """All operands, and the bases of addresses."""
-    from tricomm.ptx.instructions import Address, Vector
-
     flat: list[Operand | None] = []
     for operand in instruction.operands:
         if isinstance(operand, Vector):
@@ -271,6 +275,3 @@ def _flat(instruction: Instruction) -> list[Operand | None]:
         else:
             flat.append(operand.base if isinstance(operand, Address) else operand)
     return flat
-
-
-__all__ = ["InstructionCode", "Integer", "Result", "numpy_word"]

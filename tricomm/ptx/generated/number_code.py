@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, ranged, uniform
+from tricomm.ptx.operations.address_spaces import window_of
 
 _COMPARE = {
     "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
@@ -183,8 +184,6 @@ def _masked(a: LaneShape, mask: LaneShape, lanes: int, width: int, code: str) ->
             return NumberCode(uniform(width, 0, a.high, a.zeros), f"({code}&{value})")
         if a.zeros >= inverse.bit_length() and (a.stride or 0) % (inverse + 1) == 0:
             return NumberCode(a, code)
-    if a.zeros >= 64 and span <= 0:
-        return NumberCode(literal(0, width), "0")
     return None
 
 
@@ -321,8 +320,18 @@ def _extreme(instruction: Instruction, sources: Sources, lanes: int) -> NumberCo
     return NumberCode(shape, f"({{0}} if ({{0}}{flip}){sign}({{1}}{flip}) else {{1}})")
 
 
+def _cvta(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
+    (a,) = sources
+    if a.stride is None:
+        return None
+    window = window_of(instruction)
+    if window == 0:
+        return NumberCode(a, "{0}")
+    return NumberCode(ranged(64, a.stride, -1, 0, min(a.zeros, 60)), f"({{0}}+{window}&{(1 << 64) - 1})")
+
+
 _PLANS: dict[str, Callable[[Instruction, Sources, int], NumberCode | None]] = {
     "mov": _mov, "add": _add, "sub": _add, "neg": _neg, "mul": _mul, "mad": _mad, "and": _logic, "or": _logic,
     "xor": _logic, "not": _not, "shl": _shl, "shr": _shr, "cvt": _cvt, "selp": _selp, "setp": _setp, "min": _extreme,
-    "max": _extreme,
+    "max": _extreme, "cvta": _cvta,
 }  # fmt: skip

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tricomm.ptx.instructions import Instruction
-from tricomm.ptx.operations import memory_calls, synchronisation, warp_exchange
+from tricomm.ptx.operations import address_spaces, memory_calls, synchronisation, warp_exchange
 from tricomm.ptx.operations.operation import Operation
 
 if TYPE_CHECKING:
     from tricomm.ptx.generated.operand_code import Operands
 
-Maker = Callable[[Instruction, "Operands", bool], Operation]
+Maker = Callable[[Instruction, "Operands", bool], Operation | None]
 
 MAKERS: dict[str, Maker] = {
     "ld": memory_calls.load, "ldu": memory_calls.load, "st": memory_calls.store, "atom": memory_calls.atomic,
@@ -22,7 +22,7 @@ MAKERS: dict[str, Maker] = {
     "membar": synchronisation.fence, "prefetch": synchronisation.nothing, "prefetchu": synchronisation.nothing,
     "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
     "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
-    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
+    "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep, "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 
