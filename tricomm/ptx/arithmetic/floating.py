@@ -19,7 +19,23 @@ _DIRECTED = ("rz", "rm", "rp")
 
 def rule(form: Form) -> Rule | None:
     make = _RULES.get(form.opcode)
+    if form.types in (("f32", "f16"), ("f32", "bf16")):
+        return _mixed(form)
     return make(form) if make is not None and len(form.types) == 1 and form.type in _TYPES else None
+
+
+def _mixed(form: Form) -> Rule | None:
+    """A float sum, of a half and a float, or of a product of halves and a float."""
+    count = {"add": 2, "sub": 2, "fma": 3}.get(form.opcode)
+    if count is None or not form.has(1, count, *_ROUNDING, "sat"):
+        return None
+    half = form.types[1]
+    made = rule(form.of_type("f32"))
+    if made is None:
+        return None
+    read = operands(half, count - 1, False)
+    kinds = (numpy_type(half),) * (count - 1) + ("f4",)
+    return form.rule(kinds, ("f4",), made.template.format(*read, f"{{{count - 1}}}"))
 
 
 def operands(kind: str, count: int, ftz: bool) -> list[str]:
