@@ -15,6 +15,7 @@ from tricomm.explorer.memory_model.regions import Memory
 from tricomm.explorer.world.world import World
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
+from tricomm.ptx.unit import Direct
 
 _MOST_IDLE = 8  # times that time may pass without anything going on
 
@@ -26,8 +27,8 @@ class RoundRobin:
         self.memory, self.unit = Memory(), unit
         self.ranks = CompiledRanks(architecture, self, NoOrders())
         options = checked_options(world_size, options)
-        self.world = World(world_size, options, self.memory, self, None, runtime=self.ranks.runtime)
         self._main, self._units, self._waiting = getcurrent(), deque(), set()
+        self.world = World(world_size, options, self.memory, self, None, runtime=self.ranks.runtime)
         self._hosts = [greenlet(lambda rank=rank: self._rank(rank, fn)) for rank in range(world_size)]
         self.results, self.errors, self.comms = [None] * world_size, {}, []
         self.launches = 0
@@ -100,15 +101,15 @@ class RoundRobin:
             storage = tensor.untyped_storage()
             if all(not r.base <= storage.data_ptr() < r.base + r.nbytes for r in self.memory):
                 memory.add(storage.data_ptr(), storage.nbytes(), "a tensor")
-        kernel, shared = launch.loaded.kernel, launch.shared
-        blocks = grid.launch(kernel, launch.grid, launch.threads, shared, launch.parameters, memory, unit=self.unit)
+        loaded = grid.LoadedKernel(launch.loaded.kernel, memory)
+        blocks = grid.launch(loaded, launch.grid, launch.threads, launch.shared, launch.parameters, self.unit)
         units = [unit for block in blocks for unit in block.units]
         left = [len(units)]
 
         def run(unit: Any) -> None:
             error = None
             try:
-                unit(grid.Direct(lambda: self._main.switch()))
+                unit(Direct(lambda: self._main.switch()))
             except Exception as raised:
                 error = raised
             left[0] -= 1

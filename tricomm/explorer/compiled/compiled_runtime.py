@@ -24,23 +24,21 @@ from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 from tricomm.policy import selection
+from tricomm.ptx import limits
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
-# Architectures that Triton's NVIDIA backend compiles for, with the processors of a common GPU of each.
-_PROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
+# Of a common GPU of each architecture; a group's grids are no larger than these.
+_PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 
 
 def capability_of(architecture: str) -> int:
     """90 of "sm_90". Raises `InvalidArgument` for an architecture that no kernel can be compiled for."""
-    number = architecture.removeprefix("sm_") if isinstance(architecture, str) else ""
-    if number == architecture or not number.isdecimal() or int(number) not in _PROCESSORS:
-        known = ", ".join(f"sm_{n}" for n in _PROCESSORS)
-        raise InvalidArgument(f"architecture {architecture!r}: one of {known} is needed")
+    number = limits.capability(str(architecture))
     if (reason := compiler.refused()) is not None:
         raise InvalidArgument(f"nothing can be compiled: {reason}")
-    return int(number)
+    return number
 
 
 def checked_options(world_size: int, options: Options | None) -> Options:
@@ -156,7 +154,9 @@ class CompiledRuntime:
 
     def facts(self, device: torch.device) -> DeviceFacts:
         capability = self._gpu.driver.capability
-        return DeviceFacts(f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS[capability])
+        return DeviceFacts(
+            f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+        )
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

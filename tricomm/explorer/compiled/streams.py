@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.module_table import LoadedKernel
+from tricomm.explorer.compiled.module_table import DeviceFunction
 
 Ended = Callable[[BaseException | None], None]
 
@@ -27,11 +27,11 @@ class KernelLaunch:
     shared      bytes of dynamic shared memory
     stream      the handle that it was launched on
     tensors     what it was launched with; they live as long as it runs
-    after, end  tokens of `Orders`: what is known to it when it begins; what is known at its end, which the executor sets
+    after, end  tokens of `Orders`: what it knows when it begins; what is known at its end, set by the executor
     """
 
     rank: int
-    loaded: LoadedKernel
+    loaded: DeviceFunction
     parameters: bytes
     grid: tuple[int, int, int]
     threads: tuple[int, int, int]
@@ -98,7 +98,7 @@ class Mark:
 
 
 @dataclass(eq=False)
-class Work:
+class StreamItem:
     """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
 
     `ready` says whether it may begin; `known` is what host code knew when it was enqueued.
@@ -148,7 +148,7 @@ class StreamQueue:
         self.capture: Capture | None = None
         self.order: Any = None
         self.running = False
-        self.work: deque[Work] = deque()
+        self.work: deque[StreamItem] = deque()
         self._streams = streams
 
     @property
@@ -209,7 +209,7 @@ class StreamQueue:
 
     def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True) -> None:
         self._streams.raise_error()
-        self.work.append(Work(begin, self._streams.orders.host(self._streams.rank), ready))
+        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready))
         self._streams.advance()
 
     def advance(self) -> bool:
