@@ -1,8 +1,8 @@
 """CUDA's driver as far as the launch path of a GPU uses it: names, arguments and answers as in `cuda.bindings.driver`.
 
-Kernels are executed by the PTX machine; CUDA's own rules are enforced, as results that the launch path has to look at:
-contexts, handles, shared memory that was not asked for. What no GPU could launch is refused by name. A misaligned pointer under an alignment hint is launched
-as given, so that a wrong hint shows.
+Kernels are executed by the PTX machine. CUDA's own rules are enforced, as results that the launch path has to look at:
+contexts, handles, shared memory that was not asked for. What no GPU could launch is refused by name. A misaligned
+pointer under an alignment hint is launched as given, so that a wrong hint shows.
 """
 
 from __future__ import annotations
