@@ -18,6 +18,7 @@ from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.unit import Direct
 
 _MOST_IDLE = 8  # times that time may pass without anything going on
+_MOST_ROUNDS = 3000  # of kernels that only poll, as it seems, before time passes
 
 
 class RoundRobin:
@@ -31,10 +32,10 @@ class RoundRobin:
         self.world = World(world_size, options, self.memory, self, None, runtime=self.ranks.runtime)
         self._hosts = [greenlet(lambda rank=rank: self._rank(rank, fn)) for rank in range(world_size)]
         self.results, self.errors, self.comms = [None] * world_size, {}, []
-        self.launches = 0
+        self.launches, self._ended = 0, False
 
     def execute(self) -> list[Any]:
-        idle = 0
+        idle = rounds = 0
         try:
             with self.ranks.installed(self.in_host):
                 while not all(host.dead for host in self._hosts):
@@ -45,8 +46,10 @@ class RoundRobin:
                     for unit in units:
                         unit.switch()
                     self._units = deque(u for u in self._units if not u.dead)
-                    idle = 0 if ran or units else idle + 1
-                    if idle:
+                    rounds = 0 if ran or self._ended else rounds + 1
+                    self._ended = False
+                    if rounds > _MOST_ROUNDS or not (ran or units):
+                        rounds, idle = 0, idle + 1
                         self._waiting.clear()
                         if not self.world.pass_time() and idle > _MOST_IDLE:
                             raise CollectiveTimeout("no rank can go on")
@@ -83,6 +86,9 @@ class RoundRobin:
         self._waiting.add(rank)
         self._main.switch()
 
+    def give_way(self, rank: int) -> None:
+        self._main.switch()
+
     def wake_hosts(self) -> None:
         self._waiting.clear()
 
@@ -113,6 +119,7 @@ class RoundRobin:
             except Exception as raised:
                 error = raised
             left[0] -= 1
+            self._ended = True
             if error is not None or left[0] == 0:
                 ended(error)
 

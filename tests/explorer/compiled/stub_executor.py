@@ -47,14 +47,17 @@ class SetOrders:
         return nullcontext(lambda: frozenset({"operation", *(after or ())}))
 
 
-class Clock:
+class StubTurns:
+    def __init__(self, pause) -> None:
+        self.wait = self.give_way = pause
+
     def monotonic(self):
         return 0.0
 
     def sleep(self, seconds):
-        pass
+        self.wait()
 
 
 def gpu(executor=None, orders=None, rank=0, capability=90, pause=lambda: None):
     streams = Streams(rank, executor or StubExecutor(), orders or SetOrders(), lambda: None)
-    return SimulatedGpu(SimulatedDriver(streams, capability), Clock(), pause, lambda: True)
+    return SimulatedGpu(SimulatedDriver(streams, capability), StubTurns(pause))

@@ -85,17 +85,9 @@ class CompiledRanks:
     def runtime(self, world: World, rank: int) -> CompiledRuntime:
         """What a rank's communicator needs; also the rank's GPU, from here on."""
         if rank not in self._gpus:
-            streams = Streams(rank, self._executor, self._orders, world.turns.wake_hosts)
-            driver = SimulatedDriver(streams, self.capability)
-
-            def here() -> bool:
-                return world.turns.in_host() == rank
-
-            def pause() -> None:
-                if here():
-                    world.turns.wait(rank)
-
-            self._gpus[rank] = SimulatedGpu(driver, _Clock(world, here, pause), pause, here)
+            turns = _RankTurns(world, rank)
+            streams = Streams(rank, self._executor, self._orders, turns.changed)
+            self._gpus[rank] = SimulatedGpu(SimulatedDriver(streams, self.capability), turns)
         return CompiledRuntime(world, rank, self._gpus[rank])
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
@@ -124,18 +116,40 @@ class CompiledRanks:
             gpu.streams.abandon()
 
 
-class _Clock:
-    """The world's time in host code, where a pause lets others get on; this machine's elsewhere."""
+class _RankTurns:
+    """How a rank's host code waits; as a clock, the world's time in host code and this machine's elsewhere."""
 
-    def __init__(self, world: World, here: Callable[[], bool], pause: Callable[[], None]) -> None:
-        self._world, self._here, self._pause = world, here, pause
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self._changes, self._looked_at = 0, -1
+
+    def changed(self) -> None:
+        self._changes += 1
+        self._world.turns.wake_hosts()
+
+    @property
+    def _here(self) -> bool:
+        return self._world.turns.in_host() == self._rank
+
+    def wait(self) -> None:
+        if self._here:
+            self._world.turns.wait(self._rank)
+
+    def give_way(self) -> None:
+        if not self._here:
+            return
+        if self._looked_at == self._changes:  # a loop that does nothing else
+            self._world.turns.wait(self._rank)
+        else:
+            self._looked_at = self._changes
+            self._world.turns.give_way(self._rank)
 
     def monotonic(self) -> float:
-        return self._world.now if self._here() else time.monotonic()
+        return self._world.now if self._here else time.monotonic()
 
     def sleep(self, seconds: float, /) -> None:
-        if self._here():
-            self._pause()
+        if self._here:
+            self._world.turns.wait(self._rank)
         else:
             time.sleep(seconds)
 

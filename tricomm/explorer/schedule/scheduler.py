@@ -62,6 +62,7 @@ class Scheduler:
         self._residency, self._most = residency, most_steps
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged = False
+        self._gave_way: set[int] = set()
         self._launches = 0
         self._main = greenlet.getcurrent()
 
@@ -108,6 +109,14 @@ class Scheduler:
         host.state, host.host_site = State.WAITING, source_lines.of_host()
         self._main.switch()
         self._refuse_when_closing()
+
+    def give_way(self, rank: int) -> None:
+        """As `wait`; also returns when nobody else can run."""
+        self._gave_way.add(rank)
+        try:
+            self.wait(rank)
+        finally:
+            self._gave_way.discard(rank)
 
     def take_turns(self) -> None:
         """In a block, before an access to shared memory: somebody else may go first."""
@@ -189,6 +198,9 @@ class Scheduler:
                 return self._choose(ready)
             if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):
                 return None
+            if self._gave_way:
+                self.hosts[min(self._gave_way)].state = State.READY
+                continue
             if not self.flush() and not self._retry() and not self.stuck():
                 raise Ended("nobody can run")
 
