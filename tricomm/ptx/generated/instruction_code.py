@@ -34,7 +34,7 @@ class InstructionCode:
 
     def __init__(self, operands: Operands, masked: bool) -> None:
         self.operands, self.masked = operands, masked
-        self.operands.names |= FUNCTIONS
+        self.operands.names |= FUNCTIONS  # our own begin with _
         self.operands.names |= scalar_functions()
         self._operations: dict[tuple[Any, ...], Operation | None] = {}
         self._rules: dict[Instruction, Rule] = {}
@@ -121,10 +121,10 @@ class InstructionCode:
             word = "not " if guard[1] else ""
             return [f"if {word}{predicate}:", *_indented(self._plain(instruction, "None"))]
         if self.masked:
-            head = [f"g={'both_not' if guard[1] else 'both'}(m,{predicate})"]
+            head = [f"g={'_both_not' if guard[1] else '_both'}(m,{predicate})"]
             mask = "g"
         else:
-            head = [f"g={'INVERSE_AGREED' if guard[1] else 'agreed'}({predicate})"]
+            head = [f"g={'_INVERSE_AGREED' if guard[1] else '_agreed'}({predicate})"]
             mask = "(None if g is True else g)"
         return [*head, "if g is not False:", *_indented(self._plain(instruction, mask, guarded=True))]
 
@@ -146,7 +146,7 @@ class InstructionCode:
             return []
         variable, wanted = self.operands.variable(target), self.operands.shape(target, 0)
         if wanted.width == 1:
-            return [f"{variable}={f'(p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
         if wanted.flag or wanted.stride is not None:
             return [f"{variable}={code}"]
         home = self.operands.home(target)
@@ -159,12 +159,12 @@ class InstructionCode:
             return []
         variable = self.operands.variable(target)
         if kind == "?":
-            return [f"{variable}={f'(p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
         home = self.operands.home(target)
         if home != kind:
             code = f"{code}.view({self.operands.dtype(home)})"
         if guarded:
-            code = f"{code} if g is True else merge(g,{code},{variable})"
+            code = f"{code} if g is True else _merge(g,{code},{variable})"
         return [f"{variable}={code}"]
 
     def _by_rule(self, instruction: Instruction, targets: tuple[Operand | None, ...], guarded: bool) -> list[str]:
@@ -209,12 +209,12 @@ class InstructionCode:
         inputs = []
         for source, kind in zip(form.sources(instruction), found.inputs, strict=True):
             width = 1 if kind == "?" else 8 * int(kind[1:])
-            inputs.append(f"scalar_{_name(kind)}({self.operands.number(source, width)})")
+            inputs.append(f"_scalar_{_name(kind)}({self.operands.number(source, width)})")
         fixed = [self.operands.named(c, "scalar", c.dtype.str, c.tobytes()) for c in found.constants]
         lines = [f"t={found.template.format(*inputs, *fixed)}"]
         for n, (target, kind) in enumerate(zip(targets, found.outputs, strict=True)):
             if isinstance(target, Register):
-                value = f"bits_{_name(kind)}({'t' if len(targets) == 1 else f't[{n}]'})"
+                value = f"_bits_{_name(kind)}({'t' if len(targets) == 1 else f't[{n}]'})"
                 shape = uniform(1 if kind == "?" else 8 * int(kind[1:]))
                 lines += self._assign(target, value, shape, guarded=False)
         return lines

@@ -179,7 +179,7 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            f"g={'INVERSE_AGREED' if negated else 'agreed'}({variable})", "if g is True:", *_indented(taken),
+            f"g={'_INVERSE_AGREED' if negated else '_agreed'}({variable})", "if g is True:", *_indented(taken),
             "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
         ]  # fmt: skip
 
@@ -262,7 +262,7 @@ class KernelCode:
             if name in live or name.startswith("%cc."):
                 register = _register(self.kernel, name)
                 variable, place = self._masked.variable(register), self._index[name]
-                merge = "p_merge" if register.kind == "pred" else "merge"
+                merge = "_p_merge" if register.kind == "pred" else "_merge"
                 body.append(f"registers[{place}]={variable} if whole else {merge}(m,{variable},registers[{place}])")
         text = "\n".join(["def piece(u,m,registers):", " whole=u.is_whole(m)", *_indented(body)])
         return self._compiled(text, self._masked.names, "piece")
@@ -278,7 +278,7 @@ class KernelCode:
                 continue
             word = f"u{home[1:]}"
             if shape.flag:
-                array = names[f"flag_{word}"](value)
+                array = names[f"_flag_{word}"](value)
             else:
                 array = values.constant(value, word) + values.steps(shape.stride or 0, word)
             found.append(array.view(home))
