@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._regions: dict[int, Region] = {}
+        self._multicast: list[tuple[int, int, tuple[int, ...]]] = []
         self.last = _NOTHING
 
     def add(self, base: int, nbytes: int, name: str) -> None:
@@ -72,6 +74,19 @@ class GlobalMemory:
                     f"{nbytes} bytes at {address:#x} reach beyond the end of {region.name} at {region.high:#x}"
                 )
         raise OutOfBounds(f"{nbytes} bytes at {address:#x} are in no memory that the kernel was given")
+
+    def add_multicast(self, base: int, nbytes: int, members: Sequence[int]) -> None:
+        """`multimem` on an address from `base` means the same offset from each of `members`, which are in regions."""
+        self._multicast.append((base, nbytes, tuple(members)))
+
+    def members(self, addresses: Array, mask: Array | None) -> list[Array]:
+        """The addresses behind multicast ones, one array a member. Raises `OutOfBounds`."""
+        active = addresses if mask is None else addresses[mask]
+        first, last = int(active.min()), int(active.max())
+        for base, nbytes, members in self._multicast:
+            if base <= first and last < base + nbytes:
+                return [addresses - np.uint64(base) + np.uint64(member) for member in members]
+        raise OutOfBounds(f"no multicast mapping was given for {first:#x} to {last:#x}")
 
 
 _NOTHING = Region.__new__(Region)

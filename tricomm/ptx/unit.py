@@ -14,6 +14,7 @@ from tricomm.ptx.access import Array, Surroundings, ThreadAccess
 from tricomm.ptx.blocks import BarrierRequest, BlockState, array_region
 from tricomm.ptx.divergence import Divergence
 from tricomm.ptx.instructions import Instruction
+from tricomm.ptx.operations.async_copies import Copies
 from tricomm.ptx.special_registers import WARP, UnitShape
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Unit:
         self.deferred = False
         self.opened: BarrierRequest | None = None
         self.request: BarrierRequest | None = None
-        self.copies: list[Any] = []  # of cp.async, see operations.async_copies
+        self.copies = Copies(shape.lanes)
 
     def __call__(self, surroundings: Surroundings | Direct) -> None:
         """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""

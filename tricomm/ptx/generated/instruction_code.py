@@ -226,6 +226,8 @@ class InstructionCode:
         for operand, kind in operation.arguments:
             if kind == "number":
                 arguments.append(self.operands.number(operand, 64))
+            elif isinstance(operand, Address):
+                arguments.append(self.operands.address_array(operand))
             else:
                 arguments.append(self.operands.array(operand, kind))
         name = self.operands.named(operation.call, "call", id(operation))
@@ -247,7 +249,7 @@ class InstructionCode:
         """The numpy types in which registers would best be kept, for this instruction."""
         operation = self.operation(instruction)
         if operation is not None:
-            given = [(o, k) for o, k in operation.arguments if k != "number"]
+            given = [(o, k) for o, k in operation.arguments if k not in ("number", "address")]
             given += [(o, k) for o, k in zip(operation.results, operation.kinds, strict=True) if o is not None]
         else:
             found = self._rule(instruction)
@@ -255,7 +257,7 @@ class InstructionCode:
                 return []
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
             given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
-        return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number")]
+        return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
 
 
 def _name(kind: str) -> str:

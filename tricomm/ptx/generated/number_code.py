@@ -87,12 +87,12 @@ def _neg(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
 def _product(a: LaneShape, b: LaneShape, width: int) -> LaneShape | None:
     if a.stride is None or b.stride is None:
         return None
-    if a.constant:
+    if a.uniform:
         a, b = b, a
     if not a.uniform and not b.constant:
         return None
     assert a.stride is not None
-    return ranged(width, a.stride * b.low if a.stride else 0, a.low * b.low, a.high * b.high, a.zeros + b.zeros)
+    return ranged(width, a.stride * b.low, a.low * b.low, a.high * b.high, a.zeros + b.zeros)
 
 
 def _mul(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:

@@ -144,6 +144,11 @@ class Operands:
         code = self.array(base, kind)
         return (f"({code}+{self.constant(offset, kind)})" if offset else code), None
 
+    def address_array(self, address: Address) -> str:
+        """Every lane's address, as 64-bit words or as wide as its register."""
+        code, stride = self.address(address)
+        return code if stride is None else f"_step_u8({code},{self.steps(stride, 'u8')})"
+
 
 def numpy_word(kind: str) -> str:
     """The unsigned numpy type of a register's declared type."""
