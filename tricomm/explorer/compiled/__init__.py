@@ -1,1 +1,1 @@
-"""Compiled kernels under the explorer: the PTX that a GPU would run, thread by thread."""
+"""The compiled kernels, executed: the launch path of a GPU over a driver whose kernels the PTX machine runs."""

@@ -126,6 +126,12 @@ class Scheduler:
         self.current.state = State.PARKED
         self._main.switch()
 
+    def in_host(self) -> int | None:
+        """The rank whose host code makes this call; None elsewhere."""
+        task = self.current
+        here = task is not None and task.is_host and greenlet.getcurrent() is task.greenlet
+        return task.rank if task is not None and here else None
+
     # Called by whoever looks on
 
     def wrote(self, addresses: Array) -> None:
