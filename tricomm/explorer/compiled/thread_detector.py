@@ -67,6 +67,9 @@ class ThreadDetector:
         self.clocks = Clocks()
         self.words = WordRule()
         self.unused = UnusedLoads(self.report)
+        self.acting: dict[int, Maker] = {}  # by rank: what makes the host's accesses, if it is a stream's operation
+        self._hosts: dict[int, Maker] = {}
+        self._meetings: dict[int, list[tuple[Array, Array]]] = {}
         self._shadowed: list[Region] = []
         self._pairs: dict[tuple[int, int], int] = {}  # (a strong write's event, the reader's team): the read's event
 
@@ -79,6 +82,24 @@ class ThreadDetector:
         """Keep a finding, unless the same two lines have been found at odds already."""
         if len(self.findings) < _MOST and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
+
+    # Host code
+
+    def host(self, rank: int) -> Maker:
+        """A rank's host code."""
+        if rank not in self._hosts:
+            self._hosts[rank] = Maker(self.clocks.team(rank, 1, host=True))
+        return self._hosts[rank]
+
+    def met(self, rank: int, step: int, after: bool) -> None:
+        """Host code has come to exchange number `step` of the group, or has left it with everybody's answer."""
+        slot = int(self.host(rank).team.slots[0])
+        if not after:
+            self._meetings.setdefault(step, []).append((self.clocks.row(slot), self.words.row(rank)))
+            return
+        for threads, words in self._meetings[step]:
+            self.clocks.learn(slot, threads)
+            self.words.learn(rank, -1, words)
 
     # Accesses
 
@@ -113,8 +134,9 @@ class ThreadDetector:
         """Now it does, or some of its elements: those of `places`."""
         self._stored(maker, access, places, stamp)
 
-    def host_access(self, maker: Maker, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
+    def host_access(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
         """Host code, or an operation that it has put on a stream, has read or written shared memory."""
+        maker = self.acting.get(rank) or self.host(rank)
         self.events.append(
             Event(self.step, maker.rank, -1, maker.team.number, 0, "store" if write else "load", None, None, site,
                   region, int(offsets[0]), len(offsets), itemsize)
@@ -129,6 +151,13 @@ class ThreadDetector:
         else:
             self._check_read(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
             shadow.plain.note(pieces, slots, times, record, kind_of(0, itemsize))
+
+    def messages(self, place: Elements, itemsize: int) -> Array:
+        """What the elements carry now, by element."""
+        shadow = self._shadow(place.region)
+        pieces, _ = shadow.pieces(place.offsets, itemsize)
+        found: Array = shadow.message[pieces].reshape(len(place.offsets), -1)[:, 0]
+        return found
 
     def out_of_bounds(self, maker: Maker, access: ThreadAccess, text: str) -> None:
         event = self._event(maker, access, None, 0)
@@ -243,6 +272,8 @@ class ThreadDetector:
             which = place.lanes[elements]
             slots, times = lanes[which], stamp.times[which]
             self._check_write(maker, shadow, pieces, slots, stamp.record, kind)
+            if not scope:
+                self._check_lanes(pieces, slots, times, stamp.record, kind)
             again = self._again(shadow, pieces, stamp.record) if scope else None
             if words:
                 self._overwritten(maker, shadow, pieces, slots, stamp.record, again)
@@ -318,6 +349,16 @@ class ThreadDetector:
             if clash is not None:
                 clash.written = epochs is shadow.displaced
                 self._race(clash, int(slots[clash.at]), record)
+
+    def _check_lanes(self, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
+        """Lanes of one weak store that store to one place."""
+        if len(pieces) > 1 and not (np.diff(pieces) > 0).all():
+            _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
+            other = np.flatnonzero(slots != slots[first[inverse]])
+            if len(other):
+                at = int(other[0])
+                before = int(first[inverse[at]])
+                self._race(Clash(at, int(slots[before]), int(times[before]), record, kind, True), int(slots[at]), record)
 
     def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
         """The first element whose last write may not meet this access unordered."""
