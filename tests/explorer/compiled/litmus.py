@@ -33,12 +33,11 @@ class Litmus:
         host = self.detector.host(0)
         self.detector.host_access(0, True, self.region, np.arange(0, 256, 8), 8, _site())
         for rank in range(2):  # what host code has initialised, all launches know
-            self.detector.clocks.learn(
-                self.detector.host(rank).team.slots[0], self.detector.clocks.row(host.team.slots[0])
-            )
+            team = self.detector.host(rank).team
+            self.detector.clocks.learn(team, np.zeros(1, int), self.detector.clocks.row(host.team))
 
     def block(self, rank: int = 0, threads: int = 2, number: int = 0) -> Block:
-        known = self.detector.clocks.row(self.detector.host(rank).team.slots[0])
+        known = self.detector.clocks.row(self.detector.host(rank).team)
         return Block(self, Maker(self.detector.clocks.team(rank, threads, known), number, 1, _KERNEL))
 
     @property
@@ -99,16 +98,16 @@ class Block:
         for slot in slots:
             self.litmus.detector.clocks.arrive(self.maker.team, 0, np.array([slot]))
         for slot in slots:
-            self.litmus.detector.clocks.leave(self.maker.team, 0, np.array([slot]))
+            self.litmus.detector.clocks.go_on(self.maker.team, 0, np.array([slot]))
 
     def warp_barrier(self, lanes: list[int]) -> None:
-        self.litmus.detector.clocks.meet(self.maker.team.slots[lanes])
+        self.litmus.detector.clocks.meet(self.maker.team, self.maker.team.slots[lanes])
 
     def end(self) -> None:
         """The launch ends, and its rank's host code waits for it."""
         clocks = self.litmus.detector.clocks
         host = self.litmus.detector.host(self.maker.rank)
-        clocks.learn(host.team.slots[0], clocks.end(self.maker.team))
+        clocks.learn(host.team, np.zeros(1, int), clocks.end(self.maker.team))
 
 
 _VALUE, _ADDRESS = Register("%r1", "b32"), Register("%rd1", "b64")

@@ -170,10 +170,10 @@ def test_a_warp_that_comes_to_the_next_barrier_early_does_not_hand_on_what_it_di
     one, other = team.slots[[0]], team.slots[[1]]
     clocks.arrive(team, 0, one)
     clocks.arrive(team, 0, other)
-    clocks.leave(team, 0, one)
+    clocks.go_on(team, 0, one)
     block(0, "st.b32", DATA, 1)
     clocks.arrive(team, 0, one)
-    clocks.leave(team, 0, other)
+    clocks.go_on(team, 0, other)
     block(1, "ld.b32", DATA)
     assert litmus.kinds == ["race"]
 

@@ -18,7 +18,7 @@ from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, Task
 
-_MOST_SHARED = 256 * 1024
+_STEPS = 1 << 18  # how often a warp may go through loops without an access to what others reach
 
 
 @dataclass(eq=False)
@@ -73,16 +73,16 @@ class Launches:
         memory = GlobalMemory()
         for region in [*self._memory, *private]:
             memory.add(region.base, region.nbytes, region.name)
-        kernel = launch.loaded.kernel
+        loaded = grid.LoadedKernel(launch.loaded.kernel, memory, self._detector is not None, _STEPS)
         blocks = grid.launch(
-            kernel, launch.grid, launch.threads, launch.shared, launch.parameters, memory, unit=self._unit,
-            watch_shared=self._detector is not None,
-        )  # fmt: skip
+            loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit
+        )
         made = self._scheduler.new_launch(launch.rank, launch.loaded.name, private)
         running = Running(launch, made, [], ended, private)
         threads = int(np.prod(launch.threads))
         for number, block in enumerate(blocks):
-            crew = Crew(self._maker(launch, number, threads, made.number), self._shared(launch, number))  # type: ignore[arg-type]
+            shared = BlockMemory(launch.rank, number, len(block.shared))
+            crew = Crew(self._maker(launch, number, threads, made.number), shared)  # type: ignore[arg-type]
             for warp, unit in enumerate(block.units):
                 task = Task(launch.rank, number, _nothing, launch=made, warp=warp)
                 task.run = self._run(unit, task, crew)
@@ -96,27 +96,25 @@ class Launches:
         made.ended = lambda: self._over(running)
         self._scheduler.begin(made)
 
-    def _run(self, unit: Callable[[Warp], None], task: Task, crew: Crew) -> Callable[[], None]:
+    def _run(self, unit: Any, task: Task, crew: Crew) -> Callable[[], None]:
         surroundings = Warp(self._machine, task, crew)
 
         def run() -> None:
             with np.errstate(all="ignore"):
                 unit(surroundings)
-            self._machine.poke(crew)
+            self._machine.leave(crew, unit.threads)
             self._scheduler.finish_stores(task)
 
         return run
 
     def _maker(self, launch: KernelLaunch, block: int, threads: int, number: int) -> Maker:
         if self._detector is None:
-            return Maker(Team(0, launch.rank, np.arange(threads)), block, number, launch.loaded.kernel)
+            team = Team(0, launch.rank, np.arange(threads), [], np.zeros(0, np.int32), threads)
+            return Maker(team, block, number, launch.loaded.kernel)
         token = launch.after or Token(np.zeros(1, np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
         return Maker(team, block, number, launch.loaded.kernel)
-
-    def _shared(self, launch: KernelLaunch, block: int) -> BlockMemory:
-        return BlockMemory(launch.rank, block, _MOST_SHARED)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error
@@ -160,12 +158,12 @@ class Orders:
 
     def host(self, rank: int) -> Token:
         detector = self._detector
-        return Token(detector.clocks.row(detector.host(rank).team.slots[0]), detector.words.row(rank))
+        return Token(detector.clocks.row(detector.host(rank).team), detector.words.row(rank))
 
     def learn(self, rank: int, token: Token | None) -> None:
         if token is not None:
             detector = self._detector
-            detector.clocks.learn(detector.host(rank).team.slots[0], token.threads)
+            detector.clocks.learn(detector.host(rank).team, np.zeros(1, np.int64), token.threads)
             detector.words.learn(rank, -1, token.words)
 
     def join(self, one: Token | None, other: Token | None) -> Token | None:
@@ -181,7 +179,7 @@ class Orders:
         before = detector.acting.get(rank)
         detector.acting[rank] = Maker(team)
         try:
-            yield lambda: Token(detector.clocks.row(team.slots[0]), _highest([after.words, detector.words.row(rank)]))
+            yield lambda: Token(detector.clocks.row(team), _highest([after.words, detector.words.row(rank)]))
         finally:
             detector.clocks.end(team)
             if before is None:

@@ -93,12 +93,12 @@ class ThreadDetector:
 
     def met(self, rank: int, step: int, after: bool) -> None:
         """Host code has come to exchange number `step` of the group, or has left it with everybody's answer."""
-        slot = int(self.host(rank).team.slots[0])
+        team = self.host(rank).team
         if not after:
-            self._meetings.setdefault(step, []).append((self.clocks.row(slot), self.words.row(rank)))
+            self._meetings.setdefault(step, []).append((self.clocks.row(team), self.words.row(rank)))
             return
         for threads, words in self._meetings[step]:
-            self.clocks.learn(slot, threads)
+            self.clocks.learn(team, np.zeros(1, np.int64), threads)
             self.words.learn(rank, -1, words)
 
     # Accesses
@@ -144,13 +144,13 @@ class ThreadDetector:
         record, shadow = len(self.events) - 1, self._shadow(region)
         pieces, _ = shadow.pieces(offsets, itemsize)
         slots = np.broadcast_to(maker.team.slots[0], pieces.shape)
-        times = self.clocks.now[slots, slots]
+        times = self.clocks.time[slots]
         if write:
             self._check_write(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
-            shadow.note_write(pieces, slots, times, record, kind_of(0, itemsize))
+            shadow.note_write(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
         else:
             self._check_read(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
-            shadow.plain.note(pieces, slots, times, record, kind_of(0, itemsize))
+            shadow.plain.note(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
 
     def messages(self, place: Elements, itemsize: int) -> Array:
         """What the elements carry now, by element."""
@@ -213,18 +213,18 @@ class ThreadDetector:
         slots = lanes[place.lanes[elements]]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
         kind = kind_of(scope, access.itemsize)
-        times = self.clocks.now[slots, slots]
+        times = self.clocks.time[slots]
         self._check_read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
             if place.region.shared and (shadow.writer[pieces] == 0).any():
                 self.report(diagnosis.uninitialised(self.events[record].record()))
-            shadow.plain.note(pieces, slots, times, record, kind)
+            shadow.plain.note(maker.team, pieces, slots, times, record, kind)
             return
         messages = shadow.message[pieces] if past is None else past[elements]
         self._observe(maker, shadow, pieces, slots, messages, access.sem, scope, record)
         if past is None:
             self.words.took(maker.rank, maker.block, shadow, pieces)
-        shadow.strong.note(pieces, slots, times, record, kind)
+        shadow.strong.note(maker.team, pieces, slots, times, record, kind)
 
     def _observe(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, messages: Array, sem: str,
                  scope: int, record: int) -> None:  # fmt: skip
@@ -236,27 +236,34 @@ class ThreadDetector:
             self._pairs.setdefault((write, maker.team.number), record)
 
     def _stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int) -> Stamp:
-        times = self.clocks.now[slots, slots]
+        times = self.clocks.time[slots]
         messages, word = np.zeros(len(slots), np.int32), 0
         if access.sem is not None:
             scope = SCOPES[access.scope or "sys"]
             word = self.words.vector(maker.rank, maker.block)
-            for lane, slot in enumerate(slots.tolist()):
+            messages[:] = self.clocks.plain(maker.team, scope)
+            before = self._own_before(maker, access, places, slots, int(messages[0]))
+            alone = range(len(slots)) if access.sem in RELEASES or self.clocks.has_fenced(slots) else before
+            for lane in alone:
                 messages[lane] = self.clocks.publish(
-                    maker.team, slot, access.sem, scope, self._own_before(places, access, lane, slot)
+                    maker.team, int(slots[lane]), access.sem, scope, before.get(lane, ())
                 )
         return Stamp(times, messages, word, record)
 
-    def _own_before(self, places: list[Elements], access: ThreadAccess, lane: int, slot: int) -> list[int]:
-        """The messages of this thread's own last writes to the same words: a release goes on in them (8.8)."""
-        found = []
+    def _own_before(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array,
+                    plain: int) -> dict[int, list[int]]:  # fmt: skip
+        """By lane, the messages of the thread's own last writes to the same words, in which a release goes on (8.8);
+        without `plain`, in which none does."""
+        found: dict[int, list[int]] = {}
         for place in places:
             shadow = self._shadow(place.region)
-            if not shadow.message.any():
-                continue
-            pieces, _ = shadow.pieces(place.offsets[place.lanes == lane], access.itemsize)
-            found += np.unique(shadow.message[pieces[shadow.writer[pieces] == slot]]).tolist()
-        return [number for number in found if number]
+            pieces, elements = shadow.pieces(place.offsets, access.itemsize)
+            lanes, messages = place.lanes[elements], shadow.message[pieces]
+            own = (messages > 0) & (messages != plain) & (shadow.writer[pieces] == slots[lanes])
+            for lane, message in zip(lanes[own].tolist(), messages[own].tolist(), strict=True):
+                if message not in found.setdefault(lane, []):
+                    found[lane].append(message)
+        return found
 
     def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: Stamp) -> None:
         lanes = maker.team.slots[access.threads]
@@ -278,7 +285,7 @@ class ThreadDetector:
             if words:
                 self._overwritten(maker, shadow, pieces, slots, stamp.record, again)
             before = shadow.waiting[pieces]
-            shadow.note_write(pieces, slots, times, stamp.record, kind)
+            shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind)
             if scope:
                 shadow.message[pieces], shadow.word[pieces] = stamp.messages[which], stamp.word
                 shadow.waiting[pieces] = True if again is None else np.where(again, before, True)
@@ -293,12 +300,12 @@ class ThreadDetector:
         slots = lanes[place.lanes[elements]]
         scope, sem = SCOPES[access.scope or "gpu"], access.sem or "relaxed"
         kind = kind_of(scope, access.itemsize)
-        times = self.clocks.now[slots, slots]
+        times = self.clocks.time[slots]
         self._check_read(maker, shadow, pieces, slots, record, kind)
         messages = shadow.message[pieces].copy()
         self._observe(maker, shadow, pieces, slots, messages, sem, scope, record)
         self.words.took(maker.rank, maker.block, shadow, pieces)
-        shadow.strong.note(pieces, slots, times, record, kind)
+        shadow.strong.note(maker.team, pieces, slots, times, record, kind)
         if not alters and sem not in RELEASES:
             return
         before = [n for n in np.unique(messages).tolist() if n]
@@ -306,7 +313,7 @@ class ThreadDetector:
         word = self.words.vector(maker.rank, maker.block)
         if alters:
             self._check_write(maker, shadow, pieces, slots, record, kind)
-            shadow.note_write(pieces, slots, times, record, kind)
+            shadow.note_write(maker.team, pieces, slots, times, record, kind)
             # A counter's last ticket need not be read by anybody; a signal must be.
             shadow.waiting[pieces] = access.op == "exch"
         shadow.message[pieces], shadow.word[pieces] = message, word
@@ -315,7 +322,7 @@ class ThreadDetector:
 
     def _check_read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                     kind: int) -> None:  # fmt: skip
-        unordered = shadow.unordered_write(pieces, slots)
+        unordered = shadow.unordered_write(maker.team, pieces, slots)
         weak = kind >> 5 == 0
         if unordered.any():
             if weak:
@@ -327,25 +334,25 @@ class ThreadDetector:
                 if at is not None:
                     self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
         if shadow.displaced.used:
-            clash = shadow.displaced.late(pieces, slots, None if weak else shadow.fits(kind, slots))
+            clash = shadow.displaced.late(maker.team, pieces, slots, None if weak else shadow.fits(kind, slots))
             if clash is not None:
                 clash.written = True
                 self._race(clash, int(slots[clash.at]), record)
 
     def _check_write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                      kind: int) -> None:  # fmt: skip
-        unordered = shadow.unordered_write(pieces, slots)
+        unordered = shadow.unordered_write(maker.team, pieces, slots)
         strong = kind >> 5 > 0
         if unordered.any():
             at = self._misfit(shadow, pieces, slots, unordered, kind)
             if at is not None:
                 self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
         fits = shadow.fits(kind, slots) if strong else None
-        if shadow.plain.late(pieces, slots) is not None:
-            for clash in shadow.plain.all_late(pieces, slots):
+        if shadow.plain.late(maker.team, pieces, slots) is not None:
+            for clash in shadow.plain.all_late(maker.team, pieces, slots):
                 self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
         for epochs in (shadow.strong, shadow.displaced):
-            clash = epochs.late(pieces, slots, fits)
+            clash = epochs.late(maker.team, pieces, slots, fits)
             if clash is not None:
                 clash.written = epochs is shadow.displaced
                 self._race(clash, int(slots[clash.at]), record)
@@ -409,7 +416,7 @@ class ThreadDetector:
                 first = self.events[shadow.record[pieces[int(np.flatnonzero(which)[0])]]]
                 self.report(diagnosis.ll_overwritten(first.record(), self.events[record].record(), unread))
                 return
-        late = shadow.cleared[pieces] & shadow.unordered_write(pieces, slots)
+        late = shadow.cleared[pieces] & shadow.unordered_write(maker.team, pieces, slots)
         late = late if again is None else late & ~again
         if late.any():
             first = self.events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]

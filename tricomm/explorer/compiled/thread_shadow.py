@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team, includes
 
 _SIZE = 31  # the low bits of a kind: bytes of the element; above them the scope, 0 for a weak access
 
@@ -46,7 +46,7 @@ class Epochs:
         self._times = np.zeros((1, clocks.size), np.int32)
         self._records, self._kinds = np.zeros((1, clocks.size), np.int32), np.zeros((1, clocks.size), np.uint8)
 
-    def note(self, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
+    def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
         """`record` and `kind` are numbers, or arrays of one for each."""
         self.used = True
         record, kind = np.broadcast_to(record, pieces.shape), np.broadcast_to(kind, pieces.shape)
@@ -54,7 +54,7 @@ class Epochs:
         wide = rows > 0
         if not wide.all():
             alone = ~wide
-            ordered = self.time[pieces] <= self._clocks.now[slots, self.slot[pieces]]
+            ordered = self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
             if len(pieces) > 1 and not (np.diff(pieces) > 0).all():
                 _, inverse, count = np.unique(pieces, return_inverse=True, return_counts=True)
                 ordered &= count[inverse] == 1
@@ -71,6 +71,13 @@ class Epochs:
             self._fit()
             self._times[at, who], self._records[at, who], self._kinds[at, who] = times[wide], record[wide], kind[wide]
 
+    def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
+        """Accesses of earlier, by any threads; nothing that is kept stands for another."""
+        self.used = True
+        self._spread(np.unique(pieces[self.row[pieces] == 0]))
+        rows = self.row[pieces]
+        self._times[rows, slots], self._records[rows, slots], self._kinds[rows, slots] = times, records, kinds
+
     def forget(self, pieces: Array) -> None:
         if not self.used:
             return
@@ -82,12 +89,11 @@ class Epochs:
                 self._free.append(row)
             self.row[pieces] = 0
 
-    def late(self, pieces: Array, slots: Array, fits: Any = None) -> Clash | None:
+    def late(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> Clash | None:
         """An access that `slots`, at `pieces`, do not know of. `fits(kinds, others, slots)` says which may be so."""
         if not self.used:
             return None
-        now = self._clocks.now
-        late = self.time[pieces] > now[slots, self.slot[pieces]]
+        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
         if late.any() and fits is not None:
             late &= ~fits(self.kind[pieces], self.slot[pieces], slots)
         if late.any():
@@ -101,7 +107,7 @@ class Epochs:
         self._fit()
         which = np.flatnonzero(rows > 0)
         times = self._times[rows[which]]
-        unknown = times > now[slots[which]]
+        unknown = times > self._clocks.known_of_all(team, slots[which])
         if unknown.any() and fits is not None:
             one, other = np.nonzero(unknown)
             unknown[one, other] = ~fits(self._kinds[rows[which[one]], other], other, slots[which[one]])
@@ -113,18 +119,18 @@ class Epochs:
             at, other, int(times[one, other]), int(self._records[row, other]), int(self._kinds[row, other]), False
         )
 
-    def all_late(self, pieces: Array, slots: Array) -> list[Clash]:
+    def all_late(self, team: Team, pieces: Array, slots: Array) -> list[Clash]:
         """Every one that the slots do not know of: for loads whose values may never be used."""
         found = []
-        now = self._clocks.now
-        late = self.time[pieces] > now[slots, self.slot[pieces]]
+        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
         for at in np.flatnonzero(late & (self.row[pieces] == 0)).tolist():
             values = (int(a[pieces[at]]) for a in (self.slot, self.time, self.record, self.kind))
             found.append(Clash(at, *values, written=False))
         self._fit()
         for at in np.flatnonzero(self.row[pieces]).tolist():
             row = int(self.row[pieces[at]])
-            for other in np.flatnonzero(self._times[row] > now[slots[at]]).tolist():
+            known = self._clocks.known_of_all(team, slots[at : at + 1])[0]
+            for other in np.flatnonzero(self._times[row] > known).tolist():
                 values = (int(a[row, other]) for a in (self._times, self._records, self._kinds))
                 found.append(Clash(at, other, *values, written=False))
         return found
@@ -205,9 +211,9 @@ class ThreadShadow:
             epochs.refine(times)
         self.granule = granule
 
-    def unordered_write(self, pieces: Array, slots: Array) -> Array:
+    def unordered_write(self, team: Team, pieces: Array, slots: Array) -> Array:
         """bool per piece: its last write is not among what its thread knows."""
-        return self.written[pieces] > self._clocks.now[slots, self.writer[pieces]]
+        return self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces])
 
     def clash_with_write(self, pieces: Array, at: int) -> Clash:
         piece = pieces[at]
@@ -230,12 +236,12 @@ class ThreadShadow:
 
         return both
 
-    def note_write(self, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
+    def note_write(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
         if kind >> 5:
-            lost = self.unordered_write(pieces, slots) & (self.kind[pieces] >> 5 > 0)
+            lost = (self.kind[pieces] >> 5 > 0) & self.unordered_write(team, pieces, slots)
             if lost.any():
                 at = pieces[lost]
-                self.displaced.note(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
+                self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
         else:
             self.strong.forget(pieces)
             self.displaced.forget(pieces)

@@ -87,20 +87,21 @@ class UnitMachine:
 
     def barrier(self, task: Task, crew: Crew, number: int, threads: Array) -> None:
         if self.detector is not None:
-            self.detector.clocks.leave(crew.maker.team, number, crew.maker.team.slots[threads])
+            self.detector.clocks.go_on(crew.maker.team, number, crew.maker.team.slots[threads])
         if self.weak is not None:
             self.weak.synchronised(task)
 
-    def arrive(self, task: Task, crew: Crew, number: int, threads: Array) -> None:
+    def arrive(self, task: Task, crew: Crew, number: int, threads: Array, instruction: Instruction) -> None:
         if self.detector is not None:
-            self.detector.clocks.arrive(crew.maker.team, number, crew.maker.team.slots[threads])
+            team, waits = crew.maker.team, "arrive" not in instruction.modifiers
+            self.detector.clocks.arrive(team, number, team.slots[threads], waits)
         if self.weak is not None:
             self.weak.met(task)
         self.poke(crew)
 
     def warp_barrier(self, task: Task, crew: Crew, threads: Array) -> None:
         if self.detector is not None:
-            self.detector.clocks.meet(crew.maker.team.slots[threads])
+            self.detector.clocks.meet(crew.maker.team, crew.maker.team.slots[threads])
         if self.weak is not None:
             self.weak.met(task)
             self.weak.synchronised(task)
@@ -115,6 +116,12 @@ class UnitMachine:
             self.scheduler.park()
         crew.waiting.pop(task, None)
         task.waits = None
+
+    def leave(self, crew: Crew, threads: Array) -> None:
+        """A warp has come to its end."""
+        if self.detector is not None:
+            self.detector.clocks.leave(crew.maker.team, crew.maker.team.slots[threads])
+        self.poke(crew)
 
     def poke(self, crew: Crew) -> bool:
         """Something has changed within the block: whoever waits for it may go on."""
@@ -324,7 +331,7 @@ class Warp:
         self._machine.barrier(self._task, self._crew, number, threads)
 
     def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
-        self._machine.arrive(self._task, self._crew, number, threads)
+        self._machine.arrive(self._task, self._crew, number, threads, instruction)
 
     def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
         self._machine.wait(self._task, self._crew, until, instruction)
