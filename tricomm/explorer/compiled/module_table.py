@@ -23,7 +23,7 @@ class LoadedKernel:
     """
 
     name: str
-    kernel: Kernel
+    kernel: Kernel = field(repr=False)
     layout: tuple[tuple[int, int], ...]
     shared: int
     most_shared: int

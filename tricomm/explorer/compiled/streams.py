@@ -8,8 +8,8 @@ token of `Orders`: from host code to what it enqueues, along a stream, from a re
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -196,7 +196,8 @@ class StreamQueue:
         """Call `look` in its place; it orders nothing."""
 
         def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
-            look()
+            with self._streams.at_work():
+                look()
             ended(None, after)
 
         self._put(begin)
@@ -255,7 +256,8 @@ class _Replay:
         after = self._joined(node.behind)
         if node.operation is not None:
             with self._streams.orders.operation(self._streams.rank, after) as end:
-                node.operation()
+                with self._streams.at_work():
+                    node.operation()
                 self._ends[number] = end()
         elif node.launch is not None:
             launch = node.launch.again()
@@ -277,14 +279,24 @@ class Streams:
     orders     is told what orders what
     changed    is called when a piece of work has ended: host code may go on
     error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
+    working    torch's operations now are a stream's, though host code may be what made it advance
     """
 
     def __init__(self, rank: int, executor: Executor, orders: Orders, changed: Callable[[], None]) -> None:
         self.rank, self.executor, self.orders, self._changed = rank, executor, orders, changed
         self.error: BaseException | None = None
         self.queues: dict[int, StreamQueue] = {}
+        self.working = False
         self._advancing = False
         self.queue(0)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = False
 
     def queue(self, handle: int) -> StreamQueue:
         """The stream of a handle; 0 is the default one."""

@@ -37,7 +37,7 @@ class InStreamOrder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu = self._current()
-        if gpu is None or getattr(func, "__name__", "") in _NO_DATA:
+        if gpu is None or gpu.streams.working or getattr(func, "__name__", "") in _NO_DATA:
             return func(*args, **(kwargs or {}))
         # Torch takes the mode away for as long as this runs. Other ranks' host code, which may run while this one
         # waits, needs it; and it is gone again when this one goes on.

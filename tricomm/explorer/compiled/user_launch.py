@@ -36,7 +36,9 @@ def prepare(
     compiled, values, types = jit_dispatch.compile_for(kernel, args, options, driver.capability)
     metadata = compiled.metadata
     if metadata.num_ctas != 1:
-        raise InvalidArgument(f"{metadata.name}: clusters of {metadata.num_ctas} blocks are not simulated; num_ctas=1 is")
+        raise InvalidArgument(
+            f"{metadata.name}: clusters of {metadata.num_ctas} blocks are not simulated; num_ctas=1 is"
+        )
     scratch = [torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
                for size in (metadata.global_scratch_size, metadata.profile_scratch_size)]  # fmt: skip
     packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
@@ -101,5 +103,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []
-
-
