@@ -50,7 +50,7 @@ class Block:
     litmus: Litmus
     maker: Maker
 
-    def __call__(self, lanes: int | list[int], name: str, at: int | list[int], value: int | None = None) -> list[int]:
+    def __call__(self, lanes: int | list[int], name: str, at: int | list[int], value: int | list[int] | None = None) -> list[int]:
         """`name` is a PTX name such as "st.release.sys.b32" or "atom.add.relaxed.gpu.b32"; returns what was read."""
         opcode, *rest = name.split(".")
         sems = ("volatile", "relaxed", "acquire", "release", "acq_rel")
@@ -66,18 +66,23 @@ class Block:
         old = np.stack([memory[o : o + size * elements].copy() for o in offsets])
 
         def perform(chosen: object) -> np.ndarray:
-            for offset in offsets.tolist():
+            for lane, offset in enumerate(offsets.tolist()):
+                mine = value[lane] if isinstance(value, list) else value or 0
                 cell = memory[offset : offset + size * elements]
                 number = int.from_bytes(cell.tobytes(), "little")
                 if kind == "load":
                     continue
-                new = number + (value or 0) if op == "add" else value or 0
+                new = number + mine if op == "add" else mine
                 cell[:] = np.frombuffer(new.to_bytes(size * elements, "little"), np.uint8)
             return old
 
+        def stored() -> np.ndarray:
+            each = [value] * len(threads) if isinstance(value, int | None) else value
+            return np.stack([np.frombuffer((v or 0).to_bytes(size * elements, "little"), np.uint8) for v in each])
+
         access = ThreadAccess(
             kind, op, "global", threads, (offsets + self.litmus.region.base).astype(np.uint64), size, elements, sem,
-            scope if sem else None, _instruction(name), perform,
+            scope if sem else None, _instruction(name), perform, None, stored,
         )  # fmt: skip
         places = locate(access, self.litmus.memory, [])
         perform(None)

@@ -130,9 +130,23 @@ def test_lanes_of_a_warp_have_no_order():
     assert "thread 0" in litmus.detector.findings[0].text and "thread 1" in litmus.detector.findings[0].text
 
 
-def test_lanes_of_one_instruction_race():
+def test_lanes_of_one_store_race_unless_they_store_the_same():
+    for values, kinds in (([1, 2], ["race"]), ([1, 1], [])):
+        litmus = Litmus()
+        block = litmus.block()
+        block([0, 1], "st.b32", [DATA, DATA], values)
+        block.barrier()
+        block(0, "st.b32", DATA, 3)
+        assert litmus.kinds == kinds
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_all_copies_of_a_store_have_to_be_ordered(known):
     litmus = Litmus()
-    litmus.block()([0, 1], "st.b32", [DATA, DATA], 1)
+    block = litmus.block(threads=3)
+    block([0, 1], "st.b32", [DATA, DATA], [1, 1])
+    block.barrier([known, 2])
+    block(2, "ld.b32", DATA)
     assert litmus.kinds == ["race"]
 
 

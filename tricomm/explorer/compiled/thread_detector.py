@@ -279,13 +279,14 @@ class ThreadDetector:
             which = place.lanes[elements]
             slots, times = lanes[which], stamp.times[which]
             self._check_write(maker, shadow, pieces, slots, stamp.record, kind)
-            if not scope:
-                self._check_lanes(pieces, slots, times, stamp.record, kind)
+            copies = self._copies(access, place, pieces, elements, slots, times, stamp.record, kind)
             again = self._again(shadow, pieces, stamp.record) if scope else None
             if words:
                 self._overwritten(maker, shadow, pieces, slots, stamp.record, again)
             before = shadow.waiting[pieces]
             shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind)
+            if copies is not None:
+                shadow.displaced.note(maker.team, pieces[copies], slots[copies], times[copies], stamp.record, kind)
             if scope:
                 shadow.message[pieces], shadow.word[pieces] = stamp.messages[which], stamp.word
                 shadow.waiting[pieces] = True if again is None else np.where(again, before, True)
@@ -357,15 +358,31 @@ class ThreadDetector:
                 clash.written = epochs is shadow.displaced
                 self._race(clash, int(slots[clash.at]), record)
 
-    def _check_lanes(self, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
-        """Lanes of one weak store that store to one place."""
-        if len(pieces) > 1 and not (np.diff(pieces) > 0).all():
-            _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
-            other = np.flatnonzero(slots != slots[first[inverse]])
-            if len(other):
-                at = int(other[0])
-                before = int(first[inverse[at]])
-                self._race(Clash(at, int(slots[before]), int(times[before]), record, kind, True), int(slots[at]), record)
+    def _copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
+                times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
+        """Lanes of one weak store that store to one place: a race, unless they store the same. Then the last lane's
+        stands for all, and here are the first ones of each place, which have to be ordered as well."""
+        if kind >> 5 or len(pieces) == 1 or (np.diff(pieces) > 0).all():
+            return None
+        _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
+        before = first[inverse]
+        other = before != np.arange(len(pieces))
+        if not other.any():
+            return None
+        assert access.stored is not None
+        values = access.stored().reshape(len(access.threads), access.elements, -1)
+        values = values[place.lanes, place.numbers][elements]
+        if len(pieces) != len(place.offsets):  # an element has several pieces
+            part = np.arange(len(pieces)) % (len(pieces) // len(place.offsets))
+            width = values.shape[1] // (int(part.max()) + 1)
+            values = values[np.arange(len(pieces))[:, None], part[:, None] * width + np.arange(width)]
+        differ = np.flatnonzero(other & (values != values[before]).any(axis=1))
+        if len(differ):
+            at = int(differ[0])
+            one = int(before[at])
+            self._race(Clash(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
+        found: Array = np.unique(before[other])
+        return found
 
     def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
         """The first element whose last write may not meet this access unordered."""

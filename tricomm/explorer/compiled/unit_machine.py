@@ -10,7 +10,7 @@ import numpy as np
 from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
-from tricomm.explorer.compiled.weak_memory import Held, WeakMemory
+from tricomm.explorer.compiled.weak_memory import Held, WeakMemory, words_of
 from tricomm.explorer.memory_model.machine import OutOfBounds
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.contention import Contention
@@ -247,7 +247,8 @@ class UnitMachine:
                 self.detector.arrived(crew.maker, access, [here], stamp)
                 self.scheduler.wrote(_addresses([here], access))
             if len(later.offsets):
-                self.weak.add(Held(task, crew.maker, access, later, values, stamp, until))
+                words = words_of(later, access.itemsize)
+                self.weak.add(Held(task, crew.maker, access, later, values, stamp, until, words))
             self.weak.looked(task, place, access.itemsize)
         task.forget_polls()
 

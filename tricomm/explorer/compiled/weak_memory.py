@@ -61,7 +61,7 @@ class Looks:
     """Of one warp: behind which moments its loads must be."""
 
     floor: int = 0
-    at: dict[int, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
+    at: dict[Region, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
 
 
 class WeakMemory:
@@ -71,8 +71,8 @@ class WeakMemory:
         self.moment = 1
         self.held: list[Held] = []
         self._random = Random(seed)
-        self._past: dict[int, list[Overwritten]] = {}
-        self._looks: dict[int, Looks] = {}
+        self._past: dict[Region, list[Overwritten]] = {}
+        self._looks: dict[Any, Looks] = {}
 
     # Late stores
 
@@ -127,7 +127,7 @@ class WeakMemory:
     def overwritten(self, place: Elements, itemsize: int, values: Array, messages: Array) -> None:
         """Elements with these old values are about to be written."""
         self.moment += 1
-        past = self._past.setdefault(id(place.region), [])
+        past = self._past.setdefault(place.region, [])
         past.append(Overwritten(self.moment, place.offsets, itemsize, values, messages))
         if len(past) > _KEPT:
             del past[0]
@@ -142,7 +142,7 @@ class WeakMemory:
 
     def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
         """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
-        past = self._past.get(id(place.region))
+        past = self._past.get(place.region)
         if not past or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
             return None
         floor = self._of(task).floor
@@ -166,16 +166,16 @@ class WeakMemory:
         return (chosen, values, messages) if chosen.any() else None
 
     def _of(self, task: Any) -> Looks:
-        found = self._looks.get(id(task))
+        found = self._looks.get(task)
         if found is None:
-            found = self._looks[id(task)] = Looks(self.moment)
+            found = self._looks[task] = Looks(self.moment)
         return found
 
     def _at(self, task: Any, region: Region) -> Array:
         looks = self._of(task)
-        found = looks.at.get(id(region))
+        found = looks.at.get(region)
         if found is None:
-            found = looks.at[id(region)] = np.zeros(-(-region.nbytes // 4), np.int32)
+            found = looks.at[region] = np.zeros(-(-region.nbytes // 4), np.int32)
         return found
 
 
