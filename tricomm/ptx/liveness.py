@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from tricomm.ptx.arithmetic import CARRY
 from tricomm.ptx.control_flow import Flow
 from tricomm.ptx.instructions import Instruction, Kernel, registers_of
 
@@ -33,15 +34,18 @@ def destinations(instruction: Instruction) -> int:
 
 
 def written(instruction: Instruction) -> tuple[str, ...]:
-    """Names of the registers that an instruction writes; with a guard, perhaps."""
+    """Names of the registers that an instruction writes; with a guard, perhaps. The carry flag is `CARRY`."""
     first = instruction.operands[: destinations(instruction)]
-    return tuple(register.name for operand in first for register in registers_of(operand))
+    names = tuple(register.name for operand in first for register in registers_of(operand))
+    return (*names, CARRY.name) if "cc" in instruction.modifiers else names
 
 
 def read(instruction: Instruction) -> tuple[str, ...]:
     """Names of the registers that an instruction reads, its guard among them; one may come more than once."""
     skipped = 0 if _begins(instruction.name, _ADDS_TO_ITS_DESTINATION) else destinations(instruction)
     rest = [register.name for operand in instruction.operands[skipped:] for register in registers_of(operand)]
+    if instruction.opcode in ("addc", "subc", "madc"):
+        rest.append(CARRY.name)
     return (*rest, instruction.guard[0].name) if instruction.guard else tuple(rest)
 
 
@@ -50,7 +54,7 @@ class Liveness:
 
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
-        self._names = list(flow.kernel.registers)
+        self._names = [*flow.kernel.registers, CARRY.name]
         bits = {name: 1 << n for n, name in enumerate(self._names)}
         self._written = [_bits(written(i), bits) if i.guard is None else 0 for i in flow.kernel.instructions]
         self._read = [_bits(read(i), bits) for i in flow.kernel.instructions]

@@ -137,7 +137,7 @@ class _Analysis:
             if "param" in instruction.modifiers or "const" in instruction.modifiers:
                 return True
             return self._loads and block not in self._apart
-        return instruction.opcode in _PURE and "cc" not in instruction.modifiers
+        return instruction.opcode in _PURE
 
     def _same(self, operand: Operand | None) -> bool:
         match operand:

@@ -7,17 +7,7 @@ What PTX leaves open is chosen here: integer division by zero gives all ones, it
 from __future__ import annotations
 
 from tricomm.errors import InvalidArgument
-from tricomm.ptx.arithmetic import (
-    compare,
-    conversion,
-    floating,
-    integer,
-    logic,
-    move,
-    packed,
-    pairs,
-    permute,
-)
+from tricomm.ptx.arithmetic import compare, conversion, floating, integer, logic, move, packed, pairs, permute
 from tricomm.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
 from tricomm.ptx.arithmetic.functions import FUNCTIONS
 from tricomm.ptx.arithmetic.rule import Rule

@@ -77,8 +77,10 @@ def _between_integers(form: Form, to: str, of: str) -> Rule:
     elif numpy_type(of) != target:
         value = f"{value}.astype({target})"
     if target == kind and value == "{0}":
-        return form.rule((kind,), (kind,), "{0}") if _result(form, value)[0] == kind else form.rule(
-            (kind,), *_outputs(form, value)
+        return (
+            form.rule((kind,), (kind,), "{0}")
+            if _result(form, value)[0] == kind
+            else form.rule((kind,), *_outputs(form, value))
         )
     return form.rule((kind,), *_outputs(form, value))
 
@@ -227,5 +229,3 @@ def _widened(to: str, of: str, value: str, same: str) -> str:
     if to == "f32" and of == "bf16":
         return value
     return f"{value}.astype({numpy_type(to)})"
-
-

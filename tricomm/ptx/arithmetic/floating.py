@@ -67,7 +67,14 @@ def _flags(form: Form, allowed: tuple[str, ...]) -> tuple[str, bool, bool, bool]
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
     if set(form.flags) - set(allowed) or len(modes) > 1:
         return None
-    if ftz and form.type not in ("f32", "f16") or sat and form.type == "f64" or relu and form.type not in ("f16", "bf16"):
+    if (
+        ftz
+        and form.type not in ("f32", "f16")
+        or sat
+        and form.type == "f64"
+        or relu
+        and form.type not in ("f16", "bf16")
+    ):
         return None
     mode = modes[0] if modes else "rn"
     if mode in _DIRECTED and form.type in ("f16", "bf16"):
@@ -160,7 +167,14 @@ def _extreme(form: Form) -> Rule | None:
     if not form.has(1, 2, "ftz", "NaN", "xorsign", "abs") and not form.has(1, 3, "ftz", "NaN", "abs"):
         return None
     kind, ftz, xorsign, count = numpy_type(form.type), "ftz" in form.flags, "xorsign" in form.flags, len(form.sources)
-    if form.type == "f64" and (form.flags or count == 3) or ftz and form.type == "bf16" or count == 3 and form.type != "f32":
+    if (
+        form.type == "f64"
+        and (form.flags or count == 3)
+        or ftz
+        and form.type == "bf16"
+        or count == 3
+        and form.type != "f32"
+    ):
         return None
     if ("abs" in form.flags) != xorsign and count == 2:
         return None

@@ -72,7 +72,9 @@ def literal(operand: Integer | Float, kind: str) -> Any:
     """A literal as a numpy scalar of the numpy type `kind`; an integer literal wraps."""
     dtype = np.dtype(kind)
     if isinstance(operand, Float):
-        value = struct.unpack("<f" if operand.width == 32 else "<d", operand.bits.to_bytes(operand.width // 8, "little"))
+        value = struct.unpack(
+            "<f" if operand.width == 32 else "<d", operand.bits.to_bytes(operand.width // 8, "little")
+        )
         return operand_bits(operand.bits, dtype) if operand.width == dtype.itemsize * 8 else dtype.type(value[0])
     if kind == "?":
         return np.bool_(operand.value != 0)

@@ -108,7 +108,12 @@ def _in_range(form: Form, index: int) -> bool:
 
 
 def _mul(form: Form) -> Rule | None:
-    if not form.has(1, 2, "lo", "hi", "wide") or len(form.flags) != 1 or form.flags[0] == "wide" and width(form.type) == 64:
+    if (
+        not form.has(1, 2, "lo", "hi", "wide")
+        or len(form.flags) != 1
+        or form.flags[0] == "wide"
+        and width(form.type) == 64
+    ):
         return None
     product = _product(form, form.flags[0])
     if product is None:

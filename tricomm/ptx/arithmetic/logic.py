@@ -40,7 +40,9 @@ def _cnot(form: Form) -> Rule | None:
 def _shift(form: Form) -> Rule | None:
     """numpy's shifts by the width or more give 0, or the sign, as PTX's do."""
     left = form.opcode == "shl"
-    if form.type not in (("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")):
+    if form.type not in (
+        ("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")
+    ):
         return None
     if not form.has(1, 2):
         return None

@@ -124,19 +124,19 @@ class MemorySite:
         def supply(octets: Array) -> None:
             found[:] = [octets]
 
-        unit.tell(self._access(unit, space, mask, addresses, perform, supply))
+        unit.tell(self._access(unit, space, mask, addresses, perform, supply, None))
         values = values_of(found[0], self.size)
         return values if mask is None else [self._spread(value, mask) for value in values]
 
     def _access(self, unit: Unit, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:
         form = self.form
-        addresses, perform, supply = rest
+        addresses, perform, supply, stored = rest
         threads = unit.threads if mask is None else unit.threads[mask]
         if addresses.dtype != np.uint64:
             addresses = addresses.astype("u8")
         return ThreadAccess(
             form.kind, form.op, space, threads, addresses, form.itemsize, form.elements, form.sem, form.scope,
-            form.instruction, perform, supply,
+            form.instruction, perform, supply, stored,
         )  # fmt: skip
 
     def store(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
@@ -193,7 +193,7 @@ class MemorySite:
             else:
                 write_lanes(unit, FIND[space], addresses[chosen], self.size[0], [g[chosen] for g in given])
 
-        unit.tell(self._access(unit, space, mask, addresses, perform, None))
+        unit.tell(self._access(unit, space, mask, addresses, perform, None, lambda: octets_of(given)))
 
     def _redirected(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
         """Local memory has a place a lane; a generic address says by its window which space it is in."""
