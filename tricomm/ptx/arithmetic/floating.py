@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tricomm.ptx.arithmetic.exact import directed_f8
 from tricomm.ptx.arithmetic.form import Form, numpy_type
 from tricomm.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.ptx.arithmetic.half import canonical_f4
@@ -14,6 +15,7 @@ from tricomm.ptx.arithmetic.rule import Rule
 
 _TYPES = ("f16", "bf16", "f32", "f64")
 _ROUNDING = ("rn", "rz", "rm", "rp")
+_FLUSHED = ("f32", "f16")
 _DIRECTED = ("rz", "rm", "rp")
 
 
@@ -67,7 +69,14 @@ def _flags(form: Form, allowed: tuple[str, ...]) -> tuple[str, bool, bool, bool]
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
     if set(form.flags) - set(allowed) or len(modes) > 1:
         return None
-    if ftz and form.type not in ("f32", "f16") or sat and form.type == "f64" or relu and form.type not in ("f16", "bf16"):
+    if (
+        ftz
+        and form.type not in ("f32", "f16")
+        or sat
+        and form.type == "f64"
+        or relu
+        and form.type not in ("f16", "bf16")
+    ):
         return None
     mode = modes[0] if modes else "rn"
     if mode in _DIRECTED and form.type in ("f16", "bf16"):
@@ -160,7 +169,14 @@ def _extreme(form: Form) -> Rule | None:
     if not form.has(1, 2, "ftz", "NaN", "xorsign", "abs") and not form.has(1, 3, "ftz", "NaN", "abs"):
         return None
     kind, ftz, xorsign, count = numpy_type(form.type), "ftz" in form.flags, "xorsign" in form.flags, len(form.sources)
-    if form.type == "f64" and (form.flags or count == 3) or ftz and form.type == "bf16" or count == 3 and form.type != "f32":
+    if (
+        form.type == "f64"
+        and (form.flags or count == 3)
+        or ftz
+        and form.type == "bf16"
+        or count == 3
+        and form.type != "f32"
+    ):
         return None
     if ("abs" in form.flags) != xorsign and count == 2:
         return None
@@ -220,7 +236,10 @@ def _flush(kind: str, least: float) -> Any:
 
 
 FUNCTIONS.update(
-    flushed_f4=_flush("f4", 2.0**-126), flushed_f2=_flush("f2", 2.0**-14), flushed_f16=_flush("f4", 2.0**-14)
+    directed_f8=directed_f8,
+    flushed_f4=_flush("f4", 2.0**-126),
+    flushed_f2=_flush("f2", 2.0**-14),
+    flushed_f16=_flush("f4", 2.0**-14),
 )
 
 

@@ -13,6 +13,10 @@ from tricomm.ptx.arithmetic.rule import Rule
 _SYMBOL = {"and": "&", "or": "|", "xor": "^"}
 
 
+_UNTYPED = ("b16", "b32", "b64")
+_TYPED = ("u16", "u32", "u64", "s16", "s32", "s64")
+
+
 def rule(form: Form) -> Rule | None:
     make = _RULES.get(form.opcode)
     return make(form) if make is not None and len(form.types) == 1 else None
@@ -40,7 +44,9 @@ def _cnot(form: Form) -> Rule | None:
 def _shift(form: Form) -> Rule | None:
     """numpy's shifts by the width or more give 0, or the sign, as PTX's do."""
     left = form.opcode == "shl"
-    if form.type not in (("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")):
+    if form.type not in (
+        ("b16", "b32", "b64") if left else ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64")
+    ):
         return None
     if not form.has(1, 2):
         return None
