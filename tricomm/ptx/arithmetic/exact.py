@@ -62,7 +62,7 @@ def _nearest(exact: Fraction) -> float:
     try:
         return exact.numerator / exact.denominator
     except OverflowError:
-        return math.copysign(math.inf, exact)
+        return math.inf if exact > 0 else -math.inf
 
 
 def _rounded(name: str, mode: str, *inputs: Any) -> float:
@@ -82,8 +82,6 @@ def _rounded(name: str, mode: str, *inputs: Any) -> float:
     if exact == 0:
         return _zero(name, mode, *(float(x) for x in inputs))
     near = _nearest(exact)
-    if near == 0:
-        near = math.copysign(0.0, exact)
     if math.isinf(near):
         return _directed(near, 1 if near > 0 else -1, mode)
     order = Fraction(near) - exact
