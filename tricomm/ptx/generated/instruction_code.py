@@ -13,7 +13,7 @@ from tricomm.ptx.generated.number_code import NumberCode, number_code
 from tricomm.ptx.generated.operand_code import Operands, scalar_functions
 from tricomm.ptx.instructions import Address, Instruction, Operand, Register, Vector
 from tricomm.ptx.operations.operation import Operation
-from tricomm.ptx.operations.table import make_operation
+from tricomm.ptx.operations.table import MAKERS, make_operation
 
 _SWAPPED = {"u": "i", "i": "u"}
 
@@ -38,6 +38,7 @@ class InstructionCode:
         self.operands.names |= scalar_functions()
         self._operations: dict[tuple[Any, ...], Operation | None] = {}
         self._rules: dict[Instruction, Rule] = {}
+        self._kept_sources: dict[Instruction, list[tuple[Operand | None, int]]] = {}
 
     def results(self, instruction: Instruction) -> list[Result]:
         """What is known of the results under the present `operands.shapes`."""
@@ -68,6 +69,8 @@ class InstructionCode:
 
     def operation(self, instruction: Instruction) -> Operation | None:
         """The call that this instruction is, if it is one. Kept, because its function keeps state."""
+        if instruction.opcode not in MAKERS:
+            return None
         guard = instruction.guard
         partial = self.masked or (guard is not None and not self.operands.shape(guard[0], 1).uniform)
         known = tuple(self.operands.shape(o, 64).stride for o in _flat(instruction))
@@ -86,6 +89,8 @@ class InstructionCode:
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
         """Each with the width that a literal has there."""
+        if instruction in self._kept_sources:
+            return self._kept_sources[instruction]
         sources = form.sources(instruction)
         types = [WIDTHS[m] for m in instruction.modifiers if m in WIDTHS]
         width = types[-1] if types else 32
@@ -96,7 +101,8 @@ class InstructionCode:
             widths[2] = 1
         elif instruction.opcode in ("shl", "shr"):
             widths[1] = 32
-        return list(zip(sources, widths, strict=True))
+        self._kept_sources[instruction] = list(zip(sources, widths, strict=True))
+        return self._kept_sources[instruction]
 
     def _number_code(self, instruction: Instruction) -> NumberCode | None:
         targets = form.destinations(instruction)
@@ -107,9 +113,10 @@ class InstructionCode:
         return number_code(instruction, shapes, self.operands.unit.lanes)
 
     def _all_uniform(self, instruction: Instruction) -> bool:
-        if self.masked or "V16" in (found := self._rule(instruction)).inputs or "V16" in found.outputs:
+        if self.masked or not all(self.operands.shape(source, 64).uniform for source, _ in self._sources(instruction)):
             return False
-        return all(self.operands.shape(source, 64).uniform for source in form.sources(instruction))
+        found = self._rule(instruction)
+        return "V16" not in found.inputs and "V16" not in found.outputs
 
     def code(self, instruction: Instruction) -> list[str]:
         """Statements without indentation of their own (lines of a block are indented by one space a level)."""

@@ -51,8 +51,9 @@ class KernelCode:
         self.flow = Flow(kernel)
         self.live = Liveness(self.flow)
         self.operands = Operands(kernel, unit, {}, addresses)
-        infer_shapes(self.operands)
-        choose_homes(self.operands)
+        self._code = InstructionCode(self.operands, masked=False)
+        infer_shapes(self.operands, self._code)
+        choose_homes(self.operands, self._code)
         self.registers: list[Register] = list(
             dict.fromkeys(_register(kernel, n) for i in kernel.instructions for n in (*read(i), *written(i)))
         )
@@ -62,7 +63,6 @@ class KernelCode:
         for register in self.registers:
             self.operands.variable(register)
             self._masked.variable(register)
-        self._code = InstructionCode(self.operands, masked=False)
         self._masked_code = InstructionCode(self._masked, masked=True)
         self._pieces: dict[tuple[int, bool], Piece] = {}
         self._lock = threading.Lock()
