@@ -99,7 +99,7 @@ class MemorySite:
             if base % self.width:
                 aligned(base, self.width)
             itemsize, elements = self.size
-            view, first = region.views[itemsize], (base - region.start) // itemsize
+            view, first = region.views[itemsize], (base - region.starts[itemsize]) // itemsize
             if elements == 1:
                 return view.item(first)
             numbers = [view.item(first + n) for n in range(elements)]
@@ -151,7 +151,7 @@ class MemorySite:
             lane = self.lanes - 1 if mask is None else mask.tobytes().rfind(1)
             aligned(base, self.width)
             region = self.find(unit, base, self.width)
-            first = (base - region.start) // self.size[0]
+            first = (base - region.starts[self.size[0]]) // self.size[0]
             for n, value in enumerate(values):
                 region.views[self.size[0]][first + n] = value[lane]
         else:
