@@ -51,8 +51,9 @@ class KernelCode:
         self.flow = Flow(kernel)
         self.live = Liveness(self.flow)
         self.operands = Operands(kernel, unit, {}, addresses)
-        infer_shapes(self.operands)
-        choose_homes(self.operands)
+        self._code = InstructionCode(self.operands, masked=False)
+        infer_shapes(self.operands, self._code)
+        choose_homes(self.operands, self._code)
         self.registers: list[Register] = list(
             dict.fromkeys(_register(kernel, n) for i in kernel.instructions for n in (*read(i), *written(i)))
         )
@@ -62,7 +63,6 @@ class KernelCode:
         for register in self.registers:
             self.operands.variable(register)
             self._masked.variable(register)
-        self._code = InstructionCode(self.operands, masked=False)
         self._masked_code = InstructionCode(self._masked, masked=True)
         self._pieces: dict[tuple[int, bool], Piece] = {}
         self._lock = threading.Lock()
@@ -179,7 +179,7 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            f"g={'INVERSE_AGREED' if negated else 'agreed'}({variable})", "if g is True:", *_indented(taken),
+            f"g={'_INVERSE_AGREED' if negated else '_agreed'}({variable})", "if g is True:", *_indented(taken),
             "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
         ]  # fmt: skip
 
@@ -262,7 +262,7 @@ class KernelCode:
             if name in live or name.startswith("%cc."):
                 register = _register(self.kernel, name)
                 variable, place = self._masked.variable(register), self._index[name]
-                merge = "p_merge" if register.kind == "pred" else "merge"
+                merge = "_p_merge" if register.kind == "pred" else "_merge"
                 body.append(f"registers[{place}]={variable} if whole else {merge}(m,{variable},registers[{place}])")
         text = "\n".join(["def piece(u,m,registers):", " whole=u.is_whole(m)", *_indented(body)])
         return self._compiled(text, self._masked.names, "piece")
@@ -278,7 +278,7 @@ class KernelCode:
                 continue
             word = f"u{home[1:]}"
             if shape.flag:
-                array = names[f"flag_{word}"](value)
+                array = names[f"_flag_{word}"](value)
             else:
                 array = values.constant(value, word) + values.steps(shape.stride or 0, word)
             found.append(array.view(home))
