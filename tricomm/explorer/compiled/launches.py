@@ -17,6 +17,8 @@ from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, Task
+from tricomm.ptx import grid
+from tricomm.ptx.global_memory import GlobalMemory
 
 _STEPS = 1 << 18  # how often a warp may go through loops without an access to what others reach
 
@@ -66,9 +68,6 @@ class Launches:
 
     def start(self, launch: KernelLaunch, ended: Ended) -> None:
         """Make its warps runnable; `ended` is called when all have run, with the first error or None."""
-        from tricomm.ptx import grid  # noqa: PLC0415
-        from tricomm.ptx.global_memory import GlobalMemory  # noqa: PLC0415
-
         private = self._borrow(launch)
         memory = GlobalMemory()
         for region in [*self._memory, *private]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event, site_of
-from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, Team
+from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, Team, distinct
 from tricomm.explorer.compiled.thread_shadow import Clash, ThreadShadow, kind_of
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
@@ -232,7 +232,7 @@ class ThreadDetector:
             return
         self.clocks.observe(maker.team, slots, messages, sem, scope)
         self.words.saw(maker.rank, maker.block, shadow.word[pieces])
-        for write in np.unique(shadow.record[pieces]).tolist():
+        for write in distinct(shadow.record[pieces]):
             self._pairs.setdefault((write, maker.team.number), record)
 
     def _stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int) -> Stamp:
@@ -417,7 +417,7 @@ class ThreadDetector:
         """bool per piece: the same instruction of the same block has stored there last, as copies of one lane do."""
         event = self.events[record]
         known: dict[int, bool] = {}
-        for number in np.unique(shadow.record[pieces]).tolist():
+        for number in distinct(shadow.record[pieces]):
             other = self.events[number]
             known[number] = other.instruction is event.instruction and other.team == event.team
         if not any(known.values()):

@@ -62,6 +62,11 @@ class Poll:
     found: Array | None = None
     expected: Array | None = None
     result: Array | None = None
+    low: int = field(init=False)
+    high: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.low, self.high = int(self.access.addresses.min()), int(self.access.addresses.max())
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         if not self.relation and relation != "&":
@@ -160,15 +165,8 @@ class Task:
             self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
-        """True where one of `addresses` is among those that it polls, or another warp that goes round with it."""
-        return self._watches(addresses) or any(mate._watches(addresses) for mate in self.mates if mate is not self)
-
-    def _watches(self, addresses: Array) -> bool:
-        low, high = addresses.min(), addresses.max()
-        for poll in self.polls.values():
-            mine = poll.access.addresses
-            if mine[0] <= high and mine[-1] >= low and np.isin(mine, addresses).any():
-                return True
-            if mine.min() <= high and mine.max() >= low:  # other sizes, or not in ascending order
-                return True
-        return False
+        """True where `addresses` may be among those that it polls, or another warp of its block."""
+        low, high = int(addresses.min()), int(addresses.max())
+        return any(
+            poll.low <= high and poll.high >= low for task in self.mates or (self,) for poll in task.polls.values()
+        )
