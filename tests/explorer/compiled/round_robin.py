@@ -10,7 +10,7 @@ from greenlet import getcurrent, greenlet
 
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.explorer.compiled.compiled_runtime import CompiledRanks, checked_options
-from tricomm.explorer.compiled.streams import NoOrders
+from tricomm.explorer.compiled.stream_queues import NoOrders
 from tricomm.explorer.memory_model.regions import Memory
 from tricomm.explorer.world.world import World
 from tricomm.ptx import grid

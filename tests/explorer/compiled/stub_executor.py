@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.streams import KernelLaunch, Streams
+from tricomm.explorer.compiled.stream_queues import KernelLaunch, Streams
 
 
 class StubExecutor:

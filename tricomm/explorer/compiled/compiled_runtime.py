@@ -17,7 +17,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled import torch_cuda, user_launch
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.streams import Executor, Orders, Streams
+from tricomm.explorer.compiled.stream_queues import Executor, Orders, Streams
 from tricomm.explorer.world.world import RankRuntime, World
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tricomm.explorer.compiled.module_table import table_of
-from tricomm.explorer.compiled.streams import KernelLaunch, Mark, Node, StreamQueue, Streams
+from tricomm.explorer.compiled.stream_queues import KernelLaunch, Mark, Node, StreamQueue, Streams
 from tricomm.ptx import limits
 
 _STATIC_SHARED = 48 * 1024

@@ -16,7 +16,7 @@ import torch
 from tricomm.deadline import TimeSource
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
-from tricomm.explorer.compiled.streams import StreamQueue
+from tricomm.explorer.compiled.stream_queues import StreamQueue
 
 # Of these operations the host waits for the result; it knows then what the stream knew.
 _GIVES_A_VALUE = {
