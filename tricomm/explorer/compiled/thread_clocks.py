@@ -36,7 +36,7 @@ _FIRST_SLOTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, whose scope it is."""
+    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
 
     slot: int
     rank: int

@@ -23,7 +23,7 @@ def kind_of(scope: int, itemsize: int) -> int:
 
 @dataclass(slots=True)
 class Clash:
-    """Two accesses that nothing orders: element `at` of the later one, and the earlier one's thread, time and record."""
+    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record."""
 
     at: int
     slot: int
@@ -167,7 +167,8 @@ class Epochs:
         if self._rows == len(self._times):
             for name in ("_times", "_records", "_kinds"):
                 values = getattr(self, name)
-                setattr(self, name, np.concatenate([values, np.zeros((max(8, len(values)), values.shape[1]), values.dtype)]))
+                more = np.zeros((max(8, len(values)), values.shape[1]), values.dtype)
+                setattr(self, name, np.concatenate([values, more]))
         self._rows += 1
         return self._rows - 1
 

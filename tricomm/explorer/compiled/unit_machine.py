@@ -1,4 +1,4 @@
-"""What happens at an access of a warp: others may go first, then it is done, looked at, and those who wait are woken."""
+"""What happens at a warp's access: others may go first, then it is done, looked at, and those that wait are woken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.weak_memory import Held, WeakMemory, words_of
 from tricomm.explorer.memory_model.machine import OutOfBounds
 from tricomm.explorer.memory_model.regions import Memory, Region
@@ -209,9 +210,7 @@ class UnitMachine:
         messages = self.detector.messages(place, access.itemsize)
         self.weak.overwritten(place, access.itemsize, place.bytes(access.itemsize), messages)
 
-    def _early(
-        self, task: Task, access: ThreadAccess, places: list[Elements]
-    ) -> tuple[Array, list[Array]] | None:
+    def _early(self, task: Task, access: ThreadAccess, places: list[Elements]) -> tuple[Array, list[Array]] | None:
         assert self.weak is not None and self.detector is not None
         if access.supply is None:
             return None
@@ -368,5 +367,3 @@ def _constant(place: Elements, itemsize: int) -> bool:
 
 def _nothing(lanes: Array | None) -> Array | None:
     return None
-
-

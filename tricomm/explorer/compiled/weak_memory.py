@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.events import Elements
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import Array
-from tricomm.explorer.compiled.thread_detector import Maker, Stamp
+from tricomm.explorer.compiled.thread_detector import Stamp
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
 
@@ -149,7 +150,8 @@ class WeakMemory:
         if past[-1].moment <= floor:
             return None
         moment = self._random.randint(floor, self.moment)
-        seen = self._at(task, place.region)[pieces_of(place, access.itemsize)].reshape(len(place.offsets), -1).max(axis=1)
+        looked = self._at(task, place.region)[pieces_of(place, access.itemsize)]
+        seen = looked.reshape(len(place.offsets), -1).max(axis=1)
         willing = np.array([self._random.random() < 0.75 for _ in place.offsets])
         chosen = np.zeros(len(place.offsets), bool)
         values, messages = place.bytes(access.itemsize), np.zeros(len(place.offsets), np.int32)
