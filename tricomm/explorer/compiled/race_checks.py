@@ -55,14 +55,14 @@ class RaceChecks:
                     clash = shadow.clash_with_write(pieces, at)
                     self._unless_unused(record, int(slots[at]), clash, record)
             else:
-                at = self._misfit(shadow, pieces, slots, unordered, kind)
-                if at is not None:
-                    self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
+                first = self._misfit(shadow, pieces, slots, unordered, kind)
+                if first is not None:
+                    self._race(shadow.clash_with_write(pieces, first), int(slots[first]), record)
         if shadow.displaced.used:
-            clash = shadow.displaced.late(maker.team, pieces, slots, None if weak else shadow.fits(kind, slots))
-            if clash is not None:
-                clash.written = True
-                self._race(clash, int(slots[clash.at]), record)
+            displaced = shadow.displaced.late(maker.team, pieces, slots, None if weak else shadow.fits(kind, slots))
+            if displaced is not None:
+                displaced.written = True
+                self._race(displaced, int(slots[displaced.at]), record)
 
     def write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                      kind: int) -> None:  # fmt: skip
@@ -77,10 +77,10 @@ class RaceChecks:
             for clash in shadow.plain.all_late(maker.team, pieces, slots):
                 self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
         for epochs in (shadow.strong, shadow.displaced):
-            clash = epochs.late(maker.team, pieces, slots, fits)
-            if clash is not None:
-                clash.written = epochs is shadow.displaced
-                self._race(clash, int(slots[clash.at]), record)
+            late = epochs.late(maker.team, pieces, slots, fits)
+            if late is not None:
+                late.written = epochs is shadow.displaced
+                self._race(late, int(slots[late.at]), record)
 
     def copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
                 times: Array, record: int, kind: int) -> Array | None:  # fmt: skip

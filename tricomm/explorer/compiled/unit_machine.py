@@ -165,11 +165,11 @@ class UnitMachine:
             if late is not None:
                 self._hold(task, crew, access, places, *late)
                 return
-        messages = self._early(task, access, places) if weak is not None and access.kind == "load" else None
+        old, changed, messages = None, None, None
+        if weak is not None and access.kind == "load":
+            old, messages = self._early(task, access, places)
         if messages is None:
             old, changed = self._perform(access, places)
-        else:
-            old, changed, messages = messages[0], None, messages[1]
         if self.detector is not None:
             self.detector.access(crew.maker, access, places, changed, messages)
         if weak is not None:
@@ -210,13 +210,15 @@ class UnitMachine:
         messages = self.detector.messages(place, access.itemsize)
         self.weak.overwritten(place, access.itemsize, place.bytes(access.itemsize), messages)
 
-    def _early(self, task: Task, access: ThreadAccess, places: list[Elements]) -> tuple[Array, list[Array]] | None:
+    def _early(
+        self, task: Task, access: ThreadAccess, places: list[Elements]
+    ) -> tuple[Array | None, list[Array] | None]:
         assert self.weak is not None and self.detector is not None
         if access.supply is None:
-            return None
+            return None, None
         found = [self.weak.early(task, access, place) for place in places]
         if not any(found):
-            return None
+            return None, None
         values, messages = _values(access, places).reshape(len(access.threads), access.elements, -1), []
         for place, past in zip(places, found, strict=True):
             now = self.detector.messages(place, access.itemsize)

@@ -25,7 +25,7 @@ from tricomm.explorer.compiled.thread_detector import Stamp
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
 
-_OFTEN = 0.25
+_OFTEN, _EARLY = 0.25, 0.5
 _LONGEST = 40
 _KEPT = 128  # overwritten elements' stores
 MAY_WAIT = (None, "relaxed", "volatile")
@@ -40,7 +40,7 @@ class Held:
     access: ThreadAccess
     elements: Elements
     values: Array
-    stamp: Stamp | None
+    stamp: Stamp
     until: int
     words: frozenset[int]
     block_wide: bool = False
@@ -144,7 +144,7 @@ class WeakMemory:
     def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
         """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
         past = self._past.get(place.region)
-        if not past or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
+        if not past or access.sem not in MAY_WAIT or self._random.random() >= _EARLY:
             return None
         floor = self._of(task).floor
         if past[-1].moment <= floor:
