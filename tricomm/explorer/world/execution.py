@@ -34,6 +34,7 @@ from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
 from tricomm.options import Options
 
+_COMPILING = 300.0
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 
@@ -107,6 +108,11 @@ class Ranks:
         launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
         return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
 
+    def _patience(self) -> float:
+        """Seconds after which host code has not come back. A compiler that runs in it is no sign that it blocks."""
+        limit = self._subject.options.stall_timeout
+        return limit if self._ranks is None else max(limit, _COMPILING)
+
     def _installed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
 
@@ -117,7 +123,7 @@ class Ranks:
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout), self._installed():
+                with Watchdog(lambda: scheduler.turns, self._patience()), self._installed():
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
@@ -234,7 +240,7 @@ class Ranks:
         rank = task.rank if task is not None else -1
         where = _line(error)
         return InvalidArgument(
-            f"rank {rank} has not come back to tricomm for {self._subject.options.stall_timeout:g} s, at {where}. "
+            f"rank {rank} has not come back to tricomm for {self._patience():g} s, at {where}. "
             "All ranks take turns in one process: what waits for another rank must go through the communicator"
         )
 
