@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,10 @@ class KernelCode:
 
     def initial(self) -> list[Any]:
         """Values of registers that nothing has been written to."""
+        return list(self._zeros)
+
+    @cached_property
+    def _zeros(self) -> list[Any]:
         zeros = {kind: self.operands.values.constant(0, kind) for kind in ("u1", "u2", "u4", "u8", "V16")}
         found: list[Any] = []
         for register in self.registers:
@@ -316,8 +321,6 @@ def _register(kernel: Kernel, name: str) -> Register:
 
 
 def _without_guard(instruction: Instruction) -> Instruction:
-    from dataclasses import replace
-
     return replace(instruction, guard=None)
 
 
