@@ -14,7 +14,7 @@ from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
 from tricomm.explorer.compiled.compiled_runtime import CompiledRanks
 from tricomm.explorer.compiled.launches import Launches, Orders
-from tricomm.explorer.compiled.streams import NoOrders
+from tricomm.explorer.compiled.stream_queues import NoOrders
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import UnitMachine
 from tricomm.explorer.compiled.weak_memory import WeakMemory
