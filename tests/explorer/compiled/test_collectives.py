@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.explorer.compiled.small_kernels import scaled
 from tricomm import simulate
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, PeerDied
+from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.ptx.global_memory import OutOfBounds
@@ -159,9 +164,7 @@ def test_a_wrong_hint_of_alignment_shows():
                   "ELEMENT": "float32", "ALIGNED": True, **kernel.fixed}  # fmt: skip
 
     def body(comm):
-        launch = make_launcher(
-            kernel.function, 1, constexprs, 32, True, (), comm.group_table, comm.gpu.driver
-        )
+        launch = make_launcher(kernel.function, 1, constexprs, 32, True, (), comm.group_table, comm.gpu.driver)
         x = torch.zeros(4097)
         assert x.data_ptr() % 16 == 0
         with comm.gpu.driver.holding((x, comm.group_table)):
@@ -209,3 +212,18 @@ def test_an_endless_kernel_of_a_user_and_a_grid_too_large_are_named():
 
     with pytest.raises(InvalidArgument, match="scaled: a grid of"):
         ran(body, 1)
+
+
+def test_a_compile_may_take_longer_than_other_host_code(monkeypatch):
+    compile_kernel = cuda_launcher.compile_kernel
+
+    def slow(*args):
+        time.sleep(1.5)
+        return compile_kernel(*args)
+
+    monkeypatch.setattr(cuda_launcher, "compile_kernel", slow)
+    monkeypatch.setattr(cuda_launcher, "_loaded", {})
+    options = replace(checked_options(1, None), stall_timeout=0.5)
+    assert ran(lambda comm: comm.all_reduce(torch.ones(4)).sum().item(), 1, options=options) == [4.0]
+    with pytest.raises(InvalidArgument, match="has not come back to tricomm for 0.5 s"):
+        ran(lambda comm: time.sleep(1.5), 1, options=options)

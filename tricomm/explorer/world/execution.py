@@ -109,6 +109,9 @@ class Ranks:
     def _installed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
 
+    def _progress(self) -> object:
+        return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
+
     def execute(self) -> Outcome:
         """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
         scheduler, ended = self._scheduler, ""
@@ -116,7 +119,7 @@ class Ranks:
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout), self._installed():
+                with Watchdog(self._progress, self._subject.options.stall_timeout), self._installed():
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
