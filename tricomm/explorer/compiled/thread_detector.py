@@ -8,6 +8,7 @@ that changes nothing is a read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,8 +217,9 @@ class ThreadDetector:
         times = self.clocks.time[slots]
         self._check_read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
-            if place.region.shared and (shadow.writer[pieces] == 0).any():
-                self.report(diagnosis.uninitialised(self.events[record].record()))
+            if place.region.shared and (never := shadow.writer[pieces] == 0).any():
+                for slot in np.unique(slots[never]).tolist():
+                    self._if_used(record, slot, lambda: diagnosis.uninitialised(self.events[record].record()))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind)
             return
         messages = shadow.message[pieces] if past is None else past[elements]
@@ -406,8 +408,10 @@ class ThreadDetector:
 
     def _unless_unused(self, load: int, reader: int, clash: Clash, record: int, slot: int | None = None) -> None:
         """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
+        self._if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
+
+    def _if_used(self, load: int, reader: int, found: Callable[[], Finding]) -> None:
         event = self.events[load]
-        found = lambda: self._described(clash, reader if slot is None else slot, record)  # noqa: E731
         if event.instruction is None:
             self.report(found())
         else:
