@@ -52,7 +52,7 @@ def operands(kind: str, count: int, ftz: bool) -> list[str]:
 
 def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:
     """`value`, a float for halves, as a result of the type."""
-    if ftz and kind == "f32":
+    if ftz and kind != "f16":
         value = f"flushed_f4({value})"
     if sat:
         value = f"unit_range({value})"
@@ -69,14 +69,9 @@ def _flags(form: Form, allowed: tuple[str, ...]) -> tuple[str, bool, bool, bool]
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
     if set(form.flags) - set(allowed) or len(modes) > 1:
         return None
-    if (
-        ftz
-        and form.type not in ("f32", "f16")
-        or sat
-        and form.type == "f64"
-        or relu
-        and form.type not in ("f16", "bf16")
-    ):
+    if ftz and form.type not in _FLUSHED and (form.opcode, form.type) != ("ex2", "bf16"):
+        return None
+    if sat and form.type not in ("f16", "f32") or relu and form.type not in ("f16", "bf16"):
         return None
     mode = modes[0] if modes else "rn"
     if mode in _DIRECTED and form.type in ("f16", "bf16"):
