@@ -145,6 +145,7 @@ class Kernel:
 
     target      "sm_90a"
     threads     of `.reqntid`, or None
+    most        threads of a block at most, of `.maxntid`, or None
     registers   every register by its name
     """
 
@@ -158,6 +159,7 @@ class Kernel:
     variables: dict[str, Variable] = field(default_factory=dict)
     threads: tuple[int, int, int] | None = None
     max_registers: int | None = None
+    most: int | None = None
 
 
 def registers_of(operand: Operand | None) -> tuple[Register, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -111,6 +112,7 @@ class _Module:
             match = _ENTRY.search(self._header.text) if self._header else None
             if match is None or self._header is None:
                 raise InvalidArgument("a scope that belongs to no kernel")
+            self._source.kernel = match[1]
             self._body = self._bodies[match[1]] = _Body(match[1], self._header)
             self._scope = Scope(0, self._globals)
             for parameter in declarations.parameters(match[2] or ""):
@@ -156,6 +158,8 @@ class _Module:
             raise InvalidArgument(f"the directive {text!r} is not known")
 
     def kernel(self, entry: str | None) -> Kernel:
+        if not self._target or self._version == (0, 0):
+            raise InvalidArgument("this is no PTX: .version and .target are missing")
         names = ", ".join(self._bodies) or "none"
         if entry is None and len(self._bodies) != 1:
             raise InvalidArgument(f"the PTX has {len(self._bodies)} kernels ({names}): name one of them")
@@ -179,6 +183,7 @@ class _Module:
             variables={**self._variables, **body.variables},
             threads=_three(dimensions["reqntid"]) if "reqntid" in dimensions else None,
             max_registers=int(limit[1]) if limit else None,
+            most=math.prod(_three(dimensions["maxntid"])) if "maxntid" in dimensions else None,
         )
 
 
@@ -202,7 +207,8 @@ def _instruction(row: _Row, registers: dict[str, Register]) -> Instruction:
         rest = row.text[match.end(4) :].strip()
         operands = tuple(operand(part, row.scope) for part in divided(rest))
     except InvalidArgument as error:
-        raise InvalidArgument(f"PTX line {row.line}: {row.text!r}: {error}{_place(row.source)}") from None
+        missing = "its label is missing" if match is not None and match[3] == "bra" else str(error)
+        raise InvalidArgument(f"PTX line {row.line}: {row.text!r}: {missing}{_place(row.source)}") from None
     _collect(operands, registers)
     modifiers = tuple(match[4].split(".")[1:])
     return Instruction(match[3], modifiers, operands, guard, row.line, row.text + ";", row.source, row.inline)

@@ -19,6 +19,9 @@ Place = tuple[str, str, str | None]
 class SourceMap:
     """The Python lines of the statement that is read at present: `present`, innermost first.
 
+    `kernel` is the one that is read. Triton names every function that was inlined like the kernel itself: such a name
+    is left out.
+
     LLVM counts the lines of a piece of inline assembly as lines of the Python source, and Triton's loads and stores
     are the second or third line of such a piece. So only the first location of a piece is taken. Line 0 is LLVM's
     "no line in particular": the one before holds on.
@@ -26,6 +29,7 @@ class SourceMap:
 
     def __init__(self, text: str) -> None:
         self.present: tuple[SourceLine, ...] = ()
+        self.kernel = ""
         self._files = dict(_FILE.findall(text))
         self._names = _info_strings(text)
         self._chains: dict[Place, tuple[SourceLine, ...]] = {}
@@ -53,7 +57,8 @@ class SourceMap:
         outer = self._chains.get((caller[0], caller[1], caller[2]), ()) if function else ()
         chain = outer
         if line != "0":
-            chain = (SourceLine(self._files.get(file, ""), int(line), self._names.get(function)), *outer)
+            named = self._names.get(function)
+            chain = (SourceLine(self._files.get(file, ""), int(line), None if named == self.kernel else named), *outer)
         self._chains[file, line, column] = chain
         if line != "0":
             self.present = chain
