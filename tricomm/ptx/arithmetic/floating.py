@@ -127,6 +127,8 @@ def _quotient(form: Form) -> Rule | None:
 
 
 def _root(form: Form) -> Rule | None:
+    if form.type == "f64" and form.opcode in ("rcp", "rsqrt") and form.flags == ("approx", "ftz"):
+        return form.rule(("f8",), ("f8",), f"gross_{form.opcode}({{0}})") if form.has(1, 1, *form.flags) else None
     parsed = _flags(form, (*_ROUNDING, "ftz", "approx"))
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 1, *form.flags):
         return None
@@ -134,6 +136,8 @@ def _root(form: Form) -> Rule | None:
     kind = numpy_type(form.type)
     (a,) = operands(form.type, 1, ftz)
     if form.opcode == "rsqrt":
+        if "approx" not in form.flags or mode != "rn":
+            return None
         value = f"inverse_root({a})"
     elif form.opcode == "rcp":
         one = form.constant(1.0, kind)

@@ -43,7 +43,7 @@ def _away(x: Any) -> Any:
     return np.trunc(x + np.copysign(0.5, x))
 
 
-_ROUND = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
+_ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
 
 
 def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
