@@ -1,4 +1,4 @@
-"""One computing instruction, run over lanes of given bits by the code of its rule, and compared with a model in ints."""
+"""One computing instruction, run over lanes of given bits by its rule, and compared with a model in integers."""
 
 import random
 import warnings
@@ -125,7 +125,20 @@ def signed(value, bits):
 def words(bits, count):
     """Special and random bit patterns."""
     top = 1 << bits - 1
-    special = [0, 1, 2, 3, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2, 0x55 * (2 * top - 1) // 0xFF, bits, bits - 1]
+    special = [
+        0,
+        1,
+        2,
+        3,
+        top - 1,
+        top,
+        top + 1,
+        2 * top - 1,
+        2 * top - 2,
+        0x55 * (2 * top - 1) // 0xFF,
+        bits,
+        bits - 1,
+    ]
     found = [x & 2 * top - 1 for x in special]
     while len(found) < count:
         found.append(RANDOM.getrandbits(RANDOM.choice((bits, bits, bits // 2, 5))) & 2 * top - 1)

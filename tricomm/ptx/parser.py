@@ -139,7 +139,7 @@ class _Module:
         elif name == "version" and (match := re.match(r"\.version (\d+)\.(\d+)", text)):
             self._version = int(match[1]), int(match[2])
         elif name == "target":
-            self._target = text.split(None, 1)[1].split(",")[0].strip()
+            self._target = text.removeprefix(".target").split(",")[0].strip()
         elif name == "address_size":
             if text.split()[-1] != "64":
                 raise InvalidArgument(f"{text!r}: this machine has addresses of 64 bits")
@@ -205,10 +205,11 @@ def _instruction(row: _Row, registers: dict[str, Register]) -> Instruction:
             guard = (predicate, match[1] == "!")
             registers[predicate.name] = predicate
         rest = row.text[match.end(4) :].strip()
+        if match[3] == "bra" and row.scope.label(rest) is None:
+            raise InvalidArgument(f"the label {rest or 'that it jumps to'} is missing")
         operands = tuple(operand(part, row.scope) for part in divided(rest))
     except InvalidArgument as error:
-        missing = "its label is missing" if match is not None and match[3] == "bra" else str(error)
-        raise InvalidArgument(f"PTX line {row.line}: {row.text!r}: {missing}{_place(row.source)}") from None
+        raise InvalidArgument(f"PTX line {row.line}: {row.text!r}: {error}{_place(row.source)}") from None
     _collect(operands, registers)
     modifiers = tuple(match[4].split(".")[1:])
     return Instruction(match[3], modifiers, operands, guard, row.line, row.text + ";", row.source, row.inline)
