@@ -24,7 +24,7 @@ from tricomm.ptx.instructions import Instruction, Kernel, Register
 from tricomm.ptx.liveness import Liveness, read, written
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.table import CONTROL
-from tricomm.ptx.special_registers import UnitShape
+from tricomm.ptx.unit_shape import UnitShape
 
 _BLOCKING = ("bar", "barrier")
 
