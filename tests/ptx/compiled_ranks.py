@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from functools import cache
 
-import torch
-
 from tests.kernels.arenas import Block, Rank
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.launch.compiler import extras

@@ -17,14 +17,14 @@ import numpy as np
 from tricomm.ptx.access import Array
 from tricomm.ptx.control_flow import ENDS, Flow, target
 from tricomm.ptx.generated.inference import choose_homes, infer_shapes
-from tricomm.ptx.generated.instruction_code import InstructionCode
+from tricomm.ptx.generated.instruction_code import InstructionCode, guard_code
 from tricomm.ptx.generated.lane_shapes import LaneShape
 from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction, Kernel, Register
 from tricomm.ptx.liveness import Liveness, read, written
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.table import CONTROL
-from tricomm.ptx.special_registers import UnitShape
+from tricomm.ptx.unit_shape import UnitShape
 
 _BLOCKING = ("bar", "barrier")
 
@@ -184,7 +184,7 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            f"g={'_INVERSE_AGREED' if negated else '_agreed'}({variable})", "if g is True:", *_indented(taken),
+            guard_code(variable, negated), "if g is True:", *_indented(taken),
             "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
         ]  # fmt: skip
 
