@@ -92,7 +92,7 @@ def test_an_atomic_against_a_plain_access():
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_memory_that_nobody_has_written(written):
+def test_memory_that_was_never_written(written):
     def fn(comm):
         memory = comm.symmetric((1,), torch.int64)
         if written:
