@@ -305,7 +305,7 @@ FAULTS = pytest.param("faults", marks=pytest.mark.soak)  # the same ranks as of 
 
 
 @pytest.mark.parametrize("name", ["first_streams", "streams", "processes", FAULTS, "device_time", "host_path"])
-def test_a_dry_run_goes_through_every_stage(tmp_path, name):
+def test_a_dry_run_goes_through_every_stage(tmp_path, name, forked_workers):
     """Those of several GPUs and of peers have a test of their own; the first one has the test of a bare checkout."""
     (result,) = runner.run(
         [find(name)], EvidenceSettings(tmp_path, None, True), print, processes=evidence_stages.InThisProcess
