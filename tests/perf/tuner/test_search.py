@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from devtools import tuner_benchmark
 from devtools.tuner_benchmark import MadeUpBox
+from tests.marks import some
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.perf.tuner import points, search, statistics, tuned_tables
@@ -22,7 +23,7 @@ _POINT = Point("all_reduce", 16, "graph", 1 << 16)
 _times = st.lists(st.floats(0.5, 1e5), min_size=1, max_size=40)
 
 
-@pytest.mark.parametrize(("gpu", "world_size", "seed"), [("h100", 8, 1), ("v100", 8, 0), ("pcie4", 4, 3)])
+@pytest.mark.parametrize(("gpu", "world_size", "seed"), some([("pcie4", 4, 3), ("h100", 8, 1), ("v100", 8, 0)], 3))
 def test_near_the_best_of_all_with_a_tenth_of_a_grids_measurements(gpu: str, world_size: int, seed: int) -> None:
     found = tuner_benchmark.run(gpu, world_size, seed)
     assert found.worst <= 0.05 and found.share <= 0.1, found
