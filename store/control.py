@@ -21,7 +21,6 @@ from tricomm import errors
 from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
-from tricomm.store.cuda_driver import Driver
 from tricomm.store.host_words import HostWords
 from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, RankState
 from tricomm.store.records import ExchangeMessage
@@ -93,7 +92,7 @@ class ControlPage:
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
         self._host: Host = host or LocalHost()
         self._gather_elsewhere = gather
-        self._watched = tuple(self._host.watch(r, member) for r, member in enumerate(members))
+        self._watched = () if gather else tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
@@ -112,10 +111,6 @@ class ControlPage:
         """This rank's 512 words; valid also after `close`."""
         return self._own().device_words()
 
-    def words_on_device(self, driver: Driver, ordinal: int) -> int:
-        """Address of `words` for kernels of GPU `ordinal`, good until `close`; raises `ResourceError` if refused."""
-        return self.host_words.on_device(driver, ordinal)
-
     def peer_words(self, rank: int) -> NDArray[np.int64]:
         """`rank`'s words, not writable unless they are this rank's own."""
         return self._page(rank).device_words()
@@ -128,10 +123,11 @@ class ControlPage:
         return self._member(rank).start_time
 
     def alive(self, rank: int) -> bool:
-        """True while the rank's process runs or is stopped; a later process with its pid does not count."""
+        """True while the rank's process runs or is stopped; a later process with its pid does not count. Without shared
+        memory nothing is known of other processes, and they count as alive."""
         watched = self._watched  # read once: another thread may close meanwhile
         self._check(rank)
-        return watched[rank].alive()
+        return watched[rank].alive() if watched else True
 
     def beat(self) -> None:
         self._own().heartbeat = time.monotonic_ns()

@@ -27,7 +27,7 @@ from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState
 from tricomm.store.gather import Arrived, Gathering, missing
-from tricomm.store.page import NBYTES, Page, check_page
+from tricomm.store.page import NBYTES, Page
 from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
 from tricomm.store.segments import Segment
 
@@ -220,7 +220,7 @@ class _Handshake:
                 raise ResourceError(f"rank {rank}'s control page: {error}") from error
             self._segments.append(segment)
         page = Page(segment.buffer, segment.address)
-        check_page(page, rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
+        page.check(rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
         return RankSegment(segment, theirs.pid, theirs.start_time)
 
     def _confirm(self, control: ControlPage) -> None:

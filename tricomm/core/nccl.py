@@ -12,13 +12,14 @@ import importlib
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.bounded_store import BoundedThread, first_line
+from tricomm.store.control import ControlPage
 
 log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
@@ -31,18 +32,7 @@ _BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool go
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
-class Exchanging(Protocol):
-    """The part of a group's control page that opening NCCL needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]: ...
-    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None: ...
-
-
-def load(control: Exchanging, timeout: float) -> Any:
+def load(control: ControlPage, timeout: float) -> Any:
     """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all if one has none, naming it."""
     core, error = None, None
     try:
@@ -53,7 +43,7 @@ def load(control: Exchanging, timeout: float) -> Any:
     return core
 
 
-def open_nccl(control: Exchanging, device: torch.device, timeout: float) -> Nccl:
+def open_nccl(control: ControlPage, device: torch.device, timeout: float) -> Nccl:
     """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order.
 
     Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
