@@ -93,6 +93,10 @@ def _single(group: Any, new: str, old: str) -> Any:
     return getattr(group, new, None) or getattr(group, old)
 
 
+def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _define(schema: str, run: Any, fake: Any) -> None:
     _lib.define(schema, tags=_TAGS)
     name = schema.partition("(")[0]
@@ -102,16 +106,8 @@ def _define(schema: str, run: Any, fake: Any) -> None:
 
 
 _define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
-_define(
-    "all_reduce(Tensor x, str op, str group) -> Tensor",
-    _all_reduce,
-    lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-_define(
-    "broadcast(Tensor x, int src, str group) -> Tensor",
-    _broadcast,
-    lambda x, src, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+_define("all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce, _like)
+_define("broadcast(Tensor x, int src, str group) -> Tensor", _broadcast, _like)
 _define(
     "all_gather(Tensor x, str group) -> Tensor",
     _all_gather,

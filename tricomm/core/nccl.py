@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from tricomm.core.launch_plan import LaunchPlan, Request, announced
+from tricomm.core.monitor import Monitor
 from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.gpu import Gpu
+from tricomm.kernels.launch.kernel_launch import Rows
+from tricomm.policy import backend_choice, selection
 from tricomm.store.bounded_store import BoundedThread, first_line
 from tricomm.store.control import ControlPage
 
@@ -252,3 +257,43 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _rows(x: torch.Tensor | None, counts: list[int]) -> list[torch.Tensor]:
     assert x is not None, "the rank that gives or takes all rows has a tensor for them"
     return list(_bytes(x).split(counts))
+
+
+_Call = Callable[[Nccl, Request, torch.Tensor, torch.Tensor, Rows], None]
+# Of each collective: contiguous input x and output y, which are one if the collective works in place, and what goes
+# where if rows are uneven.
+_CALLS: dict[str, _Call] = {
+    "all_reduce": lambda n, request, x, y, rows: n.all_reduce(x, request.op or "", y),
+    "all_gather": lambda n, request, x, y, rows: n.all_gather(x, y),
+    "reduce_scatter": lambda n, request, x, y, rows: n.reduce_scatter(x, y, request.op or ""),
+    "broadcast": lambda n, request, x, y, rows: n.broadcast(y, request.root),
+    "reduce": lambda n, request, x, y, rows: n.reduce(x, request.root, request.op or "", y),
+    "gather": lambda n, request, x, y, rows: n.gather(x, request.root, y),
+    "scatter": lambda n, request, x, y, rows: n.scatter(x, request.root, y),
+    "all_to_all": lambda n, request, x, y, rows: n.all_to_all(x, y),
+    "all_to_all_v": lambda n, request, x, y, rows: n.all_to_all_v(x, rows[0], rows[1], y),
+    "barrier": lambda n, request, x, y, rows: n.barrier(),
+}
+
+
+def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:
+    """What was asked as a launch plan: announced, counted, watched and bounded like a kernel's.
+
+    While a call runs, `monitor` counts its time and looks for peers that are gone, as for a user's own kernel. Raises
+    `InvalidArgument` for a reduction that NCCL has not.
+    """
+    op, dtype = request.op or "none", request.dtype
+    if request.collective not in backend_choice.REDUCTIONS:
+        op = "none"
+    elif dtype is not None:
+        check(request.collective, op, dtype)
+    choice = selection.nccl(request.collective, reason)
+    name = str(dtype).removeprefix("torch.") if dtype is not None else "none"
+    fingerprint, record = announced(choice, op, name, request, mode)
+    act = _CALLS[request.collective]
+
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
+        with monitor.user_call(gpu):
+            act(nccl, request, x, y, rows)
+
+    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
