@@ -44,7 +44,7 @@ class Results:
     def to_json(self, settings: Settings) -> WorkerMessage:
         """What `--json` writes."""
         results = [to_json(rows) for rows in self.rows]
-        return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": results}
+        return {"schema": 1, "header": self.header, "settings": asdict(settings), "results": results}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
     """
     parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
-    for rank, message in run_workers(_RANK, world_size, settings.to_json(), settings.timeout):
+    for rank, message in run_workers(_RANK, world_size, asdict(settings), settings.timeout):
         event = message.pop("event")
         if event == "header" and rank == 0:
             results.header = message
@@ -141,7 +141,7 @@ def open_group(
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Be one rank that `run` has started: send a header, the rows, and notes."""
-    settings = Settings.from_json(data)
+    settings = msgspec.convert(data, Settings)
     torch.set_num_threads(1)
     with open_group(settings, url, rank, world_size) as (comm, baselines):
         emit("header", **provenance.header(comm))

@@ -10,6 +10,7 @@ are those of `perf.cost_model.machines`. Nothing here was measured with these ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 import click
 
@@ -118,9 +119,7 @@ def check() -> list[Checked]:
 
 def median_error(rows: list[Checked]) -> float:
     """The median of the errors' sizes."""
-    errors = sorted(abs(row.error) for row in rows)
-    middle = len(errors) // 2
-    return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
+    return median(abs(row.error) for row in rows)
 
 
 def report(rows: list[Checked]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -75,19 +75,10 @@ def activities(job: JobStatistics) -> list[ActivityRow]:
             comm.world_size,
             comm.simulated,
             "kernels",
-            c.collective,
-            c.algorithm,
-            c.protocol,
-            c.bucket,
-            c.calls,
-            c.nbytes,
-            c.timed,
-            c.seconds,
-            c.p50_us,
-            c.p99_us,
+            **asdict(calls),
         )
         for comm in job.communicators
-        for c in comm.calls
+        for calls in comm.calls
     ]
     rows += [
         ActivityRow(job.name, date, "", "", -1, 0, False, r.route, r.collective, "", "", r.bucket, r.calls, r.nbytes)

@@ -9,7 +9,6 @@ user would write one.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import triton.language as tl
 import tricomm
 from tricomm import Communicator, Options
 from tricomm.kernels.primitives import get_ll, put_ll, signal, wait_sequence
+from tricomm.perf.bench import timing
 from tricomm.perf.evidence import hardware
 from tricomm.perf.evidence.stage import EvidenceSettings
 
@@ -110,24 +110,8 @@ def probe(comm: Communicator, table: torch.Tensor, other: int, way: str, trips: 
             comm.launch(ping_pong, 1, comm.group_table, table, row, comm.rank, other, **options)
 
         run(bounds[0])
-        elapsed = _stopwatch(comm)
+        elapsed = timing.stopwatch(comm.device)
         run(bounds[1])
         times.append(elapsed() / trips / 2)
         comm.check()
     return times
-
-
-def _stopwatch(comm: Communicator) -> Callable[[], float]:
-    """Microseconds from here, on the device if there is one."""
-    if comm.simulated:
-        start = time.perf_counter()
-        return lambda: (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-
-    def elapsed() -> float:
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return elapsed

@@ -87,7 +87,8 @@ class _StageProcess:
                 env=environment(stage),
                 text=True,
             )
-        self._input, self._output = _pipes(self._process)
+        self._input: IO[str] = self._process.stdin  # type: ignore[assignment]  # both are pipes
+        self._output: IO[str] = self._process.stdout  # type: ignore[assignment]
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -135,10 +136,6 @@ class _StageProcess:
             self._input.close()
         except BrokenPipeError:
             pass
-
-
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    return process.stdin, process.stdout  # type: ignore[return-value]  # both are pipes
 
 
 def environment(stage: Stage) -> dict[str, str]:

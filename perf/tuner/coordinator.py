@@ -16,11 +16,10 @@ from tricomm.perf.cost_model import kernel_time
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.history import database
 from tricomm.perf.tuner import tuned_tables
-from tricomm.perf.tuner.points import Candidate, Point, pool
+from tricomm.perf.tuner.points import Candidate, Point, TuningRequest, pool
 from tricomm.perf.tuner.sample_log import Round, SampleLog
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.successive_halving import BudgetExceeded
-from tricomm.perf.tuner.tuning_request import TuningRequest
 from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import tuning_tables, user_tables
 from tricomm.policy.tuning_tables import TunedTable

@@ -13,7 +13,7 @@ import tricomm
 from tricomm import InvalidArgument, ResourceError, env
 from tricomm.perf.bench.measure import pick_device
 from tricomm.perf.tuner.coordinator import Coordinator
-from tricomm.perf.tuner.tuning_request import TuningRequest
+from tricomm.perf.tuner.points import TuningRequest
 from tricomm.perf.tuner.worker import TuningWorker
 from tricomm.perf.workers import run_workers
 from tricomm.store.rendezvous import open_store

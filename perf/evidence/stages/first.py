@@ -17,7 +17,7 @@ import torch
 from tricomm import Communicator, Options
 from tricomm.cuda_bindings import load_bindings
 from tricomm.kernels.collectives import registry
-from tricomm.perf.bench import collective_calls
+from tricomm.perf.bench import collective_calls, timing
 from tricomm.perf.evidence import checks, compiling, environment, hardware
 from tricomm.perf.evidence.stage import (
     EIGHT,
@@ -44,34 +44,22 @@ _KERNEL = registry.find("all_reduce", "one_shot", "ll")
 _COUNT = 1000
 
 
-def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
-    def case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
-        return StageCase(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
+def _case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
+    return StageCase(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
 
-    yield case("first/versions", partial(_versions, settings))
-    yield case(GIL, partial(_gil, settings))
-    yield case(SLICE, partial(_slice, settings))
-    yield case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
+
+def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
+    yield _case("first/versions", partial(_versions, settings))
+    yield _case(GIL, partial(_gil, settings))
+    yield _case(SLICE, partial(_slice, settings))
+    yield _case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
 
 
 def _streams(settings: EvidenceSettings) -> Iterable[StageCase]:
     for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
-        yield StageCase(
-            name.partition("/")[2],
-            partial(_all_reduce, settings, world_size),
-            limit=60.0,
-            tier=FIRST,
-            needs=needs,
-            jobs=partial(_jobs, settings, world_size),
-        )
-    yield StageCase(
-        GRAPH.partition("/")[2],
-        partial(_graph, settings),
-        limit=60.0,
-        tier=FIRST,
-        needs=(TWO,),
-        jobs=partial(_jobs, settings, 2),
-    )
+        jobs = partial(_jobs, settings, world_size)
+        yield _case(name, partial(_all_reduce, settings, world_size), needs=needs, jobs=jobs)
+    yield _case(GRAPH, partial(_graph, settings), needs=(TWO,), jobs=partial(_jobs, settings, 2))
 
 
 def _versions(settings: EvidenceSettings) -> Data:
@@ -143,13 +131,9 @@ def _all_reduce(settings: EvidenceSettings, world_size: int) -> Data:
 
 
 def _graph(settings: EvidenceSettings) -> Data:
-    def make(comm: Communicator) -> Callable[[], None]:
+    def make(comm: Communicator) -> timing.Call:
         x, y = collective_calls.tensors(comm, "all_reduce", _COUNT, torch.float32)
-
-        def run() -> None:
-            collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
-
-        return run
+        return lambda: collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
 
     return hardware.spread(hardware.of(settings).resident(2, make, 2, 3, _OPTIONS))
 

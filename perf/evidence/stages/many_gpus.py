@@ -6,8 +6,8 @@ is the slowest rank's median. Flat numbers of a case are of its smallest (`_us`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
 from statistics import median
@@ -18,6 +18,7 @@ import torch
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import units
+from tricomm.perf.bench import timing
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, compiling, hardware
 from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Stage, StageCase, Wrong
@@ -106,17 +107,10 @@ def copies(devices: list[torch.device], nbytes: int, rounds: int = 9) -> Data:
 
 def copied(x: torch.Tensor, y: torch.Tensor) -> float:
     """Seconds of a copy, which torch makes on the current stream of the source device."""
-    if x.device.type == "cpu":
-        start = time.perf_counter()
-        y.copy_(x)
-        return time.perf_counter() - start
-    with torch.cuda.device(x.device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+        elapsed = timing.stopwatch(x.device)
         y.copy_(x, non_blocking=True)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return elapsed() / 1e6
 
 
 def _latency(settings: EvidenceSettings, world_size: int) -> Data:
