@@ -1,7 +1,7 @@
 """The hardware of a run: a GPU, or in a dry run a CPU, on which the same code runs with simulated ranks.
 
 Ranks of one process are streams of one GPU (`tricomm.local`) or tasks under Triton's interpreter (`tricomm.simulate`).
-Ranks that are processes are run by `tricomm.perf.workers`, on `rank_device`.
+Ranks that are processes are run by `tricomm.perf.workers`, on the device of `begin_rank`.
 """
 
 from __future__ import annotations
@@ -134,9 +134,18 @@ def capability(settings: EvidenceSettings) -> int:
     return 10 * major + minor
 
 
-def rank_device(settings: EvidenceSettings, rank: int, one_gpu: bool = True) -> str:
-    """The device of rank `rank` of several processes: the first GPU for all, or one for each."""
-    return "cpu" if settings.dry_run else "cuda:0" if one_gpu else f"cuda:{rank % torch.cuda.device_count()}"
+def begin_rank(rank: int, data: dict[str, Any]) -> str:
+    """In a rank that is a process of its own: its device, which is the current one from here on.
+
+    `data` are the settings of the ranks: a CPU in a `dry_run`, else the first GPU for all, or one for each unless
+    `one_gpu`.
+    """
+    torch.set_num_threads(1)
+    if data["dry_run"]:
+        return "cpu"
+    index = 0 if data.get("one_gpu", True) else rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 def spread(samples: list[float]) -> dict[str, Any]:

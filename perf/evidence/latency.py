@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from tricomm import Communicator, Options
 from tricomm.kernels.primitives import get_ll, put_ll, signal, wait_sequence
 from tricomm.perf.bench import timing
 from tricomm.perf.evidence import hardware
-from tricomm.perf.evidence.stage import EvidenceSettings
 
 _LANES = 32  # of one warp: a poll of `primitives` spans all threads
 _BUFFER = 2 * _LANES  # words that a poll of LL words reads
@@ -72,10 +70,7 @@ def _receive(group, pointer, number, lane, LL: tl.constexpr, LANES: tl.constexpr
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """One rank, a process of its own: emits the microseconds one way of every pair whose lower rank this is."""
-    torch.set_num_threads(1)
-    device = hardware.rank_device(EvidenceSettings(Path(), dry_run=data["dry_run"]), rank, data["one_gpu"])
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = hardware.begin_rank(rank, data)
     options = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False, share_device=data["one_gpu"])
     with tricomm.init(url, rank, world_size, device, options=options) as comm:
         buffers = {way: comm.symmetric((world_size, _BUFFER), torch.int64) for way in WAYS}

@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from tricomm.c10d.capabilities import GroupConfig, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
+from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice
 from tricomm.store.records import Capabilities
 
 _STALL = 30.0
@@ -75,7 +75,7 @@ def make(config: GroupConfig, members: Sequence[Capabilities], options: Options 
     made = Backends({})
     if torch_backend("cpu") is not None:
         made.transport = connect(config.store, config, members, options)
-    if torch.cuda.is_available() and torch_backend("cuda") == backend_choice.NCCL:
+    if torch.cuda.is_available() and torch_backend("cuda") == NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
         nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = config.timeout, config.ranks, config.name
         store = PrefixStore("nccl", config.store)

@@ -19,9 +19,9 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
-from tricomm.metrics.counters import Activity, weight
+from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
-from tricomm.policy.backend_choice import NCCL, POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.selection import Choice
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 

@@ -66,8 +66,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
 
     The monotonic clock is the same for all processes.
     """
-    torch.set_num_threads(1)
-    device = "cpu" if data["dry_run"] else "cuda:0"
+    device = hardware.begin_rank(rank, data)
     options = tricomm.Options(timeout=30.0, stall_timeout=data["stall"], arena_bytes=1 << 20, share_device=True)
     mark, end = Path(data["folder"]) / "began", time.monotonic() + 40.0
     with tricomm.init(url, rank, world_size, device, options=options) as comm:
