@@ -117,9 +117,7 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     ll = _up(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS, 4096)
     good = world_size * (CHANNEL_STATE + SLOTS * _GOOD_SLOT)
     reserve = good if 8 * good <= arena_bytes else world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
-    per_source = (arena_bytes - ll - reserve) // (
-        4 * world_size
-    )  # two mailboxes, two parities each, a buffer per source
+    per_source = (arena_bytes - ll - reserve) // (4 * world_size)  # two mailboxes, two parities each
     if per_source < _LEAST_BUFFER:
         least = max(MIN_ARENA, ll + reserve + 4 * world_size * _LEAST_BUFFER)
         raise InvalidArgument(

@@ -183,16 +183,8 @@ class _Handshake:
         page.state = RankState.CONNECTING
         self._page = page
         node = (process.pid_namespace(), process.node_id(), os.geteuid())
-        return RankRecord(
-            pid,
-            started,
-            *node,
-            segment.fd,
-            segment.nbytes,
-            self._layout_hash,
-            RankState.CONNECTING,
-            socket.gethostname(),
-        )
+        memory = (segment.fd, segment.nbytes, self._layout_hash)
+        return RankRecord(pid, started, *node, *memory, RankState.CONNECTING, socket.gethostname())
 
     def _look(self, arrived: Arrived[RankRecord]) -> None:
         self._raise_if_aborted()

@@ -87,14 +87,8 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
 
 def probe(comm: Communicator, table: torch.Tensor, other: int, way: str, trips: int, samples: int) -> list[float]:
     """Microseconds one way, one number per launch of `trips` round trips, after a launch that synchronizes the two."""
-    options = {
-        "LEADS": comm.rank < other,
-        "LL": way == "ll",
-        "BUFFER": _BUFFER,
-        "LANES": _LANES,
-        "PTX": not comm.simulated,
-        "num_warps": 1,
-    }
+    sizes = {"BUFFER": _BUFFER, "LANES": _LANES, "num_warps": 1}
+    options = {"LEADS": comm.rank < other, "LL": way == "ll", "PTX": not comm.simulated, **sizes}
     times, first = [], 1
     for _ in range(samples):
         edges = [first, first + -(-trips // 4), first + -(-trips // 4) + trips]

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch.library import Library, register_autograd, register_fake
 
+from tricomm import arguments
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
 
 _lib = Library("tricomm", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_OPS = {
-    "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX,
-    "prod": c10d.ReduceOp.PRODUCT, "band": c10d.ReduceOp.BAND, "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR,
-}  # fmt: skip
+_OPS = {ours: getattr(c10d.ReduceOp, theirs) for theirs, ours in arguments.REDUCE_OPS.items()}
 
 
 def _group(name: str) -> Any:

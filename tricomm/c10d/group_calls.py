@@ -23,10 +23,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-OPERATIONS = {  # c10d's names and tricomm's
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor", "PREMUL_SUM": "premul_sum",
-}  # fmt: skip
+OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 
 
 @dataclass

@@ -28,7 +28,7 @@ from tricomm.perf.workers import run_workers
 SIZES = tuple(1 << n for n in range(10, 27, 2))  # 1 KiB to 64 MiB
 _DRY_SIZES = (64, 256)
 _DRY_COLLECTIVES = ("gather", "barrier")  # stage `peers` has the all-reduce
-_DTYPE = torch.float32
+_TYPE, _DTYPE = "float32", torch.float32
 _COPY = 256 << 20
 _SHOWN = ("open_pairs", "pairs_number", "least_gbps", "most_gbps", "ll_least_us", "ll_most_us", "flag_least_us",
           "flag_most_us", "tricomm_us", "tricomm_graph_us", "nccl_us", "nccl_graph_us", "tricomm_busbw_gbps",
@@ -138,8 +138,7 @@ def latencies(measured: list[dict[str, Any]], world_size: int) -> Data:
 
 def _table(settings: EvidenceSettings, collective: str, world_size: int, lost: peers.Lost) -> Data:
     sizes = (0,) if collective == "barrier" else _DRY_SIZES if settings.dry_run else SIZES
-    name = str(_DTYPE).removeprefix("torch.")
-    ranks = peers.rank_settings(settings, collective, name, sizes, world_size, one_gpu=False)
+    ranks = peers.rank_settings(settings, collective, _TYPE, sizes, world_size, one_gpu=False)
     ranks["seconds"] /= len(sizes)
     ranks["names"] = [name for name in ranks["names"] if not name.startswith(("kraken", f"{OURS}_"))]
     rows = peers.compare(ranks, world_size, lost)
@@ -151,12 +150,7 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
     lines: list[Data] = []
     for row in rows.values():
         size = units.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
-        line = {
-            "size_bytes": size,
-            "count": row["count"],
-            "type": str(_DTYPE).removeprefix("torch."),
-            "choice": row["choice"],
-        }
+        line = {"size_bytes": size, "count": row["count"], "type": _TYPE, "choice": row["choice"]}
         for name, samples in row["times"].items():
             spread = hardware.spread(samples)
             line |= {f"{name}_us": spread["median_us"], f"{name}_p90_us": spread["p90_us"], f"{name}_wrong": 0}
