@@ -4,15 +4,13 @@
 
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
-`python -m tricomm.perf.cost_model.kernel_time` sets the model beside published times of kernels of the same shape.
+`tricomm predict --check` sets the model beside published times of kernels of the same shape.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-
-import click
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -139,13 +137,3 @@ def _cells(checked: Checked) -> tuple[object, ...]:
     kernel = row.kernel.name + ("*" if row.calibrates else "")
     times = (f"{row.time_us:.1f}", f"{checked.time_us:.1f}", f"{checked.error:+.0%}")
     return row.gpu, row.world_size, kernel, row.mode, row.nbytes, *times, row.source
-
-
-@click.command()
-def main() -> None:
-    """Set the model beside published measurements: error per row, median error."""
-    click.echo("\n".join(report(check())))
-
-
-if __name__ == "__main__":
-    main()
