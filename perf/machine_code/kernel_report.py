@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm import env
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.dtypes import DTYPES, reduction
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel
 from tricomm.perf import text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import classify, clears, function_of, place
-from tricomm.perf.machine_code.compile_variant import Variant, compile_variant, with_plain_lines
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
@@ -32,6 +32,20 @@ spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payl
 than 128 bits.  tail: element by element, past the last full tile or misaligned.  scalar, control: one word; headers,
 polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
 instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel, as it would be launched; `block` is the 64-bit words of a tile."""
+
+    kernel: str
+    arch: str
+    dtype: str = "bfloat16"
+    op: str = "sum"
+    world_size: int = 8
+    aligned: bool = True
+    block: int = 512
+    warps: int = 8
 
 
 @dataclass(frozen=True)
@@ -133,6 +147,37 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
         any(p.name == "x_ptr" for p in function.params),
         steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", clears),
     )
+
+
+def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> Any:
+    """Triton's compiled kernel of `variant`, with its constexprs `fixed`: `.asm` has ttgir, ptx and cubin."""
+    dtype = DTYPES[variant.dtype]
+    element, op = reduction(dtype, variant.op)
+    values = {
+        **fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
+        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
+    }  # fmt: skip
+    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant), fresh=True)
+
+
+def _capability(variant: Variant) -> int:
+    return int(variant.arch.removeprefix("sm_"))
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    return {**COMPILE_OPTIONS, "num_warps": variant.warps}
+
+
+def with_plain_lines(ptx: str, cubin: bytes, variant: Variant) -> bytes:
+    """`cubin` with a correct line table; raises `ResourceError` if the machine code changes with it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", _capability(variant), 32))
+    again = backend.make_cubin(ptx, {}, backend.parse_options(_options(variant)), _capability(variant))
+    if code.text_of(again) != code.text_of(cubin):
+        raise ResourceError(f"{variant.kernel}: ptxas made other code from the same PTX with other line numbers")
+    return bytes(again)
 
 
 def _error_text(error: BaseException) -> str:

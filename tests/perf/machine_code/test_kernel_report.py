@@ -16,7 +16,7 @@ from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.primitives import signal, wait_sequence
 from tricomm.perf.machine_code import accesses, kernel_report
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 
 
 def _name(variant: Variant) -> str:
