@@ -210,7 +210,9 @@ class ControlPage:
         answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
         failed = {rank: answer for rank, answer in enumerate(answers) if answer}
         if failed:
-            reasons = [f"rank {rank}: {_words(answer)}" for rank, answer in failed.items()]
+            reasons = [
+                f"rank {rank}: {answer[_KIND_BYTES:].decode(errors='ignore')}" for rank, answer in failed.items()
+            ]
             raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
 
     def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -338,10 +340,6 @@ def _pack_error(error: BaseException | None) -> bytes:
     kind = type(error).__name__ if isinstance(error, TricommError) else TricommError.__name__
     text = str(error) if isinstance(error, TricommError) else f"{type(error).__name__}: {error}"
     return kind.encode().ljust(_KIND_BYTES, b"\0") + text.encode(errors="replace")[: MESSAGE_BYTES - _KIND_BYTES]
-
-
-def _words(answer: bytes) -> str:
-    return answer[_KIND_BYTES:].decode(errors="ignore")
 
 
 def _kind(answer: bytes) -> type[TricommError]:

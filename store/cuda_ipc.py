@@ -151,7 +151,9 @@ class CudaIpcArena:
         self._release(unmap=False)
 
     def _attach(self, driver: Driver | None) -> None:
-        _refuse_if_disabled()
+        for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
+            if env.flag(variable):
+                raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
         self._check_arguments()
         driver = driver or load_driver()
         driver.init()
@@ -308,9 +310,3 @@ class CudaIpcArena:
 
 def _probe_word(writer: int, target: int) -> bytes:
     return struct.pack("<4sHH", b"TCPW", writer, target)
-
-
-def _refuse_if_disabled() -> None:
-    for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
-        if env.flag(variable):
-            raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")

@@ -171,7 +171,7 @@ class Page:
 
     def called(self, sequence: int) -> Descriptor | None:
         """The call number `sequence`; None if there was none, or if it is too long ago."""
-        call = self._descriptor(_ring_at(sequence))
+        call = self._descriptor(_RING_AT + sequence % RING * _ENTRY)
         return call if call is not None and call.sequence == sequence else None
 
     def _descriptor(self, at: int) -> Descriptor | None:
@@ -235,10 +235,6 @@ class Page:
             if length == 0 and crc == 0:
                 return None
         return None
-
-
-def _ring_at(sequence: int) -> int:
-    return _RING_AT + sequence % RING * _ENTRY
 
 
 def _slot_at(step: int) -> int:

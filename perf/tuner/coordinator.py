@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -45,8 +46,9 @@ class Coordinator:
         if self._log.known:
             self._emit("note", text=f"going on from {self._log.file}: {self._log.known} samples are known")
         finished = False
+        prior = partial(predicted_us, self._machine, self._world_size)
         try:
-            decisions = search(self._points, self._pool, self._in_force.__getitem__, self._prior, self._measure)
+            decisions = search(self._points, self._pool, self._in_force.__getitem__, prior, self._measure)
             self._publish(decisions)
             finished = not self._budget_exceeded
             self._worker.broadcast(TuningTask("end"))
@@ -76,9 +78,6 @@ class Coordinator:
         except InvalidArgument:  # not over these links
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
-
-    def _prior(self, point: Point, candidate: Candidate) -> float:
-        return predicted_us(self._machine, self._world_size, point, candidate)
 
     def _measure(self, point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
         candidates = [c for c in candidates if not self._log.wrong(point, c)]

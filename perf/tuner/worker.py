@@ -6,9 +6,10 @@ test, because these may be wrong or never return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import msgspec
 import torch
@@ -130,7 +131,8 @@ class TuningWorker:
         values: list[list[float]] = [[] for _ in task.candidates]
         refused: dict[int, str] = {}
         for turn in range(task.repeats):
-            for at in _order(len(task.candidates), turn):
+            order = range(len(task.candidates))
+            for at in order if turn % 2 == 0 else reversed(order):  # so that none always follows the same one
                 if at in refused:
                     continue
                 try:
@@ -142,11 +144,6 @@ class TuningWorker:
                 except TricommError as error:
                     return TuningAnswer(fault=f"{type(error).__name__}: {error}", at=at)
         return TuningAnswer(tuple(map(tuple, values)), refused)
-
-
-def _order(count: int, turn: int) -> Sequence[int]:
-    """Forwards and backwards by turns, so that no candidate always follows the same one."""
-    return range(count) if turn % 2 == 0 else range(count - 1, -1, -1)
 
 
 class Sampler:
@@ -186,7 +183,9 @@ class Sampler:
             run, calls = self._graphs[candidate]
         else:
             self._use(point, candidate)
-            run, calls = timing.prepare(self._comm, self._call(point), _mode(point), 1)
+            mode = "kernel" if point.mode == "graph" else "eager"  # so many calls that a graph's launch hardly counts
+            call = partial(collective_calls.call, self._comm, point.collective, 0, self._x, self._y)
+            run, calls = timing.prepare(self._comm, call, mode, 1)
             if point.mode == "graph":
                 self._graphs[candidate] = run, calls
         iters = 1 if self._comm.simulated else _REPLAYS if point.mode == "graph" else _EAGER_CALLS
@@ -201,14 +200,6 @@ class Sampler:
             self._x = collective_calls.local(x)
             self._point = point
         comm.use_table((candidate.row(point, comm.world_size, None),), str(candidate))
-
-    def _call(self, point: Point) -> Callable[[], Any]:
-        return lambda: collective_calls.call(self._comm, point.collective, 0, self._x, self._y)
-
-
-def _mode(point: Point) -> str:
-    """Many calls in a graph, so that the launch of the graph itself hardly counts."""
-    return "kernel" if point.mode == "graph" else "eager"
 
 
 def _count(point: Point, world_size: int) -> int:

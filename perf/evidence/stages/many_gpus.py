@@ -51,8 +51,10 @@ def worlds(gpus: int) -> tuple[int, ...]:
 
 def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     gpus = 2 if settings.dry_run else torch.cuda.device_count()
-    yield StageCase("peer access", lambda: matrix(gpus, _reaches(settings)))
-    yield StageCase("copies", lambda: copies(_devices(settings, gpus), 4096 if settings.dry_run else _COPY))
+    devices = [torch.device("cpu") if settings.dry_run else torch.device("cuda", n) for n in range(gpus)]
+    reaches = (lambda a, b: True) if settings.dry_run else torch.cuda.can_device_access_peer
+    yield StageCase("peer access", lambda: matrix(gpus, reaches))
+    yield StageCase("copies", lambda: copies(devices, 4096 if settings.dry_run else _COPY))
     yield StageCase("latency", lambda: _latency(settings, worlds(gpus)[-1]))
     lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
     for world_size in worlds(gpus):
@@ -77,18 +79,10 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
         )
 
 
-def _reaches(settings: EvidenceSettings) -> Callable[[int, int], bool]:
-    return (lambda a, b: True) if settings.dry_run else torch.cuda.can_device_access_peer
-
-
 def matrix(gpus: int, reaches: Callable[[int, int], bool]) -> Data:
     """1 if the GPU of the row reaches that of the column, or is the same."""
     rows = [[int(a == b or reaches(a, b)) for b in range(gpus)] for a in range(gpus)]
     return {"matrix": rows, "open_pairs": sum(map(sum, rows)) - gpus, "pairs_number": gpus * (gpus - 1)}
-
-
-def _devices(settings: EvidenceSettings, gpus: int) -> list[torch.device]:
-    return [torch.device("cpu") if settings.dry_run else torch.device("cuda", n) for n in range(gpus)]
 
 
 def copies(devices: list[torch.device], nbytes: int, rounds: int = 9) -> Data:
