@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from torch.distributed.distributed_c10d import Store
 
@@ -131,14 +131,12 @@ class _Handshake:
         text = str(error) if ours else f"rank {self._rank} was stopped by {type(error).__name__}: {error}"
         if self._store.usable:
             self._store.extend(_GRACE_SECONDS)
-            try:
+            with suppress(RendezvousError):  # the store is gone; the error that brought us here matters more
                 if not ours and not self._gathering.generation:  # an interrupt before the first record
                     self._gathering.aborted()  # runs after a call of the store that may still be under way
                     if not self._gathering.generation:
                         self._begin()
                 self._publish(kind, text)
-            except RendezvousError:
-                pass  # the store is gone; the error that brought us here matters more
         if self._page is not None:
             self._page.put_fault(Fault(kind if ours else GroupAborted.__name__, self._rank, 0, text))
             self._page.state = RankState.CLOSED

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -100,11 +101,9 @@ class _StageProcess:
 
     def run(self, case: StageCase, remaining: float) -> CaseOutcome:
         end = time.monotonic() + remaining
-        try:
+        with suppress(BrokenPipeError):  # the process has ended, which the reader sees
             self._input.write(json.dumps(case.key) + "\n")
             self._input.flush()
-        except BrokenPipeError:
-            pass  # the process has ended, which the reader sees
         limit = _STARTING
         try:
             self._ready = self._ready or bool(self._lines.get(timeout=min(remaining, limit)))
@@ -125,17 +124,13 @@ class _StageProcess:
 
     def end(self) -> None:
         """End the process and all processes in its session."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._reader.join(_ENDING)
         self._output.close()
-        try:
+        with suppress(BrokenPipeError):
             self._input.close()
-        except BrokenPipeError:
-            pass
 
 
 def environment(stage: Stage) -> dict[str, str]:

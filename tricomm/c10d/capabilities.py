@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -86,12 +87,10 @@ def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float
 
 def _abort(gathering: Gathering, error: BaseException) -> None:
     """Publish why this rank ends the making of the group, so that no rank waits for it."""
-    try:
+    with suppress(RendezvousError):  # the store is gone; the caller's own error matters more
         gathering.store.extend(_GRACE_SECONDS)
         if gathering.store.usable:
             gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
-    except RendezvousError:
-        pass  # the store is gone; the caller's own error matters more
 
 
 def _own_capabilities() -> Capabilities:
