@@ -152,9 +152,5 @@ def spread(samples: list[float]) -> dict[str, Any]:
     """Median, and 10th and 90th percentile, of times in microseconds."""
     ordered = sorted(samples)
     low, high = (ordered[min(len(ordered) - 1, int(len(ordered) * at))] for at in (0.1, 0.9))
-    return {
-        "median_us": round(median(ordered), 3),
-        "p10_us": round(low, 3),
-        "p90_us": round(high, 3),
-        "samples": len(ordered),
-    }
+    times = {"median_us": median(ordered), "p10_us": low, "p90_us": high}
+    return {**{name: round(us, 3) for name, us in times.items()}, "samples": len(ordered)}
