@@ -262,7 +262,7 @@ def test_a_result_that_cannot_be_is_refused(settings, name):
     path = settings.out / "foreign.json"
     path.write_text(json.dumps({**result, **change} if isinstance(change, dict) else change))
     with pytest.raises(InvalidArgument, match=words):
-        result_schema.read(path)
+        result_schema.read_all(path)
     with zipfile.ZipFile(settings.out / "evidence.zip", "a") as archive:
         verified = CliRunner().invoke(cli, ["evidence", "verify", archive.filename])
         archive.write(path, path.name)
