@@ -135,7 +135,9 @@ def test_byte_permutation():
     selectors = [0x5410, 0x7632, 0x3340, 0x7770, 0x7771, 0x7772, 0x7773, 0x0123, 0x3210, 0x7654, 0x8880, 0xBA98, 0xFEDC]
     selectors += [RANDOM.getrandbits(16) for _ in range(60)]
     for selector in selectors:
-        check(f"prmt.b32 d, a, b, {selector}", rows(32, 32, count=8), lambda a, b, s=selector: permuted(a, b, s), **names)
+        check(
+            f"prmt.b32 d, a, b, {selector}", rows(32, 32, count=8), lambda a, b, s=selector: permuted(a, b, s), **names
+        )
         check(f"prmt.b32 d, a, 0, {selector}", rows(32, count=8), lambda a, s=selector: permuted(a, 0, s), **names)
     check("prmt.b32 d, a, b, c", rows(32, 32, 32), permuted, **names)
     for mode, table in MODES.items():
@@ -145,7 +147,9 @@ def test_byte_permutation():
 
         check(f"prmt.b32.{mode} d, a, b, c", rows(32, 32, 32, count=50), by_mode, **names)
         for c in range(5):
-            check(f"prmt.b32.{mode} d, a, b, {c}", rows(32, 32, count=8), lambda a, b, c=c, f=by_mode: f(a, b, c), **names)
+            check(
+                f"prmt.b32.{mode} d, a, b, {c}", rows(32, 32, count=8), lambda a, b, c=c, f=by_mode: f(a, b, c), **names
+            )
 
 
 def field(bits, sign):
@@ -169,7 +173,12 @@ def test_field_extraction(kind):
     given = [(a, start, length) for start in PLACES for length in PLACES for (a,) in rows(bits, count=2)]
     check(f"bfe.{kind} d, a, b, c", given, model, **names)
     for start, length in ((0, 8), (7, 1), (8, 24), (31, 1), (0, bits), (5, 0), (bits - 4, 9), (300, 5)):
-        check(f"bfe.{kind} d, a, {start}, {length}", rows(bits, count=20), lambda a, s=start, n=length: model(a, s, n), **names)
+        check(
+            f"bfe.{kind} d, a, {start}, {length}",
+            rows(bits, count=20),
+            lambda a, s=start, n=length: model(a, s, n),
+            **names,
+        )
 
 
 @pytest.mark.parametrize("bits", (32, 64))
@@ -234,7 +243,10 @@ def test_counting(bits):
 
         check(f"bfind.{kind}{bits} d, a", one, highest, **names)
         check(
-            f"bfind.shiftamt.{kind}{bits} d, a", one, lambda a, f=highest: ONES if f(a) == ONES else bits - 1 - f(a), **names
+            f"bfind.shiftamt.{kind}{bits} d, a",
+            one,
+            lambda a, f=highest: ONES if f(a) == ONES else bits - 1 - f(a),
+            **names,
         )
 
 

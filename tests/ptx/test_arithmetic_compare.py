@@ -8,7 +8,14 @@ from tests.ptx import float_model as model
 from tests.ptx.arithmetic_cases import check, rows, signed
 from tests.ptx.float_model import KINDS, float_rows, value
 
-ORDER = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
+ORDER = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 UNSIGNED = {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 COMBINE = {"and": lambda t, c: t and c, "or": lambda t, c: t or c, "xor": lambda t, c: t != c}
 PREDICATES = {"p": "pred", "q": "pred", "c": "pred"}
@@ -101,7 +108,9 @@ def test_setp_of_pairs(kind, compare):
 
     check(f"setp.{compare}.{kind}x2 p|q, a, b", pairs, both, **names)
     three = [(*row, i & 1) for i, row in enumerate(pairs)]
-    check(f"setp.{compare}.and.{kind}x2 p|q, a, b, c", three, lambda a, b, c: tuple(t and c for t in both(a, b)), **names)
+    check(
+        f"setp.{compare}.and.{kind}x2 p|q, a, b, c", three, lambda a, b, c: tuple(t and c for t in both(a, b)), **names
+    )
 
 
 @pytest.mark.parametrize("result, true", (("u32", 0xFFFFFFFF), ("s32", 0xFFFFFFFF), ("f32", 0x3F800000)))
@@ -113,7 +122,10 @@ def test_set(result, true):
         check(f"set.{compare}.{result}.{kind} d, a, b", two, lambda a, b, t=test: true * t(a, b), **names)
         three = [(*row, i & 1) for i, row in enumerate(two)]
         check(
-            f"set.{compare}.xor.{result}.{kind} d, a, b, c", three, lambda a, b, c, t=test: true * (t(a, b) != c), **names
+            f"set.{compare}.xor.{result}.{kind} d, a, b, c",
+            three,
+            lambda a, b, c, t=test: true * (t(a, b) != c),
+            **names,
         )
 
 

@@ -154,7 +154,10 @@ def test_24_bits(kind):
 
         check(f"mul24.{mode}.{kind} d, a, b", rows(32, 32), lambda a, b, p=product: cut(p(a, b), 32), **names)
         check(
-            f"mad24.{mode}.{kind} d, a, b, c", rows(32, 32, 32), lambda a, b, c, p=product: cut(p(a, b) + c, 32), **names
+            f"mad24.{mode}.{kind} d, a, b, c",
+            rows(32, 32, 32),
+            lambda a, b, c, p=product: cut(p(a, b) + c, 32),
+            **names,
         )
 
 

@@ -125,7 +125,7 @@ def test_values_that_lanes_get_on_different_ways(unit, watched):
 
 
 def test_an_endless_loop_is_stopped_with_its_lines():
-    body = '.loc 1 7 3\nmov.u32 %r0, 1;\nloop:\n.loc 1 9 3\nadd.u32 %r0, %r0, 1;\n.loc 1 11 3\nbra loop;\n'
+    body = ".loc 1 7 3\nmov.u32 %r0, 1;\nloop:\n.loc 1 9 3\nadd.u32 %r0, %r0, 1;\n.loc 1 11 3\nbra loop;\n"
     code = kernel(body, variables='.file 1 "/there/mine.py"\n')
     with pytest.raises(StepLimit, match=r"mine\.py:9, .*mine\.py:11"):
         run(code, [np.zeros(1, "u4")], steps=1000)

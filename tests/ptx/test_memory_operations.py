@@ -8,7 +8,7 @@ import pytest
 from tests.ptx.handwritten import kernel, run
 from tricomm.errors import InvalidArgument
 from tricomm.ptx import grid
-from tricomm.ptx.global_memory import GlobalMemory, OutOfBounds
+from tricomm.ptx.global_memory import BadAddress, GlobalMemory
 
 HOW = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])
 TID = "mov.u32 %r0, %tid.x;"
@@ -23,7 +23,9 @@ def octets(count, seed=1):
 
 @HOW
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind, register", [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")])
+@pytest.mark.parametrize(
+    "kind, register", [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
+)
 def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
     size = int(kind[1:]) // 8
     source, target = octets(64 * size), octets(64 * size, 2)
@@ -31,8 +33,8 @@ def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
         pytest.skip("not a form of PTX")
     loads = mode if "no_allocate" in mode or mode != ".cg" else ".cg"
     text = f"""{TID} mul.wide.u32 %rd10, %r0, {size}; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %rd1, %rd10;
-        ld{_between(loads, 'global')}.{kind} {register}, [%rd11];
-        st{_between(mode, 'global')}.{kind} [%rd12], {register};"""
+        ld{_between(loads, "global")}.{kind} {register}, [%rd11];
+        st{_between(mode, "global")}.{kind} [%rd12], {register};"""
     run(kernel(text, 2), [source, target], 64, unit=unit, watched=watched)
     assert target.tobytes() == source.tobytes()
 
@@ -44,7 +46,9 @@ def _between(mode, space):
 
 @HOW
 @pytest.mark.parametrize("order", ["tid", "31 - tid", "scattered", "masked", "same"])
-@pytest.mark.parametrize("elements, kind", [(2, "b32"), (4, "b32"), (2, "b64"), (4, "b64"), (8, "b32"), (4, "b8"), (2, "b16")])
+@pytest.mark.parametrize(
+    "elements, kind", [(2, "b32"), (4, "b32"), (2, "b64"), (4, "b64"), (8, "b32"), (4, "b8"), (2, "b16")]
+)
 def test_vectors_in_every_order(elements, kind, order, unit, watched):
     """Lane n reads element vector f(n) and writes it to place n; with "masked" only some lanes do."""
     size, threads = int(kind[1:]) // 8, 32
@@ -54,13 +58,16 @@ def test_vectors_in_every_order(elements, kind, order, unit, watched):
     names = ", ".join(f"{letter}{20 + n}" for n in range(elements))
     place = {
         "tid": "mov.u32 %r1, %r0;", "31 - tid": "sub.u32 %r1, 31, %r0;", "same": "mov.u32 %r1, 3;",
-        "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;", "masked": "mov.u32 %r1, %r0;",
+        "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;",
+        "masked": "mov.u32 %r1, %r0;",
     }[order]  # fmt: skip
     f = {
         "tid": lambda n: n, "31 - tid": lambda n: 31 - n, "same": lambda n: 3, "scattered": lambda n: (n * 5 ^ 9) & 31,
         "masked": lambda n: n,
     }[order]  # fmt: skip
-    zeros = "".join(f"mov.b{max(16, 8 * size)} {letter}{20 + n}, 0;" for n in range(elements)).replace("b16 %r2", "b32 %r2")
+    zeros = "".join(f"mov.b{max(16, 8 * size)} {letter}{20 + n}, 0;" for n in range(elements)).replace(
+        "b16 %r2", "b32 %r2"
+    )
     guard = "and.b32 %r2, %r0, 5; setp.ne.u32 %p0, %r2, 1;" if order == "masked" else "setp.eq.u32 %p0, 0, 0;"
     text = f"""{TID} {place} {guard} {zeros} mul.wide.u32 %rd10, %r1, {width}; add.s64 %rd11, %rd0, %rd10;
         mul.wide.u32 %rd12, %r0, {width}; add.s64 %rd13, %rd1, %rd12;
@@ -144,7 +151,7 @@ def test_atomics_lane_after_lane(op, kind, model, unit, watched):
     text = f"""{TID} rem.u32 %r1, %r0, 3; mul.wide.u32 %rd9, %r1, 4; add.s64 %rd10, %rd0, %rd9;
         mul.lo.u32 %r2, %r0, 0x9E3779B1; atom.global.gpu.acq_rel.{op}.{kind} %r3, [%rd10], %r2;
         mul.wide.u32 %rd11, %r0, 4; add.s64 %rd12, %rd1, %rd11; st.global.u32 [%rd12], %r3;
-        {'' if op == 'exch' else f'red.global.{op}.{kind} [%rd0], 3;'}"""
+        {"" if op == "exch" else f"red.global.{op}.{kind} [%rd0], 3;"}"""
     expected, words = [], [5, 0x80000001, 77]
     for n in range(32):
         expected.append(words[n % 3])
@@ -247,13 +254,18 @@ def test_what_is_outside_is_an_error(what, unit, watched):
     }[what]  # fmt: skip
     source = np.zeros(31, "u4")
     body = f"{TID} mul.wide.u32 %rd9, %r0, 4; add.s64 %rd10, %rd0, %rd9; shl.b32 %r9, %r0, 2; {text}"
-    with pytest.raises(OutOfBounds, match=f"{text.split()[0]}.*PTX line.*" + ("shared memory" if what == "shared" else "argument 0")):
+    with pytest.raises(
+        BadAddress, match=f"{text.split()[0]}.*PTX line.*" + ("shared memory" if what == "shared" else "argument 0")
+    ):
         run(kernel(body), [source], unit=unit, watched=watched, shared=124)
 
 
 def test_misaligned_addresses_are_errors():
-    for text in ("ld.global.u32 %r1, [%rd0+2];", f"{TID} cvt.u64.u32 %rd9, %r0; add.s64 %rd9, %rd9, %rd0; ld.u32 %r1, [%rd9];"):
-        with pytest.raises(OutOfBounds, match="not a multiple of 4"):
+    for text in (
+        "ld.global.u32 %r1, [%rd0+2];",
+        f"{TID} cvt.u64.u32 %rd9, %r0; add.s64 %rd9, %rd9, %rd0; ld.u32 %r1, [%rd9];",
+    ):
+        with pytest.raises(BadAddress, match="not a multiple of 4"):
             run(kernel(text), [np.zeros(64, "u4")])
 
 
@@ -262,7 +274,8 @@ def test_misaligned_addresses_are_errors():
     ["mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%fd0, %fd1}, {%fd2}, {%fd3}, {%fd0, %fd1};",
      "mapa.shared::cluster.u64 %rd1, %rd0, 0;", "wgmma.fence.sync.aligned;", "barrier.cluster.arrive;",
      "cp.async.bulk.commit_group;", "ld.global.u32.strange %r0, [%rd0];", "atom.global.mul.u32 %r0, [%rd0], 3;",
-     "shfl.idx.b32 %r0, %r1, 0, 31;", "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
+     "shfl.idx.b32 %r0, %r1, 0, 31;",
+     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(text):
     code = kernel(text)

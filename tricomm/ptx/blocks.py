@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
-from tricomm.ptx.global_memory import Region
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.global_memory import AddressRange
 
 _SLACK = 128
 
@@ -25,6 +23,18 @@ class BarrierState:
         self.count: int | None = None  # of the present round, if it was given
         self.values: list[int] = []  # one a contributing thread, 0 or 1
         self.results: dict[int, list[int]] = {}
+        self.sleepers: list[Callable[[], None]] = []  # called when it opens
+
+    def open(self) -> None:
+        self.arrived = 0
+        if self.values:
+            self.results[self.generation], self.values = self.values, []
+            self.results.pop(self.generation - 2, None)
+        self.generation += 1
+        if self.sleepers:
+            sleepers, self.sleepers = self.sleepers, []
+            for wake in sleepers:
+                wake()
 
 
 @dataclass(eq=False)
@@ -77,7 +87,7 @@ class BlockState:
         self.shared_region = array_region(static + self.dynamic_shared, "shared memory")
         self.shared = self.shared_region.views[1]
         self.barriers: dict[int, BarrierState] = {}
-        self.units: list[Unit] = []
+        self.units: list[Any] = []  # of `unit.Unit`
         self.exited = 0
 
     def barrier(self, number: int) -> BarrierState:
@@ -88,11 +98,7 @@ class BlockState:
     def open_if_full(self, state: BarrierState) -> None:
         expected = self.threads - self.exited if state.count is None else state.count
         if 0 < expected <= state.arrived:
-            state.arrived = 0
-            state.results[state.generation] = state.values
-            state.results.pop(state.generation - 2, None)
-            state.values = []
-            state.generation += 1
+            state.open()
 
     def leave(self, threads: int) -> None:
         """So many threads have ended: barriers of the whole block wait for them no longer."""
@@ -102,8 +108,8 @@ class BlockState:
                 self.open_if_full(state)
 
 
-def array_region(nbytes: int, name: str) -> Region:
+def array_region(nbytes: int, name: str) -> AddressRange:
     """Fresh zeros, addressed from 0."""
     memory = np.zeros(nbytes + _SLACK + 16, "u1")
     offset = -memory.ctypes.data % _SLACK
-    return Region(memory[offset : offset + nbytes], 0, name)
+    return AddressRange(memory[offset : offset + nbytes], 0, name)

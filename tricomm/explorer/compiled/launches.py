@@ -156,7 +156,7 @@ class Launches:
 
 
 class Orders:
-    """What happens before what, in the detector's clocks: see `streams.Orders`."""
+    """What happens before what, in the detector's clocks: see `stream_queues.Ordering`."""
 
     def __init__(self, detector: ThreadDetector) -> None:
         self._detector = detector

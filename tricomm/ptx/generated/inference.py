@@ -41,7 +41,8 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
 
 def choose_homes(operands: Operands, code: InstructionCode) -> None:
     """The numpy type of each array register: the one that most of its users want."""
-    arrays = {name for name in operands.kernel.registers if (s := operands.shapes.get(name)) is None or s.stride is None}
+    known = {name for name, shape in operands.shapes.items() if shape.stride is not None}
+    arrays = set(operands.kernel.registers) - known
     votes: dict[str, Counter[str]] = defaultdict(Counter)
     for instruction in operands.kernel.instructions:
         if instruction.opcode in CONTROL or not arrays.intersection((*read(instruction), *written(instruction))):

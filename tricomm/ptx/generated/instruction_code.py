@@ -131,7 +131,7 @@ class InstructionCode:
             head = [f"g={'_both_not' if guard[1] else '_both'}(m,{predicate})"]
             mask = "g"
         else:
-            head = [f"g={'_INVERSE_AGREED' if guard[1] else '_agreed'}({predicate})"]
+            head = [guard_code(predicate, guard[1])]
             mask = "(None if g is True else g)"
         return [*head, "if g is not False:", *_indented(self._plain(instruction, mask, guarded=True))]
 
@@ -153,12 +153,13 @@ class InstructionCode:
             return []
         variable, wanted = self.operands.variable(target), self.operands.shape(target, 0)
         if wanted.width == 1:
-            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={_merged(code, variable) if guarded else code}"]
         if wanted.flag or wanted.stride is not None:
             return [f"{variable}={code}"]
         home = self.operands.home(target)
         word = f"u{home[1:]}" if home[0] != "V" else home
-        return self._keep(target, self.operands.cast(self.operands.spread(code, shape, word), word, home), home, guarded)
+        array = self.operands.cast(self.operands.spread(code, shape, word), word, home)
+        return self._keep(target, array, home, guarded)
 
     def _keep(self, target: Operand | None, code: str, kind: str, guarded: bool) -> list[str]:
         """Write an array (or predicate) of numpy type `kind`."""
@@ -166,7 +167,7 @@ class InstructionCode:
             return []
         variable = self.operands.variable(target)
         if kind == "?":
-            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={_merged(code, variable) if guarded else code}"]
         home = self.operands.home(target)
         if home != kind:
             code = f"{code}.view({self.operands.dtype(home)})"
@@ -181,7 +182,8 @@ class InstructionCode:
             return self._scalar(found, instruction, targets)
         kinds = self._kinds(found, sources, targets)
         inputs = [
-            self.operands.array(source, kinds.get(kind, kind)) for source, kind in zip(sources, found.inputs, strict=True)
+            self.operands.array(source, kinds.get(kind, kind))
+            for source, kind in zip(sources, found.inputs, strict=True)
         ]
         fixed = [
             self.operands.constant(int.from_bytes(c.tobytes(), "little"), kinds.get(c.dtype.str[1:], c.dtype.str[1:]))
@@ -265,6 +267,18 @@ class InstructionCode:
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
             given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
         return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
+
+
+def _merged(code: str, variable: str) -> str:
+    """A predicate under the guard `g`."""
+    return f"{code} if g is True else _p_merge(g,{code},{variable})"
+
+
+def guard_code(variable: str, negated: bool) -> str:
+    """`g` becomes True or False if all lanes agree, else an array."""
+    if negated:
+        return f"g=(not {variable}) if {variable} is True or {variable} is False else _INVERSE_AGREED({variable})"
+    return f"g={variable} if {variable} is True or {variable} is False else _agreed({variable})"
 
 
 def _name(kind: str) -> str:

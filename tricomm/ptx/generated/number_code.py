@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, ranged, uniform
+from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.operations.address_spaces import window_of
 
 _COMPARE = {
@@ -280,9 +280,7 @@ def _selp(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode 
     a, b, p = sources
     if p.uniform and a.stride == b.stride and _plain(a, b):
         low, high = min(a.low, b.low), max(a.high, b.high)
-        return NumberCode(
-            LaneShape(a.width, a.stride, low, high, min(a.zeros, b.zeros)), "({0} if {2} else {1})"
-        )
+        return NumberCode(LaneShape(a.width, a.stride, low, high, min(a.zeros, b.zeros)), "({0} if {2} else {1})")
     if not p.uniform and a.constant and b.constant and (a.low, b.low) == (1, 0):
         return NumberCode(LaneShape(a.width, None, 0, 1, flag=True), "{2}")
     return None

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Float, Instruction, Integer, Operand, Register, Symbol, Vector
 from tricomm.ptx.operations.atomics import AtomicSite
+from tricomm.ptx.operations.direct_access import direct_load, direct_number, direct_store
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b128": 16}
 
@@ -45,10 +44,10 @@ def load(instruction: Instruction, operands: Operands, partial: bool) -> Operati
 def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
     bits, width = 8 * site.form.itemsize, 8 * sizes[0]
     if not signed or bits >= width:
-        return lambda unit, mask, base: site.load_number(unit, base)
+        return direct_number(site)
     half, most = 1 << (bits - 1), (1 << width) - 1
 
-    def extended(unit: Unit, mask: Array | None, base: int) -> Any:
+    def extended(unit: UnitView, mask: Array | None, base: int) -> Any:
         found = site.load_number(unit, base)
         if isinstance(found, int):
             return (found ^ half) - half & most
@@ -58,16 +57,20 @@ def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[.
 
 
 def _load(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
-    itemsize = site.form.itemsize
+    itemsize, direct = site.form.itemsize, direct_load(site)
     if itemsize == 16:
-        return lambda unit, mask, base: _single(_paired(site.load(unit, mask, base)))
+        return lambda unit, mask, base: _single(_paired(direct(unit, mask, base)))
     if all(size == itemsize for size in sizes):
-        return lambda unit, mask, base: _single(site.load(unit, mask, base))
+        if len(sizes) > 1:
+            return direct
+        return lambda unit, mask, base: direct(unit, mask, base)[0]
 
-    def extended(unit: Unit, mask: Array | None, base: Any) -> Any:
-        found = site.load(unit, mask, base)
+    def extended(unit: UnitView, mask: Array | None, base: Any) -> Any:
+        found = direct(unit, mask, base)
         if signed:
-            found = [value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(found, sizes, strict=True)]
+            found = [
+                value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(found, sizes, strict=True)
+            ]
         else:
             found = [value.astype(f"u{size}") for value, size in zip(found, sizes, strict=True)]
         return _single(found)
@@ -96,21 +99,21 @@ def store(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     form = memory_form(instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(form.address)[1])
     kinds = [f"u{s}" if (s := _source_size(o, form)) < 16 else "V16" for o in form.sources]
-    word = f"u{form.itemsize}"
+    word, direct = f"u{form.itemsize}", direct_store(site)
     if form.itemsize == 16:
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, [half for value in values for half in _halves(value)])
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
+            direct(unit, mask, base, [half for value in values for half in _halves(value)])
 
     elif all(kind == word for kind in kinds):
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, values)
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
+            direct(unit, mask, base, values)
 
     else:
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, [value.astype(word) for value in values])
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
+            direct(unit, mask, base, [value.astype(word) for value in values])
 
     arguments = tuple((o, k) for o, k in zip(form.sources, kinds, strict=True) if o is not None)
     return Operation(call, address=form.address, arguments=arguments, strong=False)
@@ -154,7 +157,7 @@ def _parameter(instruction: Instruction, operands: Operands) -> Operation:
     places = range(0, size * len(targets), size)
     sizes = [register_size(t) if isinstance(t, Register) else size for t in targets]
 
-    def call(unit: Unit, mask: Array | None, offset: int) -> Any:
+    def call(unit: UnitView, mask: Array | None, offset: int) -> Any:
         given = unit.block.parameters
         found = [
             int.from_bytes(given[offset + p : offset + p + size], "little", signed=signed) & (1 << 8 * s) - 1

@@ -95,9 +95,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
     )
 
 
-def _operands(
-    instruction: Instruction,
-) -> tuple[Address, tuple[Operand | None, ...], tuple[Operand | None, ...]]:
+def _operands(instruction: Instruction) -> tuple[Address, tuple[Operand | None, ...], tuple[Operand | None, ...]]:
     """The address, what is written to (registers, None for `_`), and the sources."""
     operands = instruction.operands
     at = next((n for n, operand in enumerate(operands) if isinstance(operand, Address)), None)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction, Integer, Operand, Register
 from tricomm.ptx.operations.memory_forms import SCOPES, unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _LEVELS = {"cta": "cta", "gl": "gpu", "sys": "sys"}
 
@@ -33,7 +31,7 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
         raise unknown_form(instruction, "this fence is not known")
     name, reach = "sc" if sem == "sc" else "acq_rel", scope or "sys"
 
-    def call(unit: Unit, mask: Array | None) -> None:
+    def call(unit: UnitView, mask: Array | None) -> None:
         unit.fence(name, reach, mask, instruction)
 
     return Operation(call)
@@ -44,9 +42,7 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
     modifiers = [m for m in instruction.modifiers if m not in ("cta", "aligned")]
     if modifiers[:1] == ["warp"]:
         members = instruction.operands[0]
-        return Operation(
-            lambda unit, mask: unit.warp_barrier(mask, instruction), waits=True, members=members
-        )
+        return Operation(lambda unit, mask: unit.warp_barrier(mask, instruction), waits=True, members=members)
     if not modifiers or modifiers[0] not in ("sync", "arrive", "red") or "cluster" in modifiers:
         raise unknown_form(instruction, "this barrier is not known")
     given = list(instruction.operands)
@@ -63,7 +59,7 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
         arguments.append((predicate, "?"))
     has_count, kind, reduction = len(given) == 2, modifiers[0], "".join(modifiers[1:2])
 
-    def call(unit: Unit, mask: Array | None, number: Array, *rest: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, number: Array, *rest: Array) -> Any:
         lane = 0 if mask is None else mask.tobytes().find(1)
         count = rest[0].item(lane) if has_count else None
         request = unit.barrier_request(kind, number.item(lane), count, mask, instruction)
@@ -71,6 +67,17 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
             request.contribute(reduction, rest[-1], mask)
         return unit.pass_barrier(request)
 
+    constants = [o.value for o in given if isinstance(o, Integer)]
+    if kind == "sync" and len(constants) == len(given):
+        fixed, threads = constants[0], constants[1] if has_count else None
+
+        def sync(unit: UnitView, mask: Array | None, *rest: Array) -> None:
+            if mask is None and not unit.watched["global"] and unit.opened is None:
+                unit.sync(fixed, threads, instruction)
+            else:
+                call(unit, mask, *rest)
+
+        return Operation(sync, arguments=tuple(arguments))
     if not results:
         return Operation(call, arguments=tuple(arguments))
     target = results[0]
