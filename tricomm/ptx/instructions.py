@@ -145,6 +145,7 @@ class Kernel:
 
     target      "sm_90a"
     threads     of `.reqntid`, or None
+    most        threads of a block at most, of `.maxntid`, or None
     registers   every register by its name
     """
 
@@ -158,3 +159,21 @@ class Kernel:
     variables: dict[str, Variable] = field(default_factory=dict)
     threads: tuple[int, int, int] | None = None
     max_registers: int | None = None
+    most: int | None = None
+
+
+def registers_of(operand: Operand | None) -> tuple[Register, ...]:
+    """The registers that an operand names, in order."""
+    match operand:
+        case Register():
+            return (operand,)
+        case Negated(register):
+            return (register,)
+        case Address(Register() as base):
+            return (base,)
+        case Pair(first, second):
+            return tuple(register for register in (first, second) if register is not None)
+        case Vector(elements):
+            return tuple(register for element in elements for register in registers_of(element))
+        case _:
+            return ()

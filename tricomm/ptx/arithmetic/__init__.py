@@ -1,1 +1,63 @@
-"""What each computing instruction of PTX gives, bit for bit."""
+"""Computing instructions as numpy code, exact to the bit.
+
+What PTX leaves open is chosen here: integer division by zero gives all ones, its remainder the dividend; `.approx` and
+`.full` give the correctly rounded value, or that of a double, rounded; a double's NaN is what the host computes.
+"""
+
+from __future__ import annotations
+
+from tricomm.errors import InvalidArgument
+from tricomm.ptx.arithmetic import bits, compare, conversion, floating, integer, logic, move, packed, pairs, permute
+from tricomm.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
+from tricomm.ptx.arithmetic.functions import FUNCTIONS
+from tricomm.ptx.arithmetic.rule import Rule
+from tricomm.ptx.instructions import Instruction, Kernel
+
+__all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
+
+_PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs, bits)
+# What computes, and nothing else: the opcodes that `rule` answers for.
+OPCODES = frozenset(
+    "add sub mul mad addc subc madc div rem abs neg min max mul24 mad24 sad dp4a dp2a popc clz brev bfind fns "
+    "and or xor not cnot shl shr shf bfe bfi bmsk szext lop3 prmt setp set selp slct mov cvt testp copysign "
+    "fma sqrt rcp rsqrt ex2 lg2 sin cos tanh".split()
+)
+
+
+def rule(instruction: Instruction) -> Rule | None:
+    """None for an instruction that does not compute; it may be guarded, which is the caller's.
+
+    Raises `InvalidArgument` for a form of a computing instruction that is not known.
+    """
+    if instruction.opcode not in OPCODES:
+        return None
+    found = _rule(instruction)
+    if found is None:
+        raise refuse(instruction)
+    return found
+
+
+def _rule(instruction: Instruction) -> Rule | None:
+    if not instruction.operands:
+        return None
+    for part in _PARTS:
+        form = Form(instruction)
+        found = part.rule(form)
+        if found is not None and form.fits(found):
+            return found
+    return None
+
+
+def unknown(kernel: Kernel) -> list[Instruction]:
+    """The computing instructions of a kernel that no rule covers."""
+    return [i for i in kernel.instructions if i.opcode in OPCODES and _rule(i) is None]
+
+
+def refuse(instruction: Instruction, kernel: str = "") -> InvalidArgument:
+    """The error for an instruction that is not known."""
+    place = f"{instruction.source[0].file}:{instruction.source[0].line}, " if instruction.source else ""
+    named = f" of kernel {kernel}" if kernel else ""
+    return InvalidArgument(
+        f"{place}PTX line {instruction.line}{named}: `{instruction.text.strip()}` is not an instruction that can be "
+        "executed here"
+    )

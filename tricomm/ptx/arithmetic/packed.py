@@ -1,0 +1,70 @@
+"""Two numbers in one register: .s16x2 and .u16x2, .f16x2 and .bf16x2, .f32x2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tricomm.ptx.arithmetic import floating
+from tricomm.ptx.arithmetic.form import Form
+from tricomm.ptx.arithmetic.functions import FUNCTIONS, function
+from tricomm.ptx.arithmetic.rule import Rule
+
+_WORD = {"s16x2": "u4", "u16x2": "u4", "f16x2": "u4", "bf16x2": "u4", "f32x2": "u8"}
+_PART = {"s16x2": "i2", "u16x2": "u2", "f16x2": "f2", "bf16x2": "u2", "f32x2": "f4"}
+
+
+def rule(form: Form) -> Rule | None:
+    """The rule for one part, over arrays of twice the lanes."""
+    if len(form.types) != 1 or form.type not in _WORD:
+        return None
+    kind = form.type.removesuffix("x2")
+    make = _INTEGER.get(form.opcode) if kind in ("s16", "u16") else None
+    if kind in ("s16", "u16"):
+        return make(form) if make is not None else None
+    single = form.of_type(kind)
+    made = floating.rule(single) if form.opcode in _FLOAT[kind] else None
+    if made is None or made.constants and form.opcode not in ("neg", "abs"):
+        return None
+    return _spread(form, made.template, made.constants)
+
+
+def _spread(form: Form, template: str, constants: tuple[np.generic, ...] = ()) -> Rule:
+    count, word, part = len(form.sources), _WORD[form.type], _PART[form.type]
+    names = [f"x{i}" for i in range(count)]
+    body = template.format(*names, *(f"{{{count + i}}}" for i in range(len(constants))))
+    joined = ", ".join(f"{{{i}}}" for i in range(count))
+    form.constants.extend(constants)
+    return form.rule((word,) * count, (word,), f"by_parts(lambda {', '.join(names)}: {body}, {part}, {word}, {joined})")
+
+
+@function
+def by_parts(operation: Any, part: Any, word: Any, *words: Any) -> Any:
+    shape = words[0].shape
+    if shape and all(x.shape == shape for x in words[1:]):
+        return operation(*(x.view(part) for x in words)).view(word)
+    shape = np.broadcast_shapes(*(x.shape for x in words))
+    spread = (np.ascontiguousarray(np.broadcast_to(x, shape or (1,))).view(part) for x in words)
+    result = operation(*spread).view(word)
+    return result if shape else result[0]
+
+
+def _add(form: Form) -> Rule | None:
+    return _spread(form, "{0} + {1}") if form.has(1, 2) else None
+
+
+def _extreme(form: Form) -> Rule | None:
+    name = f"{form.opcode}imum"
+    if form.has(1, 2):
+        return _spread(form, f"{name}({{0}}, {{1}})")
+    if form.has(1, 2, "relu") and form.type == "s16x2":
+        return _spread(form, f"maximum({name}({{0}}, {{1}}), i2_zero)")
+    return None
+
+
+FUNCTIONS["i2_zero"] = np.array(0, "i2")
+
+_INTEGER = {"add": _add, "min": _extreme, "max": _extreme}
+_HALF = ("add", "sub", "mul", "fma", "min", "max", "neg", "abs", "ex2", "tanh")
+_FLOAT = {"f16": _HALF, "bf16": _HALF, "f32": ("add", "sub", "mul", "fma")}
