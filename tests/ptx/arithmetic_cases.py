@@ -1,4 +1,4 @@
-"""One computing instruction, run over lanes of given bits by the code of its rule, and compared with a model in ints."""
+"""One computing instruction, run over lanes of given bits by its rule, and compared with a model in integers."""
 
 import random
 import warnings

@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check
+from tests.ptx.arithmetic_cases import check, instruction, run
 from tests.ptx.float_model import F32, F64, KINDS, NAN, float_rows, flushed, negative, value
 
 MODES = ("rn", "rz", "rm", "rp")
@@ -23,8 +23,6 @@ def check_floats(text, given, expected, kind, names="dabc"):
     if kind != "f64":
         check(text, given, expected, **words(kind, names))
         return
-    from tests.ptx.arithmetic_cases import instruction, run
-
     made = instruction(text, **words(kind, names))
     for row, (got,) in zip(given, run(made, given), strict=True):
         wanted = expected(*row)
@@ -193,8 +191,6 @@ def near(function):
 
 @pytest.mark.parametrize("name", ("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"))
 def test_approximations(name):
-    from tests.ptx.arithmetic_cases import instruction, run
-
     function = {
         "ex2": lambda x: 2.0**x, "lg2": math.log2, "sin": math.sin, "cos": math.cos, "tanh": math.tanh,
         "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / math.sqrt(x), "sqrt": math.sqrt,
@@ -216,6 +212,24 @@ def test_approximations(name):
     for a, result in exact:
         check(f"{name}.approx.f32 d, a", [(a,)], lambda _, r=result: r, d="b32", a="b32")
     check(f"{name}.approx.ftz.f32 d, a", [(1,)], lambda a: run(made, [(0,)])[0], d="b32", a="b32")
+
+
+def test_gross_approximations_of_doubles():
+    """Of the upper half of a double, 20 digits; its lower half is zero, and so are subnormal numbers."""
+    top = model.Kind(11, 20, 0)
+    for name, function in (("rcp", lambda x: model.divide(0x3FF00000, x, top)), ("rsqrt", None)):
+        for (a,) in float_rows(F64, 1):
+            x = flushed(a >> 32, top)
+            if value(x, top) == NAN or name == "rsqrt" and (negative(x, top) or not model.finite(x, top)):
+                continue
+            made = instruction(f"{name}.approx.ftz.f64 d, a", d="b64", a="b64")
+            ((got,),) = run(made, [(a,)])
+            assert got & 0xFFFFFFFF == 0
+            if function is not None:
+                assert got >> 32 == flushed(function(x), top), hex(a)
+            elif value(x, top):
+                assert abs(value(got, F64) ** 2 * value(x, top) - 1) < Fraction(1, 2**19), hex(a)
+    check("rsqrt.approx.ftz.f64 d, a", [(0x4010 << 48 | 5,)], lambda a: 0x3FE0 << 48, d="b64", a="b64")
 
 
 def test_approximate_quotients():

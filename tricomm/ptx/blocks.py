@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,18 @@ class BarrierState:
         self.count: int | None = None  # of the present round, if it was given
         self.values: list[int] = []  # one a contributing thread, 0 or 1
         self.results: dict[int, list[int]] = {}
+        self.sleepers: list[Callable[[], None]] = []  # called when it opens
+
+    def open(self) -> None:
+        self.arrived = 0
+        if self.values:
+            self.results[self.generation], self.values = self.values, []
+            self.results.pop(self.generation - 2, None)
+        self.generation += 1
+        if self.sleepers:
+            sleepers, self.sleepers = self.sleepers, []
+            for wake in sleepers:
+                wake()
 
 
 @dataclass(eq=False)
@@ -88,11 +101,7 @@ class BlockState:
     def open_if_full(self, state: BarrierState) -> None:
         expected = self.threads - self.exited if state.count is None else state.count
         if 0 < expected <= state.arrived:
-            state.arrived = 0
-            state.results[state.generation] = state.values
-            state.results.pop(state.generation - 2, None)
-            state.values = []
-            state.generation += 1
+            state.open()
 
     def leave(self, threads: int) -> None:
         """So many threads have ended: barriers of the whole block wait for them no longer."""

@@ -95,16 +95,6 @@ class Flow:
         found = [Loop(header, frozenset(body)) for header, body in bodies.items()]
         return tuple(sorted(found, key=lambda loop: (len(loop.blocks), loop.header)))
 
-    def repeated(self, region: set[int]) -> set[int]:
-        """The blocks of `region` that lie on a circle within it, or between two circles."""
-        left = set(region)
-        while True:
-            targets = {each for number in left for each in self.edges[number] if each in left}
-            kept = {number for number in targets if any(each in targets for each in self.edges[number])}
-            if kept == left:
-                return left
-            left = kept
-
     def loop_at(self, index: int) -> Loop | None:
         """The innermost loop that instruction `index` is part of."""
         number = self.block_of(index)

@@ -16,7 +16,7 @@ import numpy as np
 
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.ptx import arithmetic
-from tricomm.ptx.blocks import BlockState
+from tricomm.ptx.blocks import BarrierState, BlockState
 from tricomm.ptx.generated.kernel_code import KernelCode
 from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.global_memory import GlobalMemory
@@ -153,44 +153,54 @@ class Turns:
     def __init__(self, units: Sequence[Callable[[Any], None]], rounds: int | None = None) -> None:
         self._rounds = rounds
         self._waiting: dict[Any, Callable[[], bool]] = {}
-        self._ready: deque[Any] = deque()
-        for unit in units:
-            self._ready.append(greenlet.greenlet(self._body(unit)))
+        self._all = [greenlet.greenlet(self._body(unit)) for unit in units]
+        self._ready: deque[Any] = deque(self._all)
 
     def _body(self, unit: Callable[[Any], None]) -> Callable[[], None]:
-        return lambda: unit(Direct(self._turn, self._block))
+        return lambda: unit(Direct(self._turn, self._block, self._park))
 
     def _turn(self) -> None:
+        self._ready.append(greenlet.getcurrent())
         self._hub.switch()
 
     def _block(self, until: Callable[[], bool]) -> None:
         if not until():
             self._waiting[greenlet.getcurrent()] = until
-            self._hub.switch()
+            self._turn()
+
+    def _park(self, state: BarrierState) -> None:
+        me = greenlet.getcurrent()
+        state.sleepers.append(lambda: self._ready.append(me))
+        self._hub.switch()
 
     def run(self) -> None:
+        """Until all have ended. Raises `Deadlock`, and what a unit raises."""
         self._hub = greenlet.getcurrent()
-        left = None if self._rounds is None else self._rounds * len(self._ready)
+        left = None if self._rounds is None else self._rounds * len(self._all)
         blocked = 0
         try:
             while self._ready:
                 one = self._ready.popleft()
-                until = self._waiting.get(one)
+                until = self._waiting.get(one) if self._waiting else None
                 if until is not None and not until():
                     self._ready.append(one)
                     blocked += 1
                     if blocked > len(self._ready):
-                        raise Deadlock(f"{len(self._ready)} units wait at barriers that will not open")
+                        break
                     continue
                 self._waiting.pop(one, None)
                 blocked = 0
                 one.switch()
-                if not one.dead:
-                    self._ready.append(one)
                 if left is not None:
                     left -= 1
                     if left < 0:
-                        raise Deadlock(f"{len(self._ready)} units have not ended after {self._rounds} turns each")
+                        raise Deadlock(f"{self._alive()} units have not ended after {self._rounds} turns each")
+            if self._alive():
+                raise Deadlock(f"{self._alive()} units wait at barriers that will not open")
         finally:
-            for one in self._ready:
-                one.throw(greenlet.GreenletExit)
+            for one in self._all:
+                if not one.dead:
+                    one.throw(greenlet.GreenletExit)
+
+    def _alive(self) -> int:
+        return sum(not one.dead for one in self._all)

@@ -3,8 +3,8 @@
 A register is uniform if each of its definitions computes from uniform values only, and if all threads that read it have
 got it from the same execution of the definition. The second holds if no definition lies between a branch that threads
 leave in different ways and the point at which they meet again. In such a region a register may still be uniform: if it
-has one definition, without a guard, that dominates all of its uses, and that is not repeated within the region: then
-a thread that has not executed the definition never reads the register.
+has one definition, without a guard, that dominates all of its uses. Then a thread that has not executed it never
+reads the register, and what the definition computes from stays as it is until the threads have met again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class _Analysis:
         self._varying: set[str] = set()
         self._dividing: set[int] = set()  # blocks that threads leave in different ways
         self._apart: set[int] = set()  # blocks that the threads may come to apart from each other
-        self._repeated: set[int] = set()  # those of them that one part may execute more often than another
         self._once = {name for name in self._definitions if self._defined_once(name)}
         threads = flow.kernel.threads
         # Warps consist of threads with successive numbers: only then are bits of %tid.x above the fifth the warp's own.
@@ -99,7 +98,6 @@ class _Analysis:
                 region = reachable(self._flow.edges, self._flow.edges[number], without=meeting)
                 self._dividing.add(number)
                 self._apart |= region
-                self._repeated |= self._flow.repeated(region)
         return len(self._dividing) != before
 
     def _going_on(self, number: int) -> list[int]:
@@ -126,7 +124,7 @@ class _Analysis:
         instruction, block = self._code[index], self._flow.block_of(index)
         if self._divides(instruction):
             return False
-        if block in self._apart and (name not in self._once or block in self._repeated):
+        if block in self._apart and name not in self._once:
             return False
         sources = instruction.operands[destinations(instruction) :]
         if self._of_the_warp(instruction, sources, block):

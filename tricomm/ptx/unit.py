@@ -11,7 +11,7 @@ import numpy as np
 
 from tricomm.errors import TricommError
 from tricomm.ptx.access import Array, Surroundings, ThreadAccess
-from tricomm.ptx.blocks import BarrierRequest, BlockState, array_region
+from tricomm.ptx.blocks import BarrierRequest, BarrierState, BlockState, array_region
 from tricomm.ptx.divergence import Divergence
 from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.global_memory import GlobalMemory, OutOfBounds
@@ -36,11 +36,23 @@ class KernelTrap(TricommError):
 class Direct:
     """Surroundings that see nothing: memory is accessed at once.
 
-    `turn` lets other units run; `blocked`, for a runner that looks for deadlocks, returns once its argument holds.
+    `turn` lets other units run; `blocked`, for a runner that looks for deadlocks, returns once its argument holds, and
+    `park` once the barrier has opened.
     """
 
-    def __init__(self, turn: Callable[[], None], blocked: Callable[[Callable[[], bool]], None] | None = None) -> None:
-        self.turn, self._blocked = turn, blocked
+    def __init__(
+        self,
+        turn: Callable[[], None],
+        blocked: Callable[[Callable[[], bool]], None] | None = None,
+        park: Callable[[BarrierState], None] | None = None,
+    ) -> None:
+        self.turn, self._blocked, self._park = turn, blocked, park
+
+    def wait_open(self, state: BarrierState, generation: int, instruction: Instruction) -> None:
+        if self._park is not None:
+            self._park(state)
+        else:
+            self.wait(lambda: state.generation != generation, instruction)
 
     def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
         if self._blocked is not None:
@@ -148,6 +160,15 @@ class Unit:
         request = BarrierRequest(self.block, kind, number, count, threads, lanes, self.block.barrier(number))
         self.instruction = instruction
         return request
+
+    def sync(self, number: int, count: int | None, instruction: Instruction) -> None:
+        """All lanes arrive at a barrier and wait; nobody watches."""
+        state = self.block.barriers.get(number) or self.block.barrier(number)
+        generation, state.count = state.generation, count
+        state.arrived += self.shape.lanes if count is None else -(-self.shape.lanes // WARP) * WARP
+        self.block.open_if_full(state)
+        if state.generation == generation:
+            self.surroundings.wait_open(state, generation, instruction)
 
     def pass_barrier(self, request: BarrierRequest) -> Any:
         """Arrive and wait; lanes that have parted only arrive, and come a second time when it has opened."""

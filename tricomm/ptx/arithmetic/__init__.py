@@ -42,7 +42,7 @@ def _rule(instruction: Instruction) -> Rule | None:
         return None
     for part in _PARTS:
         form = Form(instruction)
-        found = part.rule(form)
+        found: Rule | None = part.rule(form)
         if found is not None and form.fits(found):
             return found
     return None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tricomm.ptx.arithmetic.form import Form, numpy_type, width
-from tricomm.ptx.arithmetic.functions import function
+from tricomm.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.ptx.arithmetic.rule import Rule
 
 _INTEGER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -72,17 +72,43 @@ def _setp(form: Form) -> Rule | None:
     return form.rule(kinds, ("?",), expression, either)
 
 
-def _setp_packed(form: Form) -> Rule | None:
-    """Two predicates: of the low halves and of the high ones."""
+def _of_halves(form: Form) -> tuple[tuple[str, ...], str] | None:
+    """(inputs, expression of two results: of the low halves and of the high ones)."""
     compared = _comparison(form, form.type.removesuffix("x2"))
-    if compared is None or len(form.destinations) != 2 or len(form.sources) != (3 if compared[2] else 2):
+    if compared is None or len(form.sources) != (3 if compared[2] else 2):
         return None
-    expression, _, combined = compared
+    combined = compared[2]
     operator = next(flag for flag in form.flags if flag != "ftz")
-    halves = "bf16_halves" if form.type == "bf16x2" else "f16_halves"
-    inputs = ("u4", "u4", "?") if combined else ("u4", "u4")
+    halves = f"{form.type[:-2]}_halves"
+    a, b = f"{halves}({{0}})", f"{halves}({{1}})"
+    if "ftz" in form.flags:
+        a, b = f"flushed_halves({a})", f"flushed_halves({b})"
     tail = f", {{2}}, '{combined}'" if combined else ""
-    return form.rule(inputs, ("?", "?"), f"compared_halves('{operator}', {halves}({{0}}), {halves}({{1}}){tail})")
+    inputs = ("u4", "u4", "?") if combined else ("u4", "u4")
+    return inputs, f"compared_halves('{operator}', {a}, {b}{tail})"
+
+
+def _setp_packed(form: Form) -> Rule | None:
+    made = _of_halves(form)
+    return form.rule(made[0], ("?", "?"), made[1]) if made is not None and len(form.destinations) == 2 else None
+
+
+def _set_packed(form: Form) -> Rule | None:
+    """1.0 in each half whose comparison holds."""
+    made = _of_halves(form)
+    one = 0x3C00 if form.type == "f16x2" else 0x3F80
+    return form.rule(made[0], ("u4",), f"ones_in_halves({made[1]}, {one})") if made is not None else None
+
+
+@function
+def ones_in_halves(results: tuple[Any, Any], one: int) -> Any:
+    low, high = (result.astype(np.uint32) for result in results)
+    return (low | (high << np.uint32(16))) * np.uint32(one)
+
+
+@function
+def flushed_halves(halves: tuple[Any, Any]) -> tuple[Any, ...]:
+    return tuple(FUNCTIONS["flushed_f16"](half) for half in halves)
 
 
 @function
@@ -127,6 +153,8 @@ def _set(form: Form) -> Rule | None:
     if len(form.types) != 2 or len(form.destinations) != 1:
         return None
     result, compared_as = form.types
+    if result in ("f16x2", "bf16x2"):
+        return _set_packed(form) if result == compared_as else None
     compared = _comparison(form, compared_as)
     if compared is None or len(form.sources) != (3 if compared[2] else 2):
         return None

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.ptx.arithmetic.rounding import odd_sum
+from tricomm.ptx.arithmetic.functions import FUNCTIONS
+from tricomm.ptx.arithmetic.rounding import Format, odd_sum, rounded
 
 _SPLIT = np.float64(2**27 + 1)
 
@@ -107,7 +108,7 @@ def _directed(near: float, order: int, mode: str) -> float:
     return math.nextafter(near, -math.inf) if down else math.nextafter(near, math.inf) if up else near
 
 
-_PLAIN = {
+_PLAIN: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
     "fma": lambda a, b, c: a * b + c,
 }  # fmt: skip
@@ -128,3 +129,23 @@ def directed_f8(name: str, mode: str, *inputs: Any) -> Any:
     if number.any():
         result[number] = [_rounded(name, mode, *values) for values in zip(*chosen, strict=True)]
     return result
+
+
+_HIGH = np.int64(-1 << 32)
+_TOP = Format(20, -1022, float(np.uint64(0x7FEFFFFF00000000).view(np.float64)), 32, "u4", None)
+
+
+def _gross(function: Any) -> Any:
+    """Of the upper 32 bits of a double, with 20 digits; subnormal numbers are zeros."""
+
+    def approximation(x: Any) -> Any:
+        x = (np.asarray(x).view(np.int64) & _HIGH).view(np.float64)
+        x = np.where(np.abs(x) < 2.0**-1022, np.copysign(0.0, x), x)
+        value = function(x)
+        value = np.where(np.isfinite(value), rounded(value, _TOP, "rn"), value)
+        return np.where(np.abs(value) < 2.0**-1022, np.copysign(0.0, value), value)
+
+    return approximation
+
+
+FUNCTIONS.update(gross_rcp=_gross(lambda x: 1.0 / x), gross_rsqrt=_gross(lambda x: 1.0 / np.sqrt(x)))

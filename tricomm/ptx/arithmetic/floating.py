@@ -52,7 +52,7 @@ def operands(kind: str, count: int, ftz: bool) -> list[str]:
 
 def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:
     """`value`, a float for halves, as a result of the type."""
-    if ftz and kind == "f32":
+    if ftz and kind != "f16":
         value = f"flushed_f4({value})"
     if sat:
         value = f"unit_range({value})"
@@ -69,14 +69,9 @@ def _flags(form: Form, allowed: tuple[str, ...]) -> tuple[str, bool, bool, bool]
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
     if set(form.flags) - set(allowed) or len(modes) > 1:
         return None
-    if (
-        ftz
-        and form.type not in ("f32", "f16")
-        or sat
-        and form.type == "f64"
-        or relu
-        and form.type not in ("f16", "bf16")
-    ):
+    if ftz and form.type not in _FLUSHED and (form.opcode, form.type) != ("ex2", "bf16"):
+        return None
+    if sat and form.type not in ("f16", "f32") or relu and form.type not in ("f16", "bf16"):
         return None
     mode = modes[0] if modes else "rn"
     if mode in _DIRECTED and form.type in ("f16", "bf16"):
@@ -132,6 +127,8 @@ def _quotient(form: Form) -> Rule | None:
 
 
 def _root(form: Form) -> Rule | None:
+    if form.type == "f64" and form.opcode in ("rcp", "rsqrt") and form.flags == ("approx", "ftz"):
+        return form.rule(("f8",), ("f8",), f"gross_{form.opcode}({{0}})") if form.has(1, 1, *form.flags) else None
     parsed = _flags(form, (*_ROUNDING, "ftz", "approx"))
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 1, *form.flags):
         return None
@@ -139,6 +136,8 @@ def _root(form: Form) -> Rule | None:
     kind = numpy_type(form.type)
     (a,) = operands(form.type, 1, ftz)
     if form.opcode == "rsqrt":
+        if "approx" not in form.flags or mode != "rn":
+            return None
         value = f"inverse_root({a})"
     elif form.opcode == "rcp":
         one = form.constant(1.0, kind)

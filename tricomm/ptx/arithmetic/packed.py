@@ -12,7 +12,6 @@ from tricomm.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.ptx.arithmetic.rule import Rule
 
 _WORD = {"s16x2": "u4", "u16x2": "u4", "f16x2": "u4", "bf16x2": "u4", "f32x2": "u8"}
-_PART = {"s16x2": "i2", "u16x2": "u2", "f16x2": "f2", "bf16x2": "u2", "f32x2": "f4"}
 
 
 def rule(form: Form) -> Rule | None:
@@ -20,18 +19,18 @@ def rule(form: Form) -> Rule | None:
     if len(form.types) != 1 or form.type not in _WORD:
         return None
     kind = form.type.removesuffix("x2")
-    make = _INTEGER.get(form.opcode) if kind in ("s16", "u16") else None
     if kind in ("s16", "u16"):
+        make = _INTEGER.get(form.opcode)
         return make(form) if make is not None else None
     single = form.of_type(kind)
     made = floating.rule(single) if form.opcode in _FLOAT[kind] else None
     if made is None or made.constants and form.opcode not in ("neg", "abs"):
         return None
-    return _spread(form, made.template, made.constants)
+    return _spread(form, made.template, made.inputs[0], made.constants)
 
 
-def _spread(form: Form, template: str, constants: tuple[np.generic, ...] = ()) -> Rule:
-    count, word, part = len(form.sources), _WORD[form.type], _PART[form.type]
+def _spread(form: Form, template: str, part: str, constants: tuple[np.generic, ...] = ()) -> Rule:
+    count, word = len(form.sources), _WORD[form.type]
     names = [f"x{i}" for i in range(count)]
     body = template.format(*names, *(f"{{{count + i}}}" for i in range(len(constants))))
     joined = ", ".join(f"{{{i}}}" for i in range(count))
@@ -51,15 +50,15 @@ def by_parts(operation: Any, part: Any, word: Any, *words: Any) -> Any:
 
 
 def _add(form: Form) -> Rule | None:
-    return _spread(form, "{0} + {1}") if form.has(1, 2) else None
+    return _spread(form, "{0} + {1}", "u2") if form.has(1, 2) else None
 
 
 def _extreme(form: Form) -> Rule | None:
-    name = f"{form.opcode}imum"
+    name, part = f"{form.opcode}imum", "i2" if form.type == "s16x2" else "u2"
     if form.has(1, 2):
-        return _spread(form, f"{name}({{0}}, {{1}})")
+        return _spread(form, f"{name}({{0}}, {{1}})", part)
     if form.has(1, 2, "relu") and form.type == "s16x2":
-        return _spread(form, f"maximum({name}({{0}}, {{1}}), i2_zero)")
+        return _spread(form, f"maximum({name}({{0}}, {{1}}), i2_zero)", part)
     return None
 
 

@@ -43,7 +43,7 @@ def _away(x: Any) -> Any:
     return np.trunc(x + np.copysign(0.5, x))
 
 
-_ROUND = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
+_ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
 
 
 def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
@@ -63,7 +63,7 @@ def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
 def encoded(value: Any, form: Format) -> Any:
     """The bits of doubles that are numbers of the format, or infinite, or NaN."""
     number = np.isfinite(value)
-    _, exponent = np.frexp(np.where(number, value, 1.0))
+    _, exponent = np.frexp(np.where(number & (value != 0), value, 2.0**form.least))
     exponent = np.maximum(exponent - 1, form.least)
     digits = np.ldexp(np.where(number, np.abs(value), 0.0), form.digits - exponent).astype(np.int64)
     # The leading digit of a normal number adds one to the exponent's field.

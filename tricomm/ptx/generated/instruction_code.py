@@ -131,7 +131,7 @@ class InstructionCode:
             head = [f"g={'_both_not' if guard[1] else '_both'}(m,{predicate})"]
             mask = "g"
         else:
-            head = [f"g={'_INVERSE_AGREED' if guard[1] else '_agreed'}({predicate})"]
+            head = [guard_code(predicate, guard[1])]
             mask = "(None if g is True else g)"
         return [*head, "if g is not False:", *_indented(self._plain(instruction, mask, guarded=True))]
 
@@ -272,6 +272,13 @@ class InstructionCode:
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
             given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
         return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
+
+
+def guard_code(variable: str, negated: bool) -> str:
+    """`g` becomes True or False if all lanes agree, else an array."""
+    if negated:
+        return f"g=(not {variable}) if {variable} is True or {variable} is False else _INVERSE_AGREED({variable})"
+    return f"g={variable} if {variable} is True or {variable} is False else _agreed({variable})"
 
 
 def _name(kind: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from tricomm.ptx.access import Array
 from tricomm.ptx.control_flow import ENDS, Flow, target
 from tricomm.ptx.generated.inference import choose_homes, infer_shapes
-from tricomm.ptx.generated.instruction_code import InstructionCode
+from tricomm.ptx.generated.instruction_code import InstructionCode, guard_code
 from tricomm.ptx.generated.lane_shapes import LaneShape
 from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction, Kernel, Register
@@ -87,6 +88,10 @@ class KernelCode:
 
     def initial(self) -> list[Any]:
         """Values of registers that nothing has been written to."""
+        return list(self._zeros)
+
+    @cached_property
+    def _zeros(self) -> list[Any]:
         zeros = {kind: self.operands.values.constant(0, kind) for kind in ("u1", "u2", "u4", "u8", "V16")}
         found: list[Any] = []
         for register in self.registers:
@@ -179,7 +184,7 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            f"g={'_INVERSE_AGREED' if negated else '_agreed'}({variable})", "if g is True:", *_indented(taken),
+            guard_code(variable, negated), "if g is True:", *_indented(taken),
             "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
         ]  # fmt: skip
 
@@ -316,8 +321,6 @@ def _register(kernel: Kernel, name: str) -> Register:
 
 
 def _without_guard(instruction: Instruction) -> Instruction:
-    from dataclasses import replace
-
     return replace(instruction, guard=None)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from tricomm.ptx.access import Array
 from tricomm.ptx.instructions import Address, Float, Instruction, Integer, Operand, Register, Symbol, Vector
 from tricomm.ptx.operations.atomics import AtomicSite
+from tricomm.ptx.operations.direct_access import direct_load, direct_number, direct_store
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
 from tricomm.ptx.operations.operation import Operation
@@ -45,7 +46,7 @@ def load(instruction: Instruction, operands: Operands, partial: bool) -> Operati
 def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
     bits, width = 8 * site.form.itemsize, 8 * sizes[0]
     if not signed or bits >= width:
-        return lambda unit, mask, base: site.load_number(unit, base)
+        return direct_number(site)
     half, most = 1 << (bits - 1), (1 << width) - 1
 
     def extended(unit: Unit, mask: Array | None, base: int) -> Any:
@@ -58,14 +59,16 @@ def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[.
 
 
 def _load(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
-    itemsize = site.form.itemsize
+    itemsize, direct = site.form.itemsize, direct_load(site)
     if itemsize == 16:
-        return lambda unit, mask, base: _single(_paired(site.load(unit, mask, base)))
+        return lambda unit, mask, base: _single(_paired(direct(unit, mask, base)))
     if all(size == itemsize for size in sizes):
-        return lambda unit, mask, base: _single(site.load(unit, mask, base))
+        if len(sizes) > 1:
+            return direct
+        return lambda unit, mask, base: direct(unit, mask, base)[0]
 
     def extended(unit: Unit, mask: Array | None, base: Any) -> Any:
-        found = site.load(unit, mask, base)
+        found = direct(unit, mask, base)
         if signed:
             found = [
                 value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(found, sizes, strict=True)
@@ -98,21 +101,21 @@ def store(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     form = memory_form(instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(form.address)[1])
     kinds = [f"u{s}" if (s := _source_size(o, form)) < 16 else "V16" for o in form.sources]
-    word = f"u{form.itemsize}"
+    word, direct = f"u{form.itemsize}", direct_store(site)
     if form.itemsize == 16:
 
         def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, [half for value in values for half in _halves(value)])
+            direct(unit, mask, base, [half for value in values for half in _halves(value)])
 
     elif all(kind == word for kind in kinds):
 
         def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, values)
+            direct(unit, mask, base, values)
 
     else:
 
         def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
-            site.store(unit, mask, base, [value.astype(word) for value in values])
+            direct(unit, mask, base, [value.astype(word) for value in values])
 
     arguments = tuple((o, k) for o, k in zip(form.sources, kinds, strict=True) if o is not None)
     return Operation(call, address=form.address, arguments=arguments, strong=False)

@@ -69,6 +69,17 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
             request.contribute(reduction, rest[-1], mask)
         return unit.pass_barrier(request)
 
+    constants = [o.value for o in given if isinstance(o, Integer)]
+    if kind == "sync" and len(constants) == len(given):
+        fixed, threads = constants[0], constants[1] if has_count else None
+
+        def sync(unit: Unit, mask: Array | None, *rest: Array) -> None:
+            if mask is None and not unit.watched["global"] and unit.opened is None:
+                unit.sync(fixed, threads, instruction)
+            else:
+                call(unit, mask, *rest)
+
+        return Operation(sync, arguments=tuple(arguments))
     if not results:
         return Operation(call, arguments=tuple(arguments))
     target = results[0]
