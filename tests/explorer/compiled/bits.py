@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.explorer.compiled.round_robin import RoundRobin
 from tricomm import simulate
 from tricomm.arguments import DTYPES
 from tricomm.explorer.compiled.compiled_runtime import checked_options
@@ -148,8 +147,8 @@ def options_of(case: Case) -> Options:
     return checked_options(case.world_size, None)
 
 
-def through_machine(case: Case, architecture: str = "sm_90", unit: str = "block") -> list[list[torch.Tensor]]:
-    return RoundRobin(body(case), case.world_size, architecture, options_of(case), unit).execute()
+def through_machine(case: Case, architecture: str = "sm_90") -> list[list[torch.Tensor]]:
+    return simulate(body(case), case.world_size, options=options_of(case), compiled=architecture)
 
 
 def through_interpreter(case: Case) -> list[list[torch.Tensor]]:

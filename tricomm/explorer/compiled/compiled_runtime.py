@@ -4,8 +4,8 @@ PTX machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ class CompiledRanks:
         self.capability = capability_of(architecture)
         self._executor, self._orders = executor, orders
         self._gpus: dict[int, SimulatedGpu] = {}
+        self._at_compiler = 0
 
     def runtime(self, world: World, rank: int) -> CompiledRuntime:
         """What a rank's communicator needs; also the rank's GPU, from here on."""
@@ -88,7 +89,20 @@ class CompiledRanks:
             turns = _RankTurns(world, rank)
             streams = Streams(rank, self._executor, self._orders, turns.changed)
             self._gpus[rank] = SimulatedGpu(SimulatedDriver(streams, self.capability), turns)
-        return CompiledRuntime(world, rank, self._gpus[rank])
+        return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
+
+    def compiling(self) -> float:
+        """Changes all the time while a rank's host code has a kernel compiled, which may take longer than anything
+        else that it does."""
+        return time.monotonic() if self._at_compiler else 0.0
+
+    @contextmanager
+    def at_compiler(self) -> Iterator[None]:
+        self._at_compiler += 1
+        try:
+            yield
+        finally:
+            self._at_compiler -= 1
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
         """`torch.cuda`, and torch's work, as the ranks' host code has them inside. `in_host()` is the rank whose host
@@ -159,8 +173,10 @@ class CompiledRuntime:
 
     no_symmetric: str | None = None
 
-    def __init__(self, world: World, rank: int, gpu: SimulatedGpu) -> None:
-        self._interpreted, self._rank, self._gpu = RankRuntime(world, rank), rank, gpu
+    def __init__(
+        self, world: World, rank: int, gpu: SimulatedGpu, at_compiler: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._interpreted, self._rank, self._gpu, self._at_compiler = RankRuntime(world, rank), rank, gpu, at_compiler
 
     def gpu(self, device: torch.device) -> Any:
         """As `tricomm.gpu.Gpu`, over the simulated driver."""
@@ -176,14 +192,16 @@ class CompiledRuntime:
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
         timeout: float,
     ) -> Callable[[], None]:  # fmt: skip
-        return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
+        with self._at_compiler():
+            return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         driver = self._gpu.driver
-        launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
+        with self._at_compiler():
+            launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
         tables = (group, *(m for m in more if isinstance(m, torch.Tensor)))
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tricomm.explorer.compiled.streams import Ended, KernelLaunch
+from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
 from tricomm.explorer.compiled.thread_clocks import Array, Team
 from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp

@@ -14,7 +14,7 @@ from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
 from tricomm.explorer.compiled.compiled_runtime import CompiledRanks
 from tricomm.explorer.compiled.launches import Launches, Orders
-from tricomm.explorer.compiled.streams import NoOrders
+from tricomm.explorer.compiled.stream_queues import NoOrders
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import UnitMachine
 from tricomm.explorer.compiled.weak_memory import WeakMemory
@@ -109,6 +109,9 @@ class Ranks:
     def _installed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
 
+    def _progress(self) -> object:
+        return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
+
     def execute(self) -> Outcome:
         """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm."""
         scheduler, ended = self._scheduler, ""
@@ -116,7 +119,7 @@ class Ranks:
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout), self._installed():
+                with Watchdog(self._progress, self._subject.options.stall_timeout), self._installed():
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
