@@ -31,7 +31,12 @@ def direct_load(site: MemorySite) -> Load:
 
 def direct_store(site: MemorySite) -> Store:
     """Like `site.store`."""
-    if site.sliced and site.form.space in ("global", "shared") and site.stride is not None and site.stride >= site.width:
+    if (
+        site.sliced
+        and site.form.space in ("global", "shared")
+        and site.stride is not None
+        and site.stride >= site.width
+    ):
         return _sliced_store(site)
     if site.stride is None and site.form.space == "shared":
         return _kept_store(site)
