@@ -24,18 +24,31 @@ def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
 
 def static_shared(cubin: bytes, function: str) -> int:
     """Bytes of shared memory that `function` has without asking for any."""
-    return len(_section(cubin, f".nv.shared.{function}", data=False) or b"")
+    header = _header(cubin, f".nv.shared.{function}")  # has no data in the file
+    return 0 if header is None else header[5]
 
 
-def _section(cubin: bytes, wanted: str, data: bool = True) -> bytes | None:
+def registers(cubin: bytes, function: str) -> int | None:
+    """Registers of a thread of `function`; None if the cubin does not say."""
+    header = _header(cubin, f".text.{function}")
+    return None if header is None else header[7] >> 24 or None
+
+
+def _section(cubin: bytes, wanted: str) -> bytes | None:
+    header = _header(cubin, wanted)
+    return None if header is None else cubin[header[4] : header[4] + header[5]]
+
+
+def _header(cubin: bytes, wanted: str) -> tuple[int, ...] | None:
+    """Elf64_Shdr up to sh_info: the offset is its fifth, the size its sixth."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + n * size) for n in range(count)]
+    sections = [struct.unpack_from("<IIQQQQII", cubin, table + n * size) for n in range(count)]
     strings = sections[names][4]
-    for name, _, _, _, start, length in sections:
-        at = strings + name
+    for header in sections:
+        at = strings + header[0]
         if cubin[at : cubin.index(b"\0", at)].decode() == wanted:
-            return cubin[start : start + length] if data else bytes(length)
+            return header
     return None
 
 

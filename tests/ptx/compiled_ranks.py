@@ -8,7 +8,7 @@ from functools import cache
 from tests.kernels.arenas import Block, Rank
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.launch.compiler import extras
-from tricomm.perf.machine_code.compile_variant import Variant, compile_variant
+from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.parser import parse

@@ -1,4 +1,4 @@
-"""Before the explorer is believed: it must find a race that is known to be there, and none where there is none."""
+"""A self-test of the explorer: it must report a known race, and nothing in a correct kernel."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _kinds(flag: bool, compiled: str | None) -> set[str]:
 
 @functools.cache
 def require(compiled: str | None = None) -> None:
-    """Raise `ResourceError` if the detector is blind: a hook of Triton's interpreter is not called any more, or what
-    is compiled for that architecture is not what it was."""
+    """Raise `ResourceError` if the detector misses accesses: a hook of Triton's interpreter is not called, or what is
+    compiled for that architecture is not what it was."""
     racy, clean = _kinds(False, compiled), _kinds(True, compiled)
     if "race" not in racy or clean:
         raise ResourceError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.explorer.compiled.round_robin import RoundRobin
 from tricomm import simulate
 from tricomm.arguments import DTYPES
 from tricomm.explorer.compiled.compiled_runtime import checked_options
@@ -66,7 +66,7 @@ def sample() -> list[Case]:
 
 
 def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """Random bits, small numbers, and for floats also NaN, infinities, zeros of both signs, subnormals and the largest."""
+    """Random bits, small numbers, and of floats NaN, infinities, zeros of both signs, subnormals, the largest."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -77,19 +77,7 @@ def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     if part.is_floating_point:
         info = torch.finfo(part)
         least = torch.ones((), dtype=_WORDS[size]).view(part)
-        values = [
-            0.0,
-            -0.0,
-            1.0,
-            -1.5,
-            info.max,
-            info.min,
-            info.tiny,
-            -info.tiny,
-            float("nan"),
-            float("inf"),
-            -float("inf"),
-        ]
+        values = [0.0, -0.0, 1.0, -1.5, info.max, info.min, info.tiny, -info.tiny, math.nan, math.inf, -math.inf]
         table = torch.cat([torch.tensor(values, dtype=torch.float64).to(part), least.reshape(1)])
     else:
         info = torch.iinfo(part)
@@ -159,8 +147,8 @@ def options_of(case: Case) -> Options:
     return checked_options(case.world_size, None)
 
 
-def through_machine(case: Case, architecture: str = "sm_90", unit: str = "block") -> list[list[torch.Tensor]]:
-    return RoundRobin(body(case), case.world_size, architecture, options_of(case), unit).execute()
+def through_machine(case: Case, architecture: str = "sm_90") -> list[list[torch.Tensor]]:
+    return simulate(body(case), case.world_size, options=options_of(case), compiled=architecture)
 
 
 def through_interpreter(case: Case) -> list[list[torch.Tensor]]:

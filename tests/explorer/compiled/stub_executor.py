@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.streams import KernelLaunch, Streams
+from tricomm.explorer.compiled.stream_queues import KernelLaunch, Streams
 
 
 class StubExecutor:
@@ -47,14 +47,17 @@ class SetOrders:
         return nullcontext(lambda: frozenset({"operation", *(after or ())}))
 
 
-class Clock:
+class StubTurns:
+    def __init__(self, pause) -> None:
+        self.wait = self.give_way = pause
+
     def monotonic(self):
         return 0.0
 
     def sleep(self, seconds):
-        pass
+        self.wait()
 
 
 def gpu(executor=None, orders=None, rank=0, capability=90, pause=lambda: None):
     streams = Streams(rank, executor or StubExecutor(), orders or SetOrders(), lambda: None)
-    return SimulatedGpu(SimulatedDriver(streams, capability), Clock(), pause, lambda: True)
+    return SimulatedGpu(SimulatedDriver(streams, capability), StubTurns(pause))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.explorer.compiled.stub_executor import SetOrders, StubExecutor, gpu
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.streams import KernelLaunch
+from tricomm.explorer.compiled.stream_queues import KernelLaunch
 
 
 def launch(name):

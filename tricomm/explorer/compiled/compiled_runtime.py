@@ -4,8 +4,8 @@ PTX machine."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,30 +17,28 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled import torch_cuda, user_launch
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.streams import Executor, Orders, Streams
+from tricomm.explorer.compiled.stream_queues import Executor, Ordering, Streams
 from tricomm.explorer.world.world import RankRuntime, World
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 from tricomm.policy import selection
+from tricomm.ptx import limits
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
-# Architectures that Triton's NVIDIA backend compiles for, with the processors of a common GPU of each.
-_PROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
+# Of a common GPU of each architecture; a group's grids are no larger than these.
+_PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 
 
 def capability_of(architecture: str) -> int:
     """90 of "sm_90". Raises `InvalidArgument` for an architecture that no kernel can be compiled for."""
-    number = architecture.removeprefix("sm_") if isinstance(architecture, str) else ""
-    if number == architecture or not number.isdecimal() or int(number) not in _PROCESSORS:
-        known = ", ".join(f"sm_{n}" for n in _PROCESSORS)
-        raise InvalidArgument(f"architecture {architecture!r}: one of {known} is needed")
+    number = limits.capability(str(architecture))
     if (reason := compiler.refused()) is not None:
         raise InvalidArgument(f"nothing can be compiled: {reason}")
-    return int(number)
+    return number
 
 
 def checked_options(world_size: int, options: Options | None) -> Options:
@@ -79,26 +77,32 @@ class CompiledRanks:
     `executor` runs their kernels, `orders` is told what orders what.
     """
 
-    def __init__(self, architecture: str, executor: Executor, orders: Orders) -> None:
+    def __init__(self, architecture: str, executor: Executor, orders: Ordering) -> None:
         self.capability = capability_of(architecture)
         self._executor, self._orders = executor, orders
         self._gpus: dict[int, SimulatedGpu] = {}
+        self._at_compiler = 0
 
     def runtime(self, world: World, rank: int) -> CompiledRuntime:
         """What a rank's communicator needs; also the rank's GPU, from here on."""
         if rank not in self._gpus:
-            streams = Streams(rank, self._executor, self._orders, world.turns.wake_hosts)
-            driver = SimulatedDriver(streams, self.capability)
+            turns = _RankTurns(world, rank)
+            streams = Streams(rank, self._executor, self._orders, turns.changed)
+            self._gpus[rank] = SimulatedGpu(SimulatedDriver(streams, self.capability), turns)
+        return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
 
-            def here() -> bool:
-                return world.turns.in_host() == rank
+    def compiling(self) -> float:
+        """Changes all the time while a rank's host code has a kernel compiled, which may take longer than anything
+        else that it does."""
+        return time.monotonic() if self._at_compiler else 0.0
 
-            def pause() -> None:
-                if here():
-                    world.turns.wait(rank)
-
-            self._gpus[rank] = SimulatedGpu(driver, _Clock(world, here, pause), pause, here)
-        return CompiledRuntime(world, rank, self._gpus[rank])
+    @contextmanager
+    def at_compiler(self) -> Iterator[None]:
+        self._at_compiler += 1
+        try:
+            yield
+        finally:
+            self._at_compiler -= 1
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
         """`torch.cuda`, and torch's work, as the ranks' host code has them inside. `in_host()` is the rank whose host
@@ -126,18 +130,40 @@ class CompiledRanks:
             gpu.streams.abandon()
 
 
-class _Clock:
-    """The world's time in host code, where a pause lets others get on; this machine's elsewhere."""
+class _RankTurns:
+    """How a rank's host code waits; as a clock, the world's time in host code and this machine's elsewhere."""
 
-    def __init__(self, world: World, here: Callable[[], bool], pause: Callable[[], None]) -> None:
-        self._world, self._here, self._pause = world, here, pause
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self._changes, self._looked_at = 0, -1
+
+    def changed(self) -> None:
+        self._changes += 1
+        self._world.turns.wake_hosts()
+
+    @property
+    def _here(self) -> bool:
+        return self._world.turns.in_host() == self._rank
+
+    def wait(self) -> None:
+        if self._here:
+            self._world.turns.wait(self._rank)
+
+    def give_way(self) -> None:
+        if not self._here:
+            return
+        if self._looked_at == self._changes:  # a loop that does nothing else
+            self._world.turns.wait(self._rank)
+        else:
+            self._looked_at = self._changes
+            self._world.turns.give_way(self._rank)
 
     def monotonic(self) -> float:
-        return self._world.now if self._here() else time.monotonic()
+        return self._world.now if self._here else time.monotonic()
 
     def sleep(self, seconds: float, /) -> None:
-        if self._here():
-            self._pause()
+        if self._here:
+            self._world.turns.wait(self._rank)
         else:
             time.sleep(seconds)
 
@@ -147,8 +173,10 @@ class CompiledRuntime:
 
     no_symmetric: str | None = None
 
-    def __init__(self, world: World, rank: int, gpu: SimulatedGpu) -> None:
-        self._interpreted, self._rank, self._gpu = RankRuntime(world, rank), rank, gpu
+    def __init__(
+        self, world: World, rank: int, gpu: SimulatedGpu, at_compiler: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._interpreted, self._rank, self._gpu, self._at_compiler = RankRuntime(world, rank), rank, gpu, at_compiler
 
     def gpu(self, device: torch.device) -> Any:
         """As `tricomm.gpu.Gpu`, over the simulated driver."""
@@ -156,20 +184,24 @@ class CompiledRuntime:
 
     def facts(self, device: torch.device) -> DeviceFacts:
         capability = self._gpu.driver.capability
-        return DeviceFacts(f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS[capability])
+        return DeviceFacts(
+            f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+        )
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
         timeout: float,
     ) -> Callable[[], None]:  # fmt: skip
-        return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
+        with self._at_compiler():
+            return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         driver = self._gpu.driver
-        launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
+        with self._at_compiler():
+            launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
         tables = (group, *(m for m in more if isinstance(m, torch.Tensor)))
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:

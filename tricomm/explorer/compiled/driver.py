@@ -1,8 +1,8 @@
 """CUDA's driver as far as the launch path of a GPU uses it: names, arguments and answers as in `cuda.bindings.driver`.
 
-Kernels are executed by the PTX machine; CUDA's own rules are enforced, as results that the launch path has to look at:
-contexts, handles, limits of threads, grid and shared memory. A misaligned pointer under an alignment hint is launched
-as given, so that a wrong hint shows.
+Kernels are executed by the PTX machine. CUDA's own rules are enforced, as results that the launch path has to look at:
+contexts, handles, shared memory that was not asked for. What no GPU could launch is refused by name. A misaligned
+pointer under an alignment hint is launched as given, so that a wrong hint shows.
 """
 
 from __future__ import annotations
@@ -14,15 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from tricomm.explorer.compiled.module_table import table_of
-from tricomm.explorer.compiled.streams import KernelLaunch, Mark, Node, StreamQueue, Streams
+from tricomm.explorer.compiled.stream_queues import KernelLaunch, Mark, Node, StreamQueue, Streams
+from tricomm.ptx import limits
 
 _STATIC_SHARED = 48 * 1024
-_MOST_THREADS = 1024
-_MOST_BLOCKS = (2**31 - 1, 65535, 65535)
-_BLOCK_SHAPE = (1024, 1024, 64)
-# Bytes of shared memory that a block can have, by compute capability (CUDA C++ Programming Guide, table of features).
-_SHARED = {70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
-_OF_OTHERS = 99
 
 Answer = tuple[Any, ...]
 
@@ -155,14 +150,14 @@ class SimulatedDriver:
             return _only(CudaResult.CUDA_ERROR_INVALID_HANDLE)
         if attribute != FunctionAttribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
             return _only(CudaResult.CUDA_ERROR_NOT_SUPPORTED)
-        if not 0 <= value <= _SHARED.get(self.capability, _OF_OTHERS) * 1024 - loaded.shared:
+        if not 0 <= value <= limits.SHARED[self.capability] * limits.KIB - loaded.shared:
             return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
         loaded.most_shared = value
         return _OK
 
     def cuLaunchKernel(self, function: int, *arguments: Any) -> Answer:
         """`arguments`: grid, block (three numbers each), bytes of dynamic shared memory, stream, the address of a table
-        of pointers to the parameters, and 0."""
+        of pointers to the parameters, and 0. Raises `InvalidArgument` for what no GPU could launch."""
         gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = arguments
         if (refused := self._refused()) is not None:
             return _only(refused)
@@ -170,11 +165,8 @@ class SimulatedDriver:
         if loaded is None or queue is None:
             return _only(CudaResult.CUDA_ERROR_INVALID_HANDLE)
         grid, threads = (gx, gy, gz), (bx, by, bz)
-        declared = loaded.kernel.threads
-        shaped = all(1 <= n <= most for n, most in zip(grid + threads, _MOST_BLOCKS + _BLOCK_SHAPE, strict=True))
-        if not shaped or bx * by * bz > _MOST_THREADS or declared not in (None, threads):
-            return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
-        if not 0 <= shared <= max(loaded.most_shared, 0) or extra != 0:
+        limits.check_launch(loaded.kernel, grid, threads, shared, loaded.registers)
+        if shared > max(loaded.most_shared, 0) or extra != 0:
             return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
         queue.launch(
             KernelLaunch(

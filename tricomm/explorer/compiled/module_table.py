@@ -8,18 +8,21 @@ from functools import lru_cache
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.launch import cubin
 from tricomm.kernels.launch.compiler import ptx_of
+from tricomm.ptx import grid
 from tricomm.ptx.instructions import Kernel
 from tricomm.ptx.parser import parse
 
 
 @dataclass(eq=False)
-class LoadedKernel:
+class DeviceFunction:
     """A kernel that a context can launch.
 
     kernel      its PTX
     layout      (offset, size) in bytes of each parameter, as the cubin has them
     shared      bytes of static shared memory
     most_shared bytes of dynamic shared memory that a launch may ask for
+    registers   of a thread
+    text        the PTX of its module
     """
 
     name: str
@@ -27,6 +30,8 @@ class LoadedKernel:
     layout: tuple[tuple[int, int], ...]
     shared: int
     most_shared: int
+    registers: int | None
+    text: str = field(default="", repr=False)
 
     @property
     def parameter_bytes(self) -> int:
@@ -38,7 +43,7 @@ class ModuleTable:
     """What has been loaded into one context: as long as the process lives, as the launcher's own table of functions."""
 
     modules: list[bytes] = field(default_factory=list)
-    functions: dict[int, LoadedKernel] = field(default_factory=dict)
+    functions: dict[int, DeviceFunction] = field(default_factory=dict)
 
     def load(self, image: bytes) -> int:
         if image[:4] != b"\x7fELF":
@@ -57,7 +62,10 @@ class ModuleTable:
             return None
         handle = 0x1000 + 16 * len(self.functions)
         shared = cubin.static_shared(image, name)
-        self.functions[handle] = LoadedKernel(name, _kernel(image, name), tuple(layout), shared, most_shared - shared)
+        self.functions[handle] = DeviceFunction(
+            name, _kernel(image, name), tuple(layout), shared, most_shared - shared, cubin.registers(image, name),
+            ptx_of(image) or "",
+        )  # fmt: skip
         return handle
 
 
@@ -73,7 +81,9 @@ def _kernel(image: bytes, name: str) -> Kernel:
 @lru_cache(256)
 def _parsed(text: str, name: str) -> Kernel:
     """One object a kernel, whatever rank loads it: what the machine makes of it is kept with it."""
-    return parse(text, name)
+    kernel = parse(text, name)
+    grid.refuse_unknown(kernel)
+    return kernel
 
 
 _contexts: dict[str, ModuleTable] = {}

@@ -9,20 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tricomm.deadline import TimeSource
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
-from tricomm.explorer.compiled.streams import StreamQueue
+from tricomm.explorer.compiled.stream_queues import StreamQueue
 
 # Of these operations the host waits for the result; it knows then what the stream knew.
 _GIVES_A_VALUE = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
     "__repr__", "__format__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select", "isclose",
 }  # fmt: skip
+
+
+class HostTurns(TimeSource, Protocol):
+    """What a rank's host code can do while others get on. Outside of host code nothing waits."""
+
+    def wait(self) -> None:
+        """Returns when something may have changed."""
+
+    def give_way(self) -> None:
+        """The same; once also if nobody else can get on."""
 
 
 class SimulatedStream:
@@ -124,14 +134,12 @@ class SimulatedGraph:
 
 
 class SimulatedGpu:
-    """What `tricomm.gpu.Gpu` is on a machine with GPUs. `pause` lets other ranks and kernels get on, if there can be
-    any; `in_host_code` says whether it may be called now."""
+    """What `tricomm.gpu.Gpu` is on a machine with GPUs."""
 
-    def __init__(
-        self, driver: SimulatedDriver, clock: TimeSource, pause: Callable[[], None], in_host_code: Callable[[], bool]
-    ) -> None:
+    def __init__(self, driver: SimulatedDriver, turns: HostTurns) -> None:
         self.driver, self.streams, self.device = driver, driver.streams, torch.device("cpu")
-        self.clock, self._pause, self._in_host_code = clock, pause, in_host_code
+        self.clock: TimeSource = turns
+        self._turns = turns
 
     # As tricomm.gpu.Gpu
 
@@ -174,14 +182,14 @@ class SimulatedGpu:
         """Let others run until `done()`. Raises what a kernel of this rank has raised."""
         while not done():
             self.streams.raise_error()
-            self._pause()
+            self._turns.wait()
         self.streams.raise_error()
 
     def passed(self, done: Callable[[], bool]) -> bool:
-        """`done()`, in what may be a loop of host code that waits for it: then others get on first."""
-        if not done() and self._in_host_code():
+        """`done()`; if it is not, others get on first, because host code may ask in a loop."""
+        if not done():
             self.streams.raise_error()
-            self._pause()
+            self._turns.give_way()
         return done()
 
     def finish(self, queues: list[StreamQueue]) -> None:

@@ -91,6 +91,12 @@ class Team:
         return found
 
 
+def distinct(values: Array) -> list[int]:
+    """Its different numbers; most often all are the same."""
+    first = values[0]
+    return [int(first)] if (values == first).all() else np.unique(values).tolist()  # type: ignore[no-any-return]
+
+
 def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:
     """True if `scope`, of a thread of `rank` and `block`, includes the other thread."""
     return (scope >= SYS) | ((scope >= GPU) & (rank == other_rank)) | (block == other_block)
@@ -123,7 +129,7 @@ class Clocks:
         found: Array = self._row(team, 0)[others]
         rows = team.row_of[team.local(slots)]
         if rows.any():
-            for row in np.unique(rows[rows > 0]).tolist():
+            for row in distinct(rows[rows > 0]):
                 mine = rows == row
                 found[mine] = self._row(team, row)[others[mine]]
         return np.where(slots == others, self.time[slots], found)
@@ -149,7 +155,7 @@ class Clocks:
             team.rows[0] = np.maximum(self._row(team, 0), known)
             return
         rows = team.row_of[threads]
-        for row in np.unique(rows).tolist():
+        for row in distinct(rows):
             team.rows.append(np.maximum(self._row(team, row), known))
             team.row_of[threads[rows == row]] = len(team.rows) - 1
 
@@ -165,7 +171,7 @@ class Clocks:
 
     def _highest(self, team: Team, slots: Array) -> Array:
         """What these threads know together."""
-        rows = [self._row(team, row) for row in np.unique(team.row_of[team.local(slots)]).tolist()]
+        rows = [self._row(team, row) for row in distinct(team.row_of[team.local(slots)])]
         known: Array = rows[0].copy() if len(rows) == 1 else np.max(rows, axis=0)
         known[slots] = self.time[slots]
         return known
@@ -317,7 +323,7 @@ class Clocks:
 
     def observe(self, team: Team, slots: Array, numbers: Array, sem: str, scope: int) -> None:
         """Strong reads by `slots` have taken their values from the writes of the messages `numbers`."""
-        for number in np.unique(numbers).tolist():
+        for number in distinct(numbers):
             message = self.messages[number]
             if message is None or not message.parts:
                 continue

@@ -8,6 +8,7 @@ that changes nothing is a read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event, site_of
-from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, Team
+from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, Team, distinct
 from tricomm.explorer.compiled.thread_shadow import Clash, ThreadShadow, kind_of
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
@@ -216,8 +217,9 @@ class ThreadDetector:
         times = self.clocks.time[slots]
         self._check_read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
-            if place.region.shared and (shadow.writer[pieces] == 0).any():
-                self.report(diagnosis.uninitialised(self.events[record].record()))
+            if place.region.shared and (never := shadow.writer[pieces] == 0).any():
+                for slot in np.unique(slots[never]).tolist():
+                    self._if_used(record, slot, lambda: diagnosis.uninitialised(self.events[record].record()))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind)
             return
         messages = shadow.message[pieces] if past is None else past[elements]
@@ -232,7 +234,7 @@ class ThreadDetector:
             return
         self.clocks.observe(maker.team, slots, messages, sem, scope)
         self.words.saw(maker.rank, maker.block, shadow.word[pieces])
-        for write in np.unique(shadow.record[pieces]).tolist():
+        for write in distinct(shadow.record[pieces]):
             self._pairs.setdefault((write, maker.team.number), record)
 
     def _stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int) -> Stamp:
@@ -406,8 +408,10 @@ class ThreadDetector:
 
     def _unless_unused(self, load: int, reader: int, clash: Clash, record: int, slot: int | None = None) -> None:
         """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
+        self._if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
+
+    def _if_used(self, load: int, reader: int, found: Callable[[], Finding]) -> None:
         event = self.events[load]
-        found = lambda: self._described(clash, reader if slot is None else slot, record)  # noqa: E731
         if event.instruction is None:
             self.report(found())
         else:
@@ -417,7 +421,7 @@ class ThreadDetector:
         """bool per piece: the same instruction of the same block has stored there last, as copies of one lane do."""
         event = self.events[record]
         known: dict[int, bool] = {}
-        for number in np.unique(shadow.record[pieces]).tolist():
+        for number in distinct(shadow.record[pieces]):
             other = self.events[number]
             known[number] = other.instruction is event.instruction and other.team == event.team
         if not any(known.values()):

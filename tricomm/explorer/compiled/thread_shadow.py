@@ -56,8 +56,11 @@ class Epochs:
             alone = ~wide
             ordered = self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
             if len(pieces) > 1 and not (np.diff(pieces) > 0).all():
-                _, inverse, count = np.unique(pieces, return_inverse=True, return_counts=True)
-                ordered &= count[inverse] == 1
+                if (pieces == pieces[0]).all():
+                    ordered[:] = False
+                else:
+                    _, inverse, count = np.unique(pieces, return_inverse=True, return_counts=True)
+                    ordered &= count[inverse] == 1
             alone &= ordered
             at = pieces[alone]
             self.slot[at], self.time[at] = slots[alone], times[alone]

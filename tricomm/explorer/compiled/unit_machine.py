@@ -256,6 +256,8 @@ class UnitMachine:
         assert self.weak is not None and self.detector is not None
         self._note_overwritten(held.elements, held.access)
         _put(held.elements, held.access.itemsize, held.values)
+        for mate in held.task.mates:  # it may be behind a barrier of the block by now
+            self.weak.looked(mate, held.elements, held.access.itemsize)
         self.detector.arrived(held.maker, held.access, [held.elements], held.stamp)
         self.scheduler.wrote(_addresses([held.elements], held.access))
 

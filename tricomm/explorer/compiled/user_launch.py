@@ -37,7 +37,7 @@ def prepare(
     metadata = compiled.metadata
     if metadata.num_ctas != 1:
         raise InvalidArgument(
-            f"{metadata.name}: clusters of {metadata.num_ctas} blocks are not simulated; num_ctas=1 is"
+            f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; num_ctas=1 is"
         )
     scratch = [torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
                for size in (metadata.global_scratch_size, metadata.profile_scratch_size)]  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.compiled.thread_clocks import Array, distinct
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 
 _FIRST = 64
@@ -55,7 +55,7 @@ class WordRule:
     def saw(self, rank: int, block: int, vectors: Array) -> None:
         """A strong read has read words that were written with these vectors."""
         me = self.index(rank, block)
-        for number in np.unique(vectors).tolist():
+        for number in distinct(vectors):
             if number:
                 self._join(me, self._vectors[number])
 

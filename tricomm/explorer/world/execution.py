@@ -1,4 +1,4 @@
-"""One execution: every rank's function from beginning to end, under one schedule, and what came of it."""
+"""One execution: every rank's function from beginning to end under one schedule, and its outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
 from tricomm.explorer.compiled.compiled_runtime import CompiledRanks
 from tricomm.explorer.compiled.launches import Launches, Orders
-from tricomm.explorer.compiled.streams import NoOrders
+from tricomm.explorer.compiled.stream_queues import NoOrders
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import UnitMachine
 from tricomm.explorer.compiled.weak_memory import WeakMemory
@@ -39,8 +39,8 @@ _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 @dataclass
 class Outcome:
-    """What an execution came to. `results` are those of the ranks that came to their end; `errors` are those that
-    other ranks ended with, the first that came first."""
+    """The outcome of an execution. `results` belong to the ranks that returned; `errors` to the ranks that raised, in
+    the order in which they were raised."""
 
     results: dict[int, Any]
     errors: dict[int, Exception]
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Subject:
-    """What is executed: `fn(comm)` for `world_size` ranks, under `options`. `residency`: blocks of a launch at once;
+    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once;
     `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
 
     fn: Callable[[Communicator], Any]
@@ -109,14 +109,17 @@ class Ranks:
     def _installed(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
 
+    def _progress(self) -> object:
+        return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
+
     def execute(self) -> Outcome:
-        """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
+        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm."""
         scheduler, ended = self._scheduler, ""
         for rank in range(self._subject.world_size):
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout), self._installed():
+                with Watchdog(self._progress, self._subject.options.stall_timeout), self._installed():
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
@@ -128,7 +131,7 @@ class Ranks:
         finally:
             self._close()
 
-    # What the scheduler and the machine call
+    # Called by the scheduler and the machine
 
     def _rank(self, rank: int) -> Any:
         try:
@@ -136,6 +139,7 @@ class Ranks:
             result = self._subject.fn(self._comms[rank])
             if self._ranks is not None:
                 self._ranks.finish(rank)
+                self._comms[rank].check()  # a fault of the last call is raised nowhere else
             return result
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})")
@@ -149,7 +153,7 @@ class Ranks:
 
     def _failed(self, rank: int, error: Exception) -> None:
         self._errors[rank] = error
-        self._world.dead.add(rank)  # as a process would be that this error ends
+        self._world.dead.add(rank)  # to its peers the rank is a process that this error has ended
 
     def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
@@ -194,11 +198,11 @@ class Ranks:
                 self._scheduler.stop_rank(rank)
 
     def _stuck(self) -> bool:
-        """Nobody can run, and nothing is on its way: a deadlock, which time turns into a named error."""
+        """No task can run and no store is delayed: a deadlock, which time turns into a named error."""
         scheduler, world = self._scheduler, self._world
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
-            why = "nobody can go on"
+            why = "no task can run"
             self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
             if self._detector is not None:
                 return False
@@ -208,7 +212,7 @@ class Ranks:
                 self._machine.tell_to_leave(rank)
             scheduler.wake_hosts()
             return True
-        why = "told to leave, and does not"
+        why = "aborted, but still running"
         self._deadlock = self._deadlock or deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
         if not any(task.state is State.PARKED for task in scheduler.blocks):
             return False
@@ -254,17 +258,17 @@ class Ranks:
         )
 
     def _judged(self) -> list[Finding]:
-        """What the detector could not see from single accesses."""
+        """The findings that single accesses do not show."""
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
             if not isinstance(error, TricommError):
-                return [_raised(rank, error)]  # that others wait for this rank then is a consequence
+                return [_raised(rank, error)]  # that other ranks wait for this rank is a consequence
         if self._deadlock is not None:
             return [self._deadlock]
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
         for rank, error in self._errors.items():
             if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
-                return [_raised(rank, error)]  # what others ended with is most likely a consequence
+                return [_raised(rank, error)]  # the errors of the other ranks are most likely a consequence
         found = self._oracle.findings()
         if not self._errors and not faulty and not found and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
@@ -288,7 +292,7 @@ def _machine(
 
 
 def note(error: BaseException, rank: int) -> None:
-    """Name the rank, and the user's line, in an error that came out of it."""
+    """Add the rank and the user's line to an error that the rank raised."""
     if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
         error.args = (f"rank {rank}: {error.args[0]}",)
     error.add_note(f"on rank {rank}, at {_line(error)}")

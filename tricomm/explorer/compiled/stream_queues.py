@@ -2,7 +2,7 @@
 
 A launch is enqueued, and host code runs on. The head of a stream begins as soon as what it comes behind has ended;
 which of the kernels that run is next is the scheduler's choice. What orders two pieces of work is handed on as a
-token of `Orders`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
+token of `Ordering`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.module_table import LoadedKernel
+from tricomm.explorer.compiled.module_table import DeviceFunction
 
 Ended = Callable[[BaseException | None], None]
 
@@ -27,11 +27,11 @@ class KernelLaunch:
     shared      bytes of dynamic shared memory
     stream      the handle that it was launched on
     tensors     what it was launched with; they live as long as it runs
-    after, end  tokens of `Orders`: what is known to it when it begins; what is known at its end, which the executor sets
+    after, end  tokens of `Ordering`: what it knows when it begins; what is known at its end, set by the executor
     """
 
     rank: int
-    loaded: LoadedKernel
+    loaded: DeviceFunction
     parameters: bytes
     grid: tuple[int, int, int]
     threads: tuple[int, int, int]
@@ -55,7 +55,7 @@ class Executor(Protocol):
         """Make the launch's threads runnable; `ended` is called when all have run, with the first error or None."""
 
 
-class Orders(Protocol):
+class Ordering(Protocol):
     """What happens before what. A token stands for all that has happened before one moment."""
 
     def host(self, rank: int) -> Any:
@@ -98,7 +98,7 @@ class Mark:
 
 
 @dataclass(eq=False)
-class Work:
+class StreamItem:
     """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
 
     `ready` says whether it may begin; `known` is what host code knew when it was enqueued.
@@ -148,7 +148,7 @@ class StreamQueue:
         self.capture: Capture | None = None
         self.order: Any = None
         self.running = False
-        self.work: deque[Work] = deque()
+        self.work: deque[StreamItem] = deque()
         self._streams = streams
 
     @property
@@ -209,7 +209,7 @@ class StreamQueue:
 
     def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True) -> None:
         self._streams.raise_error()
-        self.work.append(Work(begin, self._streams.orders.host(self._streams.rank), ready))
+        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready))
         self._streams.advance()
 
     def advance(self) -> bool:
@@ -282,7 +282,7 @@ class Streams:
     working    torch's operations now are a stream's, though host code may be what made it advance
     """
 
-    def __init__(self, rank: int, executor: Executor, orders: Orders, changed: Callable[[], None]) -> None:
+    def __init__(self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None]) -> None:
         self.rank, self.executor, self.orders, self._changed = rank, executor, orders, changed
         self.error: BaseException | None = None
         self.queues: dict[int, StreamQueue] = {}
