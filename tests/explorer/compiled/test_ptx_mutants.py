@@ -93,7 +93,7 @@ FORBIDDEN = (
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
     Group(S, "barrier", ("barrier",), 1, "removed", innermost=True),
     Group(S, "wait_sequence", ("barrier",), 4, "bar.sync"),
-    Group(B, "signal", ("scope", "strength", "width"), 2, "st.re"),
+    Group(B, "signal", ("scope", "strength", "width"), 3, "st.release"),
     Group(B, "acquire", ("scope", "strength", "width"), 3, "ld.acquire"),
 )
 
