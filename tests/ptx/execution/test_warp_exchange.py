@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 
 UNITS = pytest.mark.parametrize("unit", ["warp", "block"])
 TID = "mov.u32 %r0, %tid.x;"
