@@ -21,7 +21,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import kernel_report, steady_loop
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 
 _WORLD_SIZE, _BLOCK = 8, 2048
 _FOLDERS = ("kraken", "kraken.comm")

@@ -114,12 +114,10 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
-    ll = _up(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS, 4096)
+    ll = -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // 4096) * 4096
     good = world_size * (CHANNEL_STATE + SLOTS * _GOOD_SLOT)
     reserve = good if 8 * good <= arena_bytes else world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
-    per_source = (arena_bytes - ll - reserve) // (
-        4 * world_size
-    )  # two mailboxes, two parities each, a buffer per source
+    per_source = (arena_bytes - ll - reserve) // (4 * world_size)  # two mailboxes, two parities each
     if per_source < _LEAST_BUFFER:
         least = max(MIN_ARENA, ll + reserve + 4 * world_size * _LEAST_BUFFER)
         raise InvalidArgument(
@@ -141,7 +139,3 @@ def _channels(nbytes: int) -> tuple[int, int]:
         channels *= 2
     each = (nbytes // channels - CHANNEL_STATE) // SLOTS
     return channels, min(_LARGEST_SLOT, 1 << (each.bit_length() - 1))
-
-
-def _up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

@@ -61,9 +61,6 @@ def least(collective: str, world_size: int) -> Fraction:
         "all_reduce": 2 * others / world_size,
         "all_gather": others,
         "barrier": Fraction(0),
-        "broadcast": Fraction(1),
-        "reduce": Fraction(1),
-        "gather": Fraction(1),
-        "send": Fraction(1),
+        **dict.fromkeys(("broadcast", "reduce", "gather", "send"), Fraction(1)),
     }
     return factor.get(collective, others / world_size) if world_size > 1 else Fraction(0)

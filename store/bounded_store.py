@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
 
@@ -21,26 +22,7 @@ from tricomm.errors import RendezvousError
 JOIN_SECONDS = 0.2
 
 _T = TypeVar("_T")
-
-
-class _Action(Generic[_T]):
-    def __init__(self, action: Callable[[], _T]) -> None:
-        self.done = threading.Event()
-        self.error: Exception | None = None
-        self._action = action
-        self._result: _T | None = None
-
-    def run(self) -> None:
-        try:
-            self._result = self._action()
-        except Exception as error:
-            self.error = error
-        self.done.set()
-
-    def result(self) -> _T:
-        if self.error is not None:
-            raise self.error
-        return cast(_T, self._result)
+_Job = tuple["Future[Any]", Callable[[], Any]]
 
 
 class BoundedThread:
@@ -51,7 +33,7 @@ class BoundedThread:
 
     def __init__(self, name: str) -> None:
         self.stuck: str | None = None
-        self._jobs: queue.SimpleQueue[_Action[object] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._name = name
 
@@ -66,9 +48,9 @@ class BoundedThread:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             thread.start()
             self._thread = thread  # only now: an interrupt must not leave one that was never started
-        job = _Action(action)
-        self._jobs.put(cast(_Action[object], job))
-        if not job.done.wait(max(seconds, 0.0)):
+        job: Future[_T] = Future()
+        self._jobs.put((job, action))
+        if not wait([job], max(seconds, 0.0)).done:
             self.stuck = what
             self._jobs.put(None)  # should it ever come back, it ends
             raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
@@ -81,11 +63,15 @@ class BoundedThread:
             self._thread.join(JOIN_SECONDS)
 
 
-def _serve(jobs: queue.SimpleQueue[_Action[object] | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     # Knows the queue alone: a reference to its owner would keep that, and the last store, alive.
     while (job := jobs.get()) is not None:
-        job.run()
-        del job
+        future, action = job
+        try:
+            future.set_result(action())
+        except Exception as error:
+            future.set_exception(error)
+        del job, future, action
 
 
 class BoundedStore:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from tricomm.deadline import Deadline
 from tricomm.errors import ResourceError, TricommError
+from tricomm.store.control import ControlPage
 
 _T = TypeVar("_T")
 _EXPECTED = (TricommError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
 
 
-class Agreement(Protocol):
-    """The part of a control page that this needs."""
-
-    def agree(self, error: BaseException | None, what: str, timeout: float) -> None: ...
-
-
 class CollectiveStages:
     """The stages of a set-up called `name`, which has to end before `deadline`."""
 
-    def __init__(self, control: Agreement, name: str, deadline: Deadline) -> None:
+    def __init__(self, control: ControlPage, name: str, deadline: Deadline) -> None:
         self._control, self._name, self._deadline = control, name, deadline
 
     def __call__(self, stage: str, action: Callable[[], _T]) -> _T:

@@ -21,7 +21,6 @@ from tricomm import errors
 from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
-from tricomm.store.cuda_driver import Driver
 from tricomm.store.host_words import HostWords
 from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, RankState
 from tricomm.store.records import ExchangeMessage
@@ -93,7 +92,7 @@ class ControlPage:
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
         self._host: Host = host or LocalHost()
         self._gather_elsewhere = gather
-        self._watched = tuple(self._host.watch(r, member) for r, member in enumerate(members))
+        self._watched = () if gather else tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
@@ -112,10 +111,6 @@ class ControlPage:
         """This rank's 512 words; valid also after `close`."""
         return self._own().device_words()
 
-    def words_on_device(self, driver: Driver, ordinal: int) -> int:
-        """Address of `words` for kernels of GPU `ordinal`, good until `close`; raises `ResourceError` if refused."""
-        return self.host_words.on_device(driver, ordinal)
-
     def peer_words(self, rank: int) -> NDArray[np.int64]:
         """`rank`'s words, not writable unless they are this rank's own."""
         return self._page(rank).device_words()
@@ -128,10 +123,11 @@ class ControlPage:
         return self._member(rank).start_time
 
     def alive(self, rank: int) -> bool:
-        """True while the rank's process runs or is stopped; a later process with its pid does not count."""
+        """True while the rank's process runs or is stopped; a later process with its pid does not count. Without shared
+        memory nothing is known of other processes, and they count as alive."""
         watched = self._watched  # read once: another thread may close meanwhile
         self._check(rank)
-        return watched[rank].alive()
+        return watched[rank].alive() if watched else True
 
     def beat(self) -> None:
         self._own().heartbeat = time.monotonic_ns()
@@ -214,7 +210,9 @@ class ControlPage:
         answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
         failed = {rank: answer for rank, answer in enumerate(answers) if answer}
         if failed:
-            reasons = [f"rank {rank}: {_words(answer)}" for rank, answer in failed.items()]
+            reasons = [
+                f"rank {rank}: {answer[_KIND_BYTES:].decode(errors='ignore')}" for rank, answer in failed.items()
+            ]
             raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
 
     def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -342,10 +340,6 @@ def _pack_error(error: BaseException | None) -> bytes:
     kind = type(error).__name__ if isinstance(error, TricommError) else TricommError.__name__
     text = str(error) if isinstance(error, TricommError) else f"{type(error).__name__}: {error}"
     return kind.encode().ljust(_KIND_BYTES, b"\0") + text.encode(errors="replace")[: MESSAGE_BYTES - _KIND_BYTES]
-
-
-def _words(answer: bytes) -> str:
-    return answer[_KIND_BYTES:].decode(errors="ignore")
 
 
 def _kind(answer: bytes) -> type[TricommError]:

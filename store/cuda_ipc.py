@@ -16,7 +16,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -24,6 +23,7 @@ from tricomm import env
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.control import ControlPage
 from tricomm.store.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver, load_driver
 from tricomm.store.local_arena import check_view, raw_view
 
@@ -73,21 +73,8 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> BlockRecord:
     return BlockRecord(rank, uuid, nbytes, offset, handle)
 
 
-class Control(Protocol):
-    """The part of the group's control page (`tricomm.store.control`) that an arena uses."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def words_on_device(self, driver: Driver, ordinal: int) -> int: ...
-    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]: ...
-    def agree(self, error: BaseException | None, what: str, timeout: float) -> None: ...
-    def alive(self, rank: int) -> bool: ...
-
-
 def open_cuda_ipc(
-    control: Control, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
+    control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
 ) -> CudaIpcArena:  # fmt: skip
     """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
@@ -123,7 +110,7 @@ class CudaIpcArena:
     kind = "cuda_ipc"
 
     def __init__(
-        self, control: Control, nbytes: int, device: torch.device, reach: Sequence[bool] | None = None
+        self, control: ControlPage, nbytes: int, device: torch.device, reach: Sequence[bool] | None = None
     ) -> None:
         self._reach = tuple(reach) if reach is not None else (True,) * control.world_size
         self.rank, self.nbytes, self.device = control.rank, nbytes, device
@@ -164,7 +151,9 @@ class CudaIpcArena:
         self._release(unmap=False)
 
     def _attach(self, driver: Driver | None) -> None:
-        _refuse_if_disabled()
+        for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
+            if env.flag(variable):
+                raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
         self._check_arguments()
         driver = driver or load_driver()
         driver.init()
@@ -172,7 +161,7 @@ class CudaIpcArena:
         self._context = driver.retain_context(self._ordinal)
         self._driver = driver
         # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
-        self.control_address = self._control.words_on_device(driver, self._ordinal)
+        self.control_address = self._control.host_words.on_device(driver, self._ordinal)
 
     def _check_arguments(self) -> None:
         least = WORD_BYTES * self._control.world_size
@@ -321,9 +310,3 @@ class CudaIpcArena:
 
 def _probe_word(writer: int, target: int) -> bytes:
     return struct.pack("<4sHH", b"TCPW", writer, target)
-
-
-def _refuse_if_disabled() -> None:
-    for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
-        if env.flag(variable):
-            raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from torch.distributed.distributed_c10d import Store
 
@@ -27,7 +27,7 @@ from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState
 from tricomm.store.gather import Arrived, Gathering, missing
-from tricomm.store.page import NBYTES, Page, check_page
+from tricomm.store.page import NBYTES, Page
 from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
 from tricomm.store.segments import Segment
 
@@ -131,14 +131,12 @@ class _Handshake:
         text = str(error) if ours else f"rank {self._rank} was stopped by {type(error).__name__}: {error}"
         if self._store.usable:
             self._store.extend(_GRACE_SECONDS)
-            try:
+            with suppress(RendezvousError):  # the store is gone; the error that brought us here matters more
                 if not ours and not self._gathering.generation:  # an interrupt before the first record
                     self._gathering.aborted()  # runs after a call of the store that may still be under way
                     if not self._gathering.generation:
                         self._begin()
                 self._publish(kind, text)
-            except RendezvousError:
-                pass  # the store is gone; the error that brought us here matters more
         if self._page is not None:
             self._page.put_fault(Fault(kind if ours else GroupAborted.__name__, self._rank, 0, text))
             self._page.state = RankState.CLOSED
@@ -183,16 +181,8 @@ class _Handshake:
         page.state = RankState.CONNECTING
         self._page = page
         node = (process.pid_namespace(), process.node_id(), os.geteuid())
-        return RankRecord(
-            pid,
-            started,
-            *node,
-            segment.fd,
-            segment.nbytes,
-            self._layout_hash,
-            RankState.CONNECTING,
-            socket.gethostname(),
-        )
+        memory = (segment.fd, segment.nbytes, self._layout_hash)
+        return RankRecord(pid, started, *node, *memory, RankState.CONNECTING, socket.gethostname())
 
     def _look(self, arrived: Arrived[RankRecord]) -> None:
         self._raise_if_aborted()
@@ -220,7 +210,7 @@ class _Handshake:
                 raise ResourceError(f"rank {rank}'s control page: {error}") from error
             self._segments.append(segment)
         page = Page(segment.buffer, segment.address)
-        check_page(page, rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
+        page.check(rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
         return RankSegment(segment, theirs.pid, theirs.start_time)
 
     def _confirm(self, control: ControlPage) -> None:

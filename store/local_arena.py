@@ -14,14 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from types import TracebackType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.cuda_driver import PAGE_BYTES, Driver, load_driver
+from tricomm.store.cuda_driver import Driver, load_driver
 from tricomm.store.host_words import HostWords
 
 _MAX_NBYTES = 1 << 46
@@ -50,11 +49,8 @@ def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: tor
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     tensor = torch.empty(0, dtype=dtype, device=device)
-    return tensor.set_(storage, 0, tuple(shape), _strides(shape))
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return tensor.set_(storage, 0, tuple(shape), strides)
 
 
 def host_page_address(memory: mmap.mmap) -> int:
@@ -65,23 +61,17 @@ class LocalGroup:
     """The ranks of one process on `device`, a CPU or one GPU.
 
     `pages` are the ranks' control pages (`ControlPage.host_words`), which stay their owners': each rank's close takes
-    its own from the device. None: pages of their own, which go with the blocks. Raises `InvalidArgument` for a bad
-    world size or device.
+    its own from the device. Raises `InvalidArgument` for a bad world size or device.
     """
 
     def __init__(
-        self,
-        world_size: int,
-        device: torch.device,
-        driver: Driver | None = None,
-        pages: Sequence[HostWords] | None = None,
+        self, world_size: int, device: torch.device, pages: Sequence[HostWords], driver: Driver | None = None
     ) -> None:
         if world_size < 1:
             raise InvalidArgument(f"world size {world_size} is not positive")
         if device.type not in ("cpu", "cuda"):
             raise InvalidArgument(f"a local group lives on the CPU or on a GPU, not on {device}")
-        self.world_size, self.device = world_size, device
-        self._driver, self._pages = driver, pages
+        self.world_size, self.device, self._pages, self._driver = world_size, device, pages, driver
 
     def open(self, nbytes: int) -> list[LocalArena]:
         """One arena per rank: blocks of `nbytes` zeroed bytes. May be called again for more memory.
@@ -90,14 +80,12 @@ class LocalGroup:
         """
         if not 1 <= nbytes <= _MAX_NBYTES:
             raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are 1 to {_MAX_NBYTES}")
-        gpu = self.device.type == "cuda"
-        blocks = self._gpu_blocks(nbytes) if gpu else _HostBlocks(self.world_size, nbytes, self._pages)
+        if self.device.type == "cpu":
+            blocks: _Blocks = _HostBlocks(nbytes, self._pages)
+        else:
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            blocks = _GpuBlocks(nbytes, torch.device("cuda", index), self._driver or load_driver(), self._pages)
         return [LocalArena(rank, nbytes, blocks) for rank in range(self.world_size)]
-
-    def _gpu_blocks(self, nbytes: int) -> _GpuBlocks:
-        index = self.device.index
-        device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        return _GpuBlocks(self.world_size, nbytes, device, self._driver or load_driver(), self._pages)
 
 
 class LocalArena:
@@ -108,7 +96,6 @@ class LocalArena:
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
         self.bases = blocks.bases
-        self.control_host_address = blocks.host_addresses[rank]
         self.control_address = blocks.control_addresses[rank]
         self._blocks: _Blocks | None = blocks
 
@@ -135,14 +122,6 @@ class LocalArena:
     def keep(self) -> None:
         """In place of `close`: a rank that never leaves keeps all ranks' blocks."""
 
-    def __enter__(self) -> LocalArena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 class _Blocks(ABC):
     """All ranks' blocks and control pages, freed when every rank has left."""
@@ -151,11 +130,8 @@ class _Blocks(ABC):
     bases: tuple[int, ...]
     control_addresses: tuple[int, ...]
 
-    def __init__(self, world_size: int, pages: Sequence[HostWords] | None) -> None:
-        self._own_pages = [_own_page() for _ in range(world_size)] if pages is None else []
-        self._pages = tuple(self._own_pages if pages is None else pages)
-        self.host_addresses = tuple(page.address for page in self._pages)
-        self._users = world_size
+    def __init__(self, pages: Sequence[HostWords]) -> None:
+        self._users = len(pages)
         self._lock = threading.Lock()
 
     def leave(self) -> None:
@@ -174,11 +150,11 @@ class _Blocks(ABC):
 class _HostBlocks(_Blocks):
     device = torch.device("cpu")
 
-    def __init__(self, world_size: int, nbytes: int, pages: Sequence[HostWords] | None) -> None:
-        super().__init__(world_size, pages)
-        self._blocks = [_zeroed(nbytes) for _ in range(world_size)]
+    def __init__(self, nbytes: int, pages: Sequence[HostWords]) -> None:
+        super().__init__(pages)
+        self._blocks = [_zeroed(nbytes) for _ in pages]
         self.bases = tuple(map(host_page_address, self._blocks))
-        self.control_addresses = self.host_addresses
+        self.control_addresses = tuple(page.address for page in pages)
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
@@ -191,20 +167,16 @@ class _HostBlocks(_Blocks):
 
 
 class _GpuBlocks(_Blocks):
-    def __init__(
-        self, world_size: int, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[HostWords] | None
-    ) -> None:
-        super().__init__(world_size, pages)
+    def __init__(self, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[HostWords]) -> None:
+        super().__init__(pages)
         self.device, self._driver = device, driver
         with ExitStack() as undo:
             driver.init()
             self._context = driver.retain_context(device.index)
             undo.callback(driver.release_context, device.index)
-            for page in self._own_pages:
-                undo.callback(page.close)
-            self.control_addresses = tuple(page.on_device(driver, device.index) for page in self._pages)
+            self.control_addresses = tuple(page.on_device(driver, device.index) for page in pages)
             with driver.current(self._context):
-                self.bases = tuple(self._allocate(undo, nbytes) for _ in range(world_size))
+                self.bases = tuple(self._allocate(undo, nbytes) for _ in pages)
                 driver.synchronize()
             self._undo = undo.pop_all()
 
@@ -225,11 +197,6 @@ class _GpuBlocks(_Blocks):
         with self._undo:
             with self._driver.current(self._context):
                 self._driver.synchronize()
-
-
-def _own_page() -> HostWords:
-    memory = _zeroed(PAGE_BYTES)
-    return HostWords(memory, host_page_address(memory))
 
 
 def _zeroed(nbytes: int) -> mmap.mmap:

@@ -120,10 +120,11 @@ class Page:
     def identify(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
         self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
 
-    def is_of(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> bool:
-        """True if the page is the one that its rank announced."""
+    def check(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
+        """Raises `ResourceError` if the page is not the one that `rank` announced."""
         want = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
-        return bytes(self._buffer[: _IDENTITY.size]) == want
+        if bytes(self._buffer[: _IDENTITY.size]) != want:
+            raise ResourceError(f"the segment behind rank {rank}'s record (pid {pid}) is not its control page")
 
     @property
     def state(self) -> int:
@@ -170,7 +171,7 @@ class Page:
 
     def called(self, sequence: int) -> Descriptor | None:
         """The call number `sequence`; None if there was none, or if it is too long ago."""
-        call = self._descriptor(_ring_at(sequence))
+        call = self._descriptor(_RING_AT + sequence % RING * _ENTRY)
         return call if call is not None and call.sequence == sequence else None
 
     def _descriptor(self, at: int) -> Descriptor | None:
@@ -234,16 +235,6 @@ class Page:
             if length == 0 and crc == 0:
                 return None
         return None
-
-
-def check_page(page: Page, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
-    """Raises `ResourceError` if the page is not the one that `rank` announced."""
-    if not page.is_of(rank, world_size, nonce, pid, start_time):
-        raise ResourceError(f"the segment behind rank {rank}'s record (pid {pid}) is not its control page")
-
-
-def _ring_at(sequence: int) -> int:
-    return _RING_AT + sequence % RING * _ENTRY
 
 
 def _slot_at(step: int) -> int:

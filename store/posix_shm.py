@@ -11,7 +11,6 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TypeVar
 
 import torch
 
@@ -24,7 +23,6 @@ from tricomm.store.segments import Segment
 
 _MAGIC = b"TCSHM\x00\x00\x01"
 _RECORD = struct.Struct("<8siqiQ")  # magic, rank, pid, descriptor, bytes
-_T = TypeVar("_T")
 
 
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:

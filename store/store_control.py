@@ -19,7 +19,7 @@ from tricomm.deadline import Deadline
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, RendezvousError
 from tricomm.store import process, records
 from tricomm.store.bounded_store import BoundedStore
-from tricomm.store.control import ControlPage, LocalHost, RankSegment, RankState
+from tricomm.store.control import ControlPage, RankSegment, RankState
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.page import NBYTES, Page
 from tricomm.store.records import ExchangeMessage, StoreRecord
@@ -64,7 +64,7 @@ def _page(rank: int, world_size: int, exchanges: _Exchanges) -> ControlPage:
     pid = os.getpid()
     started = process.start_time(pid) or 0
     members = [RankSegment(own if r == rank else blank, pid, started) for r in range(world_size)]  # type: ignore[arg-type]
-    control = ControlPage(rank, exchanges.nonce, members, _Elsewhere(), exchanges.gather)
+    control = ControlPage(rank, exchanges.nonce, members, gather=exchanges.gather)
     own.close_fd()
     control.set_state(RankState.READY)
     return control
@@ -111,20 +111,3 @@ class _Blank:
 
     def close(self) -> None:
         pass
-
-
-class _Unseen(process.Watched):
-    """A process of which nothing is known."""
-
-    def __init__(self) -> None:
-        self._fds = []
-
-    def alive(self) -> bool:
-        return True
-
-
-class _Elsewhere(LocalHost):
-    """The world of ranks that cannot be seen from here."""
-
-    def watch(self, rank: int, member: RankSegment) -> process.Watched:
-        return _Unseen()

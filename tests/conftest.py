@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 
 def pytest_configure(config):
     """GPU tests run ranks as streams of one process; the driver reads these when it starts."""
@@ -12,3 +14,17 @@ def pytest_configure(config):
     # A shell's background jobs ignore Ctrl-C, and so would all processes that they start. A handler ends with exec.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+@pytest.fixture
+def unshrunk(monkeypatch):
+    """Findings of `tricomm.check` stay as found: the search for a simpler execution takes most of the time."""
+    monkeypatch.setattr("tricomm.explorer.schedule.shrinking.shrink", lambda again, finding, execution: execution)
+
+
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Workers of tricomm.perf.workers are forked: each would import torch."""
+    from tests import forked
+
+    monkeypatch.setattr("tricomm.perf.workers.subprocess", forked.for_workers())

@@ -1,7 +1,7 @@
 """Real processes as ranks, each bounded and killed in the end, for what only processes show.
 
-A fork server that has imported tricomm, and what DDP imports, once makes a rank in some 50 ms. What a rank returns
-comes back over a pipe; an exception comes back as an `Outcome` with its class name and words.
+A fork server that has imported tricomm, and what DDP imports, once (tests/preloaded.py) makes a rank in some 50 ms.
+What a rank returns comes back over a pipe; an exception comes back as an `Outcome` with its class name and words.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 BUSY = 4.0  # seconds that a machine with more work than cores may add to a promise of one or two
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tricomm", "tests.ranks", "torch._dynamo"])
+CONTEXT = mp.get_context("forkserver")  # one server in a process
+CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.ranks", "tests.soak.worker"])
 
 
 @dataclass
@@ -92,8 +92,8 @@ def start(world_size: int, body: Callable[..., Any], *args: Any, timeout: float 
     """Start `body(rank, world_size, tell, *args)` in `world_size` processes; `tell(value)` sends a message here."""
     processes, pipes = [], []
     for rank in range(world_size):
-        here, there = _context.Pipe()
-        process = _context.Process(target=_main, args=(there, body, rank, world_size, args), daemon=True)
+        here, there = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_main, args=(there, body, rank, world_size, args), daemon=True)
         process.start()
         there.close()
         processes.append(process)

@@ -1,4 +1,4 @@
-"""Every example runs, under spawn and under torchrun, and says what it should."""
+"""Every example runs, the first one under spawn and under torchrun, and says what it should."""
 
 import os
 import socket
@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests import forked
 from tests.wheel_gate import ROOT
 
 SAYS = {
@@ -31,7 +32,11 @@ TORCHRUN = ["hello", pytest.param("ddp", marks=pytest.mark.soak)]
 
 def run(command: list[str], **more: str) -> str:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, env=env, cwd=ROOT)
+    if command[0].endswith("hello.py") or command[0] == "-m":
+        command = [sys.executable, *command]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=ROOT)
+    else:
+        done = forked.script(*command, env=env, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

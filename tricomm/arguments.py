@@ -14,16 +14,11 @@ from tricomm.kernels.dtypes import OPS
 
 DTYPES = {getattr(torch, name): dtype for name, dtype in _NAMED.items()}
 _OPS = frozenset(OPS)
-_REDUCE_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
-}
+REDUCE_OPS = {  # torch's names and tricomm's
+    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor",
+}  # fmt: skip
+_REDUCE_OPS = {getattr(dist.ReduceOp, theirs): ours for theirs, ours in REDUCE_OPS.items()}
 
 
 def operation(op: Any) -> str:

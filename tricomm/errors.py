@@ -1,14 +1,4 @@
-"""Every error tricomm raises on purpose, in one tree.
-
-TricommError
-├─ InvalidArgument (also a ValueError)   a bad argument; nothing was sent, the group stays usable
-├─ ResourceError                         memory, descriptors, peer access or a driver refused
-├─ RendezvousError                       the ranks did not meet, or do not agree on who they are
-├─ PeerDied                              a rank's process ended, or it closed the group, while it was needed
-├─ PeerStalled                           a rank's process stopped running while it was needed
-├─ CollectiveTimeout                     a call took longer than its limit; the message names the late ranks
-├─ CollectiveMismatch                    ranks called different things at the same sequence number
-└─ GroupAborted                          another rank gave the group up, or the group is closed
+"""Every error tricomm raises on purpose.
 
 A fault costs the group and nothing else: the process, the CUDA context and other groups go on, and the same
 processes can make a new communicator.

@@ -22,7 +22,7 @@ class Access:
     itemsize    bytes of an element
     sem         None for a plain access, else "relaxed", "acquire", "release" or "acq_rel"; a volatile load is relaxed
     scope       None for a plain access, else "cta", "gpu" or "sys"
-    perform     does it, for all elements or for those that a bool [n] selects; returns the old values, or None
+    perform     performs it, for all elements or for those that a bool [n] selects; returns the old values, or None
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""The one module that depends on private names of Triton's interpreter; nothing else in tricomm does.
+"""What depends on private names of Triton's interpreter; with `triton_shortcuts`, nothing else in tricomm does.
 
 The language is patched from a list that is made once (`patch`, `restore`; making it anew for each launch would
 dominate a small call's time), kernels become plain Python (`python`), and every access of a kernel goes through
@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.runtime import interpreter as _triton
 from triton.runtime.jit import JITFunction
 
+from tricomm.kernels.launch import triton_shortcuts
 from tricomm.kernels.launch.memory_access import Access, Array, Director, Observer, perform_at_once
 from tricomm.kernels.launch.numpy_rounding import maximum, minimum, round_to_bf16, widen_bf16
 
@@ -195,6 +196,7 @@ def _collect() -> None:
     changes = [c for c in changes if c[:2] != (tl.core.tensor, "__index__")]
     changes.append((tl.core.tensor, "__index__", tl.core.tensor.__dict__.get("__index__", _MISSING), _index))
     changes += [(kind, "__call__", kind.__dict__["__call__"], _call_device_function) for kind in _JITTED]
+    changes += triton_shortcuts.changes()
     patches.extend(changes)
 
 

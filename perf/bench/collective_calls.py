@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,22 +13,13 @@ from tricomm import Communicator, Symmetric
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data
+from tricomm.perf.bench.request import Case
 
 TORCH_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # torch.distributed has no other output for them
 
 
 class Unavailable(Exception):
     """A library or this machine cannot make the call; the text says what is missing."""
-
-
-class Forced(Protocol):
-    """The kernel that a call is to use; None leaves that part to selection."""
-
-    @property
-    def algorithm(self) -> str | None: ...
-
-    @property
-    def protocol(self) -> str | None: ...
 
 
 def in_place(collective: str, kernel: Kernel | None = None) -> bool:
@@ -68,7 +59,7 @@ def call(
     number: int,
     x: torch.Tensor | Symmetric,
     y: torch.Tensor,
-    forced: Forced | None = None,
+    forced: Kernel | Case | None = None,
     op: str = "sum",
 ) -> torch.Tensor | None:
     """Make a call, by the kernel that is `forced` if there is one, and don't wait for it.

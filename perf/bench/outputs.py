@@ -7,7 +7,6 @@ import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -82,9 +81,7 @@ class Files:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._json is not None:
             partial = self._json.with_name(f"{self._json.name}.part")
             partial.write_text(json.dumps(self._results.to_json(self._settings), indent=1) + "\n")
@@ -111,9 +108,7 @@ class Output:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def stop(self) -> None:

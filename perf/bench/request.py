@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
@@ -55,15 +54,6 @@ class Settings:
     def rows(self) -> int:
         """The number of rows, at most."""
         return len(self.cases) * len(self.sizes) * len(self.modes)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Settings:
-        cases = tuple(Case(**case) for case in data["cases"])
-        tuples = {name: tuple(data[name]) for name in ("sizes", "modes")}
-        return Settings(**{**data, **tuples, "cases": cases})
 
 
 def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:

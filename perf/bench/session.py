@@ -15,8 +15,6 @@ import msgspec
 import torch
 
 import tricomm
-from tricomm import env
-from tricomm.errors import InvalidArgument
 from tricomm.perf import provenance
 from tricomm.perf.bench.baselines import Baselines
 from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
@@ -44,7 +42,7 @@ class Results:
     def to_json(self, settings: Settings) -> WorkerMessage:
         """What `--json` writes."""
         results = [to_json(rows) for rows in self.rows]
-        return {"schema": 1, "header": self.header, "settings": settings.to_json(), "results": results}
+        return {"schema": 1, "header": self.header, "settings": asdict(settings), "results": results}
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
     """
     parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
-    for rank, message in run_workers(_RANK, world_size, settings.to_json(), settings.timeout):
+    for rank, message in run_workers(_RANK, world_size, asdict(settings), settings.timeout):
         event = message.pop("event")
         if event == "header" and rank == 0:
             results.header = message
@@ -84,16 +82,13 @@ def join(settings: Settings, listener: Listener, results: Results) -> None:
 
     The ranks exchange their times by tricomm's own all-gather; `run` does without it.
     """
-    rank, world_size = env.integer("RANK"), env.integer("WORLD_SIZE")
-    if rank is None or world_size is None:
-        raise InvalidArgument("RANK and WORLD_SIZE are both needed; torchrun sets them")
-    with open_group(settings, "env://", rank, world_size) as (comm, baselines):
+    with open_group(settings, "env://") as (comm, baselines):
         results.header = provenance.header(comm)
         listener.header(results.header)
         for rows in measure(comm, settings, baselines, listener.note):
             mine = [value for row in rows for value in _numbers(row)]
             gathered = comm.all_gather(torch.tensor(mine, dtype=torch.float64, device=comm.device)).cpu()
-            ranks = gathered.reshape(world_size, len(rows), -1).tolist()
+            ranks = gathered.reshape(comm.world_size, len(rows), -1).tolist()
             results.rows.append(merged([tuple(map(_with_numbers, rows, numbers)) for numbers in ranks]))
             listener.row(results.rows[-1])
         comm.barrier()
@@ -121,13 +116,16 @@ def _with_numbers(row: BenchRow, numbers: list[float]) -> BenchRow:
 
 @contextmanager
 def open_group(
-    settings: Settings, url: str, rank: int, world_size: int
+    settings: Settings, url: str, rank: int | None = None, world_size: int | None = None
 ) -> Iterator[tuple[tricomm.Communicator, Baselines]]:
-    """The communicator of a benchmark, on the device that the settings ask for, and the libraries beside it."""
+    """The communicator of a benchmark, on the device that the settings ask for, and the libraries beside it.
+
+    Without `rank` and `world_size` they are torchrun's.
+    """
+    store, rank, world_size = open_store(url, rank, world_size, settings.timeout)
     device = pick_device(settings.device, rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store, rank, world_size = open_store(url, rank, world_size, settings.timeout)
     shared = device.type == "cuda" and torch.cuda.device_count() < world_size  # as `pick_device` assigns them
     # Only the kernels are timed, not NCCL behind them.
     options = tricomm.Options(timeout=settings.timeout, nccl=False, share_device=shared)
@@ -141,7 +139,7 @@ def open_group(
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Be one rank that `run` has started: send a header, the rows, and notes."""
-    settings = Settings.from_json(data)
+    settings = msgspec.convert(data, Settings)
     torch.set_num_threads(1)
     with open_group(settings, url, rank, world_size) as (comm, baselines):
         emit("header", **provenance.header(comm))

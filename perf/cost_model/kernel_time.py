@@ -4,14 +4,13 @@
 
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
-`python -m tricomm.perf.cost_model.kernel_time` sets the model beside published times of kernels of the same shape.
+`tricomm predict --check` sets the model beside published times of kernels of the same shape.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import click
+from statistics import median
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -118,9 +117,7 @@ def check() -> list[Checked]:
 
 def median_error(rows: list[Checked]) -> float:
     """The median of the errors' sizes."""
-    errors = sorted(abs(row.error) for row in rows)
-    middle = len(errors) // 2
-    return errors[middle] if len(errors) % 2 else (errors[middle - 1] + errors[middle]) / 2
+    return median(abs(row.error) for row in rows)
 
 
 def report(rows: list[Checked]) -> list[str]:
@@ -140,13 +137,3 @@ def _cells(checked: Checked) -> tuple[object, ...]:
     kernel = row.kernel.name + ("*" if row.calibrates else "")
     times = (f"{row.time_us:.1f}", f"{checked.time_us:.1f}", f"{checked.error:+.0%}")
     return row.gpu, row.world_size, kernel, row.mode, row.nbytes, *times, row.source
-
-
-@click.command()
-def main() -> None:
-    """Set the model beside published measurements: error per row, median error."""
-    click.echo("\n".join(report(check())))
-
-
-if __name__ == "__main__":
-    main()

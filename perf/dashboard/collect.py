@@ -6,18 +6,27 @@ either simulated or not. It has a *line* per library and kernel, a line has poin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
+import torch
+
+from tricomm.errors import TricommError
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.metrics.publish import JobStatistics
+from tricomm.options import Options
 from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
-from tricomm.perf.dashboard import change_points, selected
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.dashboard import change_points
 from tricomm.perf.history.database import Entry, now
+from tricomm.policy import selection, user_tables
+from tricomm.policy.tuning_tables import TableRow
 
 _OF_RUN = ("device", "topology", "world_size")
 _OF_ROW = bench_row.chart_keys(bench_row.SCENE)
@@ -57,13 +66,13 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
 
 def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
-    machine = None if scene["simulated"] else selected.machine(scene["device"])
+    gpu = None if scene["simulated"] else machine(scene["device"])
     sizes = sorted({size for line in lines.values() for size in line})
     known = scene["world_size"] >= 1
     return scene | {
         "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
-        "link_gbs": machine.links if machine is not None else None,
-        "picks": {str(size): kernel for size in sizes if (kernel := selected.pick(scene, size)) is not None},
+        "link_gbs": gpu.links if gpu is not None else None,
+        "picks": {str(size): kernel for size in sizes if (kernel := pick(scene, size)) is not None},
         "lines": [_line(scene, line, points, dates) for line, points in lines.items()],
     }
 
@@ -120,3 +129,93 @@ def _job(job: JobStatistics) -> list[Record]:
             if seconds
         ]
     return rows + [owner | asdict(routed) for routed in job.routed]
+
+
+# The choices of selection on the machines in the history, and the bandwidth of their links
+
+
+def machine(device: str) -> MachineSpec | None:
+    """The GPU generation in a device's name; None if there is none that is known."""
+    words = device.lower().replace("-", " ").split()
+    return next((m for name, m in MACHINES.items() if name in words), None)
+
+
+@cache
+def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionFacts | None:
+    """The facts that selection would have there. The history has no links, so all pairs count as linked."""
+    known = machine(device)
+    kind = "cpu" if simulated else known.architecture if known is not None else ""
+    if not kind or kind == "any":
+        return None
+    name, rows = _own("" if simulated else device, world_size)
+    memory = layout.plan(world_size, Options().arena_bytes)
+    return selection.SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
+
+
+def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
+    """The user's latest table for such a machine."""
+    files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        try:
+            table = user_tables.read(file)
+        except TricommError:  # `tricomm doctor` names it
+            continue
+        if (table.fingerprint.gpu, table.fingerprint.world_size) == (gpu, world_size):
+            return table.name, table.rows
+    return "", ()
+
+
+def pick(scene: dict[str, Any], size: int) -> str | None:
+    """`algorithm/protocol` for a row of the history of `size` bytes; None if that is not known."""
+    world_size, collective = scene["world_size"], scene["collective"]
+    dtype = getattr(torch, scene["dtype"], None)
+    if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+        return None
+    site = _site(scene["device"], scene["simulated"], world_size)
+    if site is None or collective not in units.DATA_COLLECTIVES:
+        return None
+    elements = units.row_elements(collective, size, dtype.itemsize, world_size)
+    nbytes = units.input_bytes(collective, elements, dtype.itemsize, world_size)
+    mode = "eager" if scene["mode"] == "eager" else "graph"
+    try:
+        choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)
+    except TricommError:
+        return None
+    return f"{choice.algorithm}/{choice.protocol}"
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A point whose level is `after` microseconds from run (date, commit) `since` on, and was `before` until then."""
+
+    point: str
+    before: float
+    after: float
+    since: tuple[str, str]
+
+    @property
+    def step(self) -> float:
+        """0.1 if the point takes a tenth longer."""
+        return self.after / self.before - 1 if self.before else 0.0
+
+    def __str__(self) -> str:
+        date, commit = self.since
+        times = f"{self.before:g} -> {self.after:g} us"
+        return f"{self.step:+8.1%}  {times:<24}  since {date} {commit or '(no commit)'}  {self.point}"
+
+
+def changes(data: dict[str, Any]) -> list[Changed]:
+    """The latest change of each point in the result of `page_data`, the largest step first."""
+    return sorted(_changed(data), key=lambda change: -abs(change.step))
+
+
+def _changed(data: dict[str, Any]) -> Iterator[Changed]:
+    for scene in data["scenes"]:
+        mark = " (simulated)" if scene["simulated"] else ""
+        where = f"{scene['world_size']} ranks, {scene['mode']}, {scene['place']}, on {scene['device']}{mark}"
+        for line in scene["lines"]:
+            for size, runs, changes in zip(line["size"], line["run"], line["changes"], strict=True):
+                if changes:
+                    at, before, after = changes[-1]
+                    point = f"{scene['collective']} {scene['dtype']} {line['kernel']} {size} B, {where}"
+                    yield Changed(point, before, after, tuple(data["runs"][runs[at]]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -65,30 +65,10 @@ def keep(published: PublishedJobs, history: History) -> int:
 def activities(job: JobStatistics) -> list[ActivityRow]:
     """Rows of the history."""
     date = datetime.fromtimestamp(job.written, UTC).isoformat(timespec="seconds")
-    rows = [
-        ActivityRow(
-            job.name,
-            date,
-            comm.device,
-            comm.group,
-            comm.rank,
-            comm.world_size,
-            comm.simulated,
-            "kernels",
-            c.collective,
-            c.algorithm,
-            c.protocol,
-            c.bucket,
-            c.calls,
-            c.nbytes,
-            c.timed,
-            c.seconds,
-            c.p50_us,
-            c.p99_us,
-        )
-        for comm in job.communicators
-        for c in comm.calls
-    ]
+    rows = []
+    for comm in job.communicators:
+        group = (comm.device, comm.group, comm.rank, comm.world_size, comm.simulated)
+        rows += [ActivityRow(job.name, date, *group, "kernels", **asdict(calls)) for calls in comm.calls]
     rows += [
         ActivityRow(job.name, date, "", "", -1, 0, False, r.route, r.collective, "", "", r.bucket, r.calls, r.nbytes)
         for r in job.routed

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -130,18 +131,14 @@ class Server(ThreadingHTTPServer):
 
     def _refuse(self, request: socket.socket) -> None:
         request.setblocking(False)
-        try:
+        with suppress(OSError):
             request.send(_BUSY)
-        except OSError:
-            pass
         self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
         request.setblocking(False)
-        try:
+        with suppress(OSError):
             request.recv(4 * HEAD_BYTES)  # closing a socket with unread data may discard the answer
-        except OSError:
-            pass
         super().shutdown_request(request)
 
     def _leave(self, request: socket.socket) -> None:
@@ -152,10 +149,8 @@ class Server(ThreadingHTTPServer):
 
 
 def _cut(request: socket.socket) -> None:
-    try:
+    with suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)  # ends the reads and writes of its thread, which closes it
-    except OSError:
-        pass
 
 
 class _Bounded:

@@ -44,15 +44,8 @@ def _lines(stages: Sequence[Stage], results: Sequence[dict[str, Any]]) -> list[s
     for result in results:
         good = sum(case["status"] == "ok" for case in result["cases"])
         name, cases, seconds = result["stage"], f"{good} of {len(result['cases'])}", f"{result['seconds']:.0f}"
-        row = (
-            f"[{result['title']}](#{name})",
-            result["status"],
-            cases,
-            len(result["left"]),
-            seconds,
-            f"{name}.json",
-            _cell(result["reason"]),
-        )
+        file, reason = f"{name}.json", _cell(result["reason"])
+        row = (f"[{result['title']}](#{name})", result["status"], cases, len(result["left"]), seconds, file, reason)
         lines.append("| " + " | ".join(map(str, row)) + " |")
     lines += ["", "## Not run", "", *_left(results)]
     for stage, result in zip(stages, results, strict=True):

@@ -29,7 +29,7 @@ from tricomm.perf.bench.baselines import BenchContext, ComparedCall, Implementat
 from tricomm.perf.bench.collective_calls import Unavailable
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, hardware
-from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
+from tricomm.perf.evidence.stage import Wrong
 
 _TEXT_BYTES = 400  # of a text that ranks exchange
 _PERIOD = 1_000_003  # elements after which data repeat: prime, so that it coincides with no block of a kernel
@@ -56,7 +56,6 @@ def offered(collective: str, world_size: int, dry_run: bool) -> dict[str, Make]:
 
 def rank_main(emit: Emit, rank: int, world_size: int, url: str, data: Any) -> None:
     """One rank, a process of its own: emits which implementation is running, and for every size the times of all."""
-    torch.set_num_threads(1)
     emit("trying", name=OURS)  # before the device is used, which may take seconds
     dtype = getattr(torch, data["dtype"])
     with bench_context(rank, world_size, url, data) as context:
@@ -81,16 +80,13 @@ def rank_main(emit: Emit, rank: int, world_size: int, url: str, data: Any) -> No
 @contextmanager
 def bench_context(rank: int, world_size: int, url: str, data: Any) -> Iterator[BenchContext]:
     """tricomm's group and Gloo's of the same ranks, on one GPU for all, or on one for each."""
-    device = hardware.rank_device(EvidenceSettings(Path(), dry_run=data["dry_run"]), rank, data["one_gpu"])
     for name, value in _ONE_GPU.items():
         os.environ.pop(name, None)
         if data["one_gpu"]:
             os.environ[name] = value
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-    stream = None
-    if device != "cpu":
-        torch.cuda.set_device(device)
-        stream = torch.cuda.Stream()
+    device = hardware.begin_rank(rank, data)
+    stream = torch.cuda.Stream() if device != "cpu" else None
     store = FileStore(url.removeprefix("file://") + "-peers", world_size)
     store.set_timeout(_RENDEZVOUS)
     nbytes = (1 << 20) if data["dry_run"] else (64 << 20)

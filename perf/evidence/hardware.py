@@ -1,17 +1,16 @@
 """The hardware of a run: a GPU, or in a dry run a CPU, on which the same code runs with simulated ranks.
 
 Ranks of one process are streams of one GPU (`tricomm.local`) or tasks under Triton's interpreter (`tricomm.simulate`).
-Ranks that are processes are run by `tricomm.perf.workers`, on `rank_device`.
+Ranks that are processes are run by `tricomm.perf.workers`, on the device of `begin_rank`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,28 +20,11 @@ from tricomm.perf.bench import timing
 from tricomm.perf.evidence.stage import EvidenceSettings
 
 OfRank = Callable[[Communicator], Any]
-MakeRun = Callable[[Communicator], Callable[[], None]]
-
-
-class Hardware(Protocol):
-    """`device` is the device of a case's tensors."""
-
-    simulated: bool
-    device: torch.device
-
-    def together(self, world_size: int, of_rank: OfRank, options: Options) -> list[Any]:
-        """Results of `of_rank(comm)` for all ranks, in this process. It may wait for its own calls only."""
-
-    def resident(self, world_size: int, make_run: MakeRun, calls: int, rounds: int, options: Options) -> list[float]:
-        """Microseconds a call of the slowest rank, one number a round. `make_run(comm)` makes a rank's call, which is
-        `calls` times in a graph; the graphs of all ranks, which are streams of one process, are replayed together."""
-
-    def times(self, run: Callable[[], None], calls: int, rounds: int) -> list[float]:
-        """The same for a call that needs no other rank."""
+MakeRun = Callable[[Communicator], timing.Call]
 
 
 class CurrentGpu:
-    """The current CUDA device."""
+    """The current CUDA device; `device` is the device of a case's tensors."""
 
     simulated = False
 
@@ -50,6 +32,8 @@ class CurrentGpu:
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def together(self, world_size: int, of_rank: OfRank, options: Options) -> list[Any]:
+        """Results of `of_rank(comm)` for all ranks, in this process. It may wait for its own calls only."""
+
         def rank(comm: Communicator) -> Any:
             torch.cuda.set_device(self.device)
             with torch.cuda.stream(comm.stream):
@@ -63,6 +47,8 @@ class CurrentGpu:
                 return list(threads.map(rank, comms))
 
     def resident(self, world_size: int, make_run: MakeRun, calls: int, rounds: int, options: Options) -> list[float]:
+        """Microseconds a call of the slowest rank, one number a round. `make_run(comm)` makes a rank's call, which is
+        `calls` times in a graph; the graphs of all ranks, which are streams of one process, are replayed together."""
         with ExitStack() as undo:
             comms = [undo.enter_context(c) for c in tricomm.local(world_size, self.device, options=options)]
             runs = [make_run(comm) for comm in comms]
@@ -88,7 +74,8 @@ class CurrentGpu:
             with torch.cuda.stream(comm.stream):
                 comm.synchronize()
 
-    def times(self, run: Callable[[], None], calls: int, rounds: int) -> list[float]:
+    def times(self, run: timing.Call, calls: int, rounds: int) -> list[float]:
+        """The same for a call that needs no other rank."""
         stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(stream):
             run()
@@ -97,12 +84,9 @@ class CurrentGpu:
         times = []
         with torch.cuda.stream(stream):
             for _ in range(rounds + 1):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
+                elapsed = timing.stopwatch(self.device)
                 replay()
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end) * 1e3 / calls)
+                times.append(elapsed() / calls)
         return times[1:]
 
 
@@ -122,17 +106,17 @@ class DryRun:
 
         return [max(times) for times in zip(*self.together(world_size, rank, options), strict=True)]
 
-    def times(self, run: Callable[[], None], calls: int, rounds: int) -> list[float]:
+    def times(self, run: timing.Call, calls: int, rounds: int) -> list[float]:
         return [_clocked(run) for _ in range(rounds)]
 
 
-def _clocked(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _clocked(run: timing.Call) -> float:
+    elapsed = timing.stopwatch(DryRun.device)
     run()
-    return (time.perf_counter() - start) * 1e6
+    return elapsed()
 
 
-def of(settings: EvidenceSettings) -> Hardware:
+def of(settings: EvidenceSettings) -> CurrentGpu | DryRun:
     """The hardware of a run."""
     return DryRun() if settings.dry_run else CurrentGpu()
 
@@ -150,18 +134,23 @@ def capability(settings: EvidenceSettings) -> int:
     return 10 * major + minor
 
 
-def rank_device(settings: EvidenceSettings, rank: int, one_gpu: bool = True) -> str:
-    """The device of rank `rank` of several processes: the first GPU for all, or one for each."""
-    return "cpu" if settings.dry_run else "cuda:0" if one_gpu else f"cuda:{rank % torch.cuda.device_count()}"
+def begin_rank(rank: int, data: dict[str, Any]) -> str:
+    """In a rank that is a process of its own: its device, which is the current one from here on.
+
+    `data` are the settings of the ranks: a CPU in a `dry_run`, else the first GPU for all, or one for each unless
+    `one_gpu`.
+    """
+    torch.set_num_threads(1)
+    if data["dry_run"]:
+        return "cpu"
+    index = 0 if data.get("one_gpu", True) else rank % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 def spread(samples: list[float]) -> dict[str, Any]:
     """Median, and 10th and 90th percentile, of times in microseconds."""
     ordered = sorted(samples)
     low, high = (ordered[min(len(ordered) - 1, int(len(ordered) * at))] for at in (0.1, 0.9))
-    return {
-        "median_us": round(median(ordered), 3),
-        "p10_us": round(low, 3),
-        "p90_us": round(high, 3),
-        "samples": len(ordered),
-    }
+    times = {"median_us": median(ordered), "p10_us": low, "p90_us": high}
+    return {**{name: round(us, 3) for name, us in times.items()}, "samples": len(ordered)}

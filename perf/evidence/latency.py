@@ -9,9 +9,7 @@ user would write one.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +19,8 @@ import triton.language as tl
 import tricomm
 from tricomm import Communicator, Options
 from tricomm.kernels.primitives import get_ll, put_ll, signal, wait_sequence
+from tricomm.perf.bench import timing
 from tricomm.perf.evidence import hardware
-from tricomm.perf.evidence.stage import EvidenceSettings
 
 _LANES = 32  # of one warp: a poll of `primitives` spans all threads
 _BUFFER = 2 * _LANES  # words that a poll of LL words reads
@@ -72,10 +70,7 @@ def _receive(group, pointer, number, lane, LL: tl.constexpr, LANES: tl.constexpr
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """One rank, a process of its own: emits the microseconds one way of every pair whose lower rank this is."""
-    torch.set_num_threads(1)
-    device = hardware.rank_device(EvidenceSettings(Path(), dry_run=data["dry_run"]), rank, data["one_gpu"])
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = hardware.begin_rank(rank, data)
     options = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False, share_device=data["one_gpu"])
     with tricomm.init(url, rank, world_size, device, options=options) as comm:
         buffers = {way: comm.symmetric((world_size, _BUFFER), torch.int64) for way in WAYS}
@@ -92,14 +87,8 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
 
 def probe(comm: Communicator, table: torch.Tensor, other: int, way: str, trips: int, samples: int) -> list[float]:
     """Microseconds one way, one number per launch of `trips` round trips, after a launch that synchronizes the two."""
-    options = {
-        "LEADS": comm.rank < other,
-        "LL": way == "ll",
-        "BUFFER": _BUFFER,
-        "LANES": _LANES,
-        "PTX": not comm.simulated,
-        "num_warps": 1,
-    }
+    sizes = {"BUFFER": _BUFFER, "LANES": _LANES, "num_warps": 1}
+    options = {"LEADS": comm.rank < other, "LL": way == "ll", "PTX": not comm.simulated, **sizes}
     times, first = [], 1
     for _ in range(samples):
         edges = [first, first + -(-trips // 4), first + -(-trips // 4) + trips]
@@ -110,24 +99,8 @@ def probe(comm: Communicator, table: torch.Tensor, other: int, way: str, trips: 
             comm.launch(ping_pong, 1, comm.group_table, table, row, comm.rank, other, **options)
 
         run(bounds[0])
-        elapsed = _stopwatch(comm)
+        elapsed = timing.stopwatch(comm.device)
         run(bounds[1])
         times.append(elapsed() / trips / 2)
         comm.check()
     return times
-
-
-def _stopwatch(comm: Communicator) -> Callable[[], float]:
-    """Microseconds from here, on the device if there is one."""
-    if comm.simulated:
-        start = time.perf_counter()
-        return lambda: (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-
-    def elapsed() -> float:
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return elapsed

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data, collective_calls, timing
 from tricomm.perf.evidence import checks, hardware, message_checks
-from tricomm.perf.evidence.stage import EvidenceSettings
 from tricomm.perf.workers import run_workers
 
 # The epoch before a signed counter of 32 bits overflows, before an unsigned one does, and before a mailbox is cleared.
@@ -39,10 +37,7 @@ Checked = tuple[str, int, list[str]]  # kind of arena, calls, errors
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """One rank, a process of its own: does the tasks, and emits the errors, the arena's kind and the calls of each."""
-    torch.set_num_threads(1)
-    device = hardware.rank_device(EvidenceSettings(Path(), dry_run=data["dry_run"]), rank, data.get("one_gpu", True))
-    if device != "cpu":
-        torch.cuda.set_device(device)
+    device = hardware.begin_rank(rank, data)
 
     def join(name: str, **more: Any) -> Communicator:
         options = replace(checks.options(data["dry_run"]), share_device=data.get("one_gpu", True), **more)

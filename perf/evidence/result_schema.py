@@ -26,29 +26,19 @@ _ENVIRONMENT = ("date", "device", "versions")
 _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A stage's result. Raises `InvalidArgument` with all problems of the file."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"{path}: {error}") from None
-    wrong = problems(result)
-    if wrong:
-        raise InvalidArgument(f"{path}: " + "; ".join(wrong))
-    return result  # type: ignore[no-any-return]
-
-
 def read_all(path: Path) -> list[dict[str, Any]]:
-    """The results of all stages in an archive, or the one in a file. Raises `InvalidArgument` as `read` does."""
-    if path.suffix != ".zip":
-        return [read(path)]
+    """The results of all stages in an archive, or the one in a file. Raises `InvalidArgument` with all problems."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".json")]
-            results = [json.loads(archive.read(name)) for name in names]
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                names = [name for name in archive.namelist() if name.endswith(".json")]
+                results = [json.loads(archive.read(name)) for name in names]
+        else:
+            names, results = [""], [json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidArgument(f"{path}: {error}") from None
-    wrong = [f"{name}: {text}" for name, result in zip(names, results, strict=True) for text in problems(result)]
+    pairs = zip(names, results, strict=True)
+    wrong = [f"{name}: {text}" if name else text for name, result in pairs for text in problems(result)]
     if wrong or not results:
         raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or "no result is in it"))
     return results

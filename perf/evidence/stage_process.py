@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -87,7 +88,8 @@ class _StageProcess:
                 env=environment(stage),
                 text=True,
             )
-        self._input, self._output = _pipes(self._process)
+        self._input: IO[str] = self._process.stdin  # type: ignore[assignment]  # both are pipes
+        self._output: IO[str] = self._process.stdout  # type: ignore[assignment]
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -99,11 +101,9 @@ class _StageProcess:
 
     def run(self, case: StageCase, remaining: float) -> CaseOutcome:
         end = time.monotonic() + remaining
-        try:
+        with suppress(BrokenPipeError):  # the process has ended, which the reader sees
             self._input.write(json.dumps(case.key) + "\n")
             self._input.flush()
-        except BrokenPipeError:
-            pass  # the process has ended, which the reader sees
         limit = _STARTING
         try:
             self._ready = self._ready or bool(self._lines.get(timeout=min(remaining, limit)))
@@ -124,21 +124,13 @@ class _StageProcess:
 
     def end(self) -> None:
         """End the process and all processes in its session."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._reader.join(_ENDING)
         self._output.close()
-        try:
+        with suppress(BrokenPipeError):
             self._input.close()
-        except BrokenPipeError:
-            pass
-
-
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
-    return process.stdin, process.stdout  # type: ignore[return-value]  # both are pipes
 
 
 def environment(stage: Stage) -> dict[str, str]:

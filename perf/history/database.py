@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import filelock
@@ -125,9 +124,7 @@ class History:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -179,23 +176,16 @@ def _opened(path: Path, say: Say) -> History:
 
 def _ready(path: Path) -> sqlite3.Connection:
     """A connection to a history of this version. Raises `sqlite3.DatabaseError` for another file or a broken one."""
-    with _closed_on_error(sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None)) as database:
+    with ExitStack() as undo:
+        database = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None)))
         database.text_factory = lambda raw: raw.decode(errors="replace")
         schema.check(database)
         # Readers do not wait for writers; a row is on the disk before `append` returns.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")
         schema.migrate(database)
+        undo.pop_all()
         return database
-
-
-@contextmanager
-def _closed_on_error(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    try:
-        yield database
-    except BaseException:
-        database.close()
-        raise
 
 
 def _set_aside(path: Path) -> Path:

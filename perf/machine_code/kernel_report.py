@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tricomm import env
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.dtypes import DTYPES, reduction
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel
+from tricomm.perf import text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import classify, clears, function_of, place
-from tricomm.perf.machine_code.compile_variant import Variant, compile_variant, with_plain_lines
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
 _OWN_ARRIVALS = ("primitives.leave", "channels.end_message")  # count a rank's own blocks
+_NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
+_NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
+            "rlx.sys", "per 16 B")  # fmt: skip
+
+LEGEND = """\
+spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
+than 128 bits.  tail: element by element, past the last full tile or misaligned.  scalar, control: one word; headers,
+polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
+instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel, as it would be launched; `block` is the 64-bit words of a tile."""
+
+    kernel: str
+    arch: str
+    dtype: str = "bfloat16"
+    op: str = "sum"
+    world_size: int = 8
+    aligned: bool = True
+    block: int = 512
+    warps: int = 8
 
 
 @dataclass(frozen=True)
@@ -125,6 +149,37 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
     )
 
 
+def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> Any:
+    """Triton's compiled kernel of `variant`, with its constexprs `fixed`: `.asm` has ttgir, ptx and cubin."""
+    dtype = DTYPES[variant.dtype]
+    element, op = reduction(dtype, variant.op)
+    values = {
+        **fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
+        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
+    }  # fmt: skip
+    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant), fresh=True)
+
+
+def _capability(variant: Variant) -> int:
+    return int(variant.arch.removeprefix("sm_"))
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    return {**COMPILE_OPTIONS, "num_warps": variant.warps}
+
+
+def with_plain_lines(ptx: str, cubin: bytes, variant: Variant) -> bytes:
+    """`cubin` with a correct line table; raises `ResourceError` if the machine code changes with it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(GPUTarget("cuda", _capability(variant), 32))
+    again = backend.make_cubin(ptx, {}, backend.parse_options(_options(variant)), _capability(variant))
+    if code.text_of(again) != code.text_of(cubin):
+        raise ResourceError(f"{variant.kernel}: ptxas made other code from the same PTX with other line numbers")
+    return bytes(again)
+
+
 def _error_text(error: BaseException) -> str:
     """Triton's error with its root cause, because it chains an error per function called."""
     root = error
@@ -202,3 +257,30 @@ def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line]) -> Cou
         **other,
         narrow_lines=tuple(dict.fromkeys(f"{a.mnemonic} at {place(a.line)}" for a in narrow)),
     )
+
+
+def lines(reports: Iterable[KernelReport]) -> list[str]:
+    """A heading, a line per variant, and a line per broken bar."""
+    reports = list(reports)
+    table = text_table.lines((*_NAMES, *_NUMBERS), map(_cells, reports), right=("W", *_NUMBERS))
+    return table + [f"! {_name(report)}: {broken}" for report in reports for broken in check(report)]
+
+
+def _cells(report: KernelReport) -> tuple[object, ...]:
+    v, r, s = report.variant, report.resources, report.sass
+    dtype, op, aligned = (v.dtype, v.op, "yes" if v.aligned else "no") if report.payload else ("-", "-", "-")
+    return (
+        v.kernel, v.arch, dtype, op, v.world_size, aligned, r.registers, r.spill_loads + r.spill_stores, r.stack,
+        r.shared, s.body_wide_loads + s.body_wide_stores, s.body_narrow, s.tail, s.scalar, s.control,
+        report.sys_acquires, report.sys_releases, report.sys_relaxed, report.steady or "-",
+    )  # fmt: skip
+
+
+def _name(report: KernelReport) -> str:
+    v = report.variant
+    return f"{v.kernel} {v.arch} {v.dtype} {v.op} of {v.world_size} ranks{'' if v.aligned else ', misaligned'}"
+
+
+def record(report: KernelReport) -> dict[str, Any]:
+    """Everything about one variant as plain JSON values, with the bars that it breaks."""
+    return {**asdict(report), "violations": check(report)}

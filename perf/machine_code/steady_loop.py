@@ -33,12 +33,7 @@ class _Block:
 Payload = Callable[[MemoryInstruction], bool]
 
 
-def never(line: Line) -> bool:
-    """No loop is left out."""
-    return False
-
-
-def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never) -> int:
+def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = lambda line: False) -> int:
     """Instructions of all `loops`; with tiles of 16 bytes a thread, the cost of 16 bytes. 0 if no loop moves payload.
 
     A separate loop that sends payload to several ranks counts once, too.
@@ -46,7 +41,7 @@ def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] =
     return sum(loops(sass, is_payload, aside))
 
 
-def loops(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = never) -> list[int]:
+def loops(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = lambda line: False) -> list[int]:
     """Instructions of each innermost loop through accesses of 16 bytes that are payload, each loop once.
 
     `sass` is a disassembly with line information. A loop with a source line that is `aside` is left out.

@@ -168,20 +168,10 @@ def _selection() -> list[dict[str, Any]]:
     choices = []
     for collective in DATA_COLLECTIVES:
         for site in sites:
-            world_size = site.world_size
             for nbytes in SIZES:
                 choice = selection.choose(site, collective, nbytes)
-                choices.append(
-                    {
-                        "device": site.device,
-                        "collective": collective,
-                        "ranks": world_size,
-                        "nbytes": nbytes,
-                        "algorithm": choice.algorithm,
-                        "protocol": choice.protocol,
-                        "reason": choice.reason,
-                    }
-                )
+                facts = {"device": site.device, "collective": collective, "ranks": site.world_size, "nbytes": nbytes}
+                choices.append(facts | {name: getattr(choice, name) for name in ("algorithm", "protocol", "reason")})
     return choices
 
 
@@ -196,15 +186,8 @@ def _ranges_of(collective: str, site: selection.SelectionFacts) -> list[dict[str
     least = 1
     for most in (*selection.limits(site, collective), None):
         choice = selection.choose(site, collective, least)
-        kernel = {
-            "device": site.device,
-            "collective": collective,
-            "ranks": site.world_size,
-            "algorithm": choice.algorithm,
-            "protocol": choice.protocol,
-            "table": choice.table,
-            "row": choice.row,
-        }
+        kernel = {"device": site.device, "collective": collective, "ranks": site.world_size}
+        kernel |= {name: getattr(choice, name) for name in ("algorithm", "protocol", "table", "row")}
         if ranges and all(ranges[-1][name] == value for name, value in kernel.items()):
             ranges[-1]["to"] = most
         else:

@@ -34,10 +34,9 @@ def _whole(facts: dict[str, Any]) -> Iterator[str]:
         if section == "selection" and isinstance(value, list):
             yield "selection (input bytes per rank)"
             header = ("collective", "ranks", "bytes", "kernel", "why")
-            keys = ("collective", "ranks", "nbytes", "algorithm", "protocol", "reason")
-            cells = ([row[key] for key in keys] for row in value)
             rows = [
-                (name, n, size, f"{algorithm}/{protocol}", why) for name, n, size, algorithm, protocol, why in cells
+                (row["collective"], row["ranks"], row["nbytes"], f"{row['algorithm']}/{row['protocol']}", row["reason"])
+                for row in value
             ]
             yield from text_table.lines(header, rows, right=("ranks", "bytes"))
         elif section != "ranges":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +17,10 @@ from tricomm.perf.cost_model import kernel_time
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.history import database
 from tricomm.perf.tuner import tuned_tables
-from tricomm.perf.tuner.points import Candidate, Point, pool
+from tricomm.perf.tuner.points import Candidate, Point, TuningRequest, pool
 from tricomm.perf.tuner.sample_log import Round, SampleLog
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.successive_halving import BudgetExceeded
-from tricomm.perf.tuner.tuning_request import TuningRequest
 from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import tuning_tables, user_tables
 from tricomm.policy.tuning_tables import TunedTable
@@ -46,8 +46,9 @@ class Coordinator:
         if self._log.known:
             self._emit("note", text=f"going on from {self._log.file}: {self._log.known} samples are known")
         finished = False
+        prior = partial(predicted_us, self._machine, self._world_size)
         try:
-            decisions = search(self._points, self._pool, self._in_force.__getitem__, self._prior, self._measure)
+            decisions = search(self._points, self._pool, self._in_force.__getitem__, prior, self._measure)
             self._publish(decisions)
             finished = not self._budget_exceeded
             self._worker.broadcast(TuningTask("end"))
@@ -77,9 +78,6 @@ class Coordinator:
         except InvalidArgument:  # not over these links
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
-
-    def _prior(self, point: Point, candidate: Candidate) -> float:
-        return predicted_us(self._machine, self._world_size, point, candidate)
 
     def _measure(self, point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
         candidates = [c for c in candidates if not self._log.wrong(point, c)]

@@ -1,19 +1,26 @@
-"""What is tuned: a point is one decision, a candidate one of its possible outcomes."""
+"""What is tuned: a request is for points, a point is one decision, a candidate one of its possible outcomes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
 
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
+from tricomm.perf import parsing
 from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy.tuning_tables import TableRow
 
 # Not all_to_all_v: no rank knows what the others send, so its choice does not depend on a size.
 TUNABLE = tuple(name for name in DATA_COLLECTIVES if name != "all_to_all_v")
 DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # the type that is measured for a width
+MODES = ("eager", "graph")
+_WIDTHS = tuple(str(bits) for bits in DTYPES)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 _WARPS = (4, 8, 16)
 _TILES = (256, 512, 1024, 2048, 4096)
@@ -98,3 +105,40 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
         value = getattr(candidate, name)
         for other in (value // 2, value * 2):
             yield replace(candidate, **{name: other})
+
+
+class TuningRequest(msgspec.Struct, frozen=True):
+    """A request for a tuning run, checked before anything is started.
+
+    `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device.
+    """
+
+    collectives: tuple[str, ...]
+    bits: tuple[int, ...]
+    sizes: tuple[int, ...]
+    modes: tuple[str, ...] = ()
+    budget: float = 300.0
+    simulated: bool = False
+    device: str = "auto"
+    timeout: float = 60.0
+
+    def points(self, cpu: bool) -> list[Point]:
+        """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
+        return points(self.collectives, self.bits, self.modes or (MODES[:1] if cpu else MODES), self.sizes)
+
+    def key(self, *facts: object) -> str:
+        """Names a run by the request and `facts`; not by the budget, because a run may continue with another one."""
+        asked = (self.collectives, self.bits, self.sizes, self.modes, facts)
+        return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
+
+
+def parse(collective: str, bits: str, sizes: str, mode: str | None, budget: str, **rest: Any) -> TuningRequest:
+    """A request of comma lists (or `all`). Raises `InvalidArgument` with the nearest names."""
+    return TuningRequest(
+        parsing.parse_names(collective, TUNABLE, "collective"),
+        tuple(int(width) for width in parsing.parse_names(bits, _WIDTHS, "bits")),
+        parsing.parse_sizes(sizes),
+        parsing.parse_names(mode, MODES, "mode") if mode else (),
+        parsing.parse_budget(budget),
+        **rest,
+    )

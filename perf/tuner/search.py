@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.statistics import Gain, gain
-from tricomm.perf.tuner.successive_halving import BudgetExceeded, Measure, Prior, Rules, Samples, successive_halving
+from tricomm.perf.tuner.successive_halving import MOST, BudgetExceeded, Measure, Prior, Samples, successive_halving
 
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]
@@ -74,15 +74,12 @@ def _coordinates(point: Point, candidate: Candidate) -> tuple[float, ...]:
     return (math.log2(point.nbytes + 1) / 2, *(math.log2(value) for value in shape))
 
 
-def search(
-    points: Sequence[Point], pool: Pool, in_force: InForce, prior: Prior, measure: Measure, rules: Rules | None = None
-) -> list[Decision]:
+def search(points: Sequence[Point], pool: Pool, in_force: InForce, prior: Prior, measure: Measure) -> list[Decision]:
     """The decision at every point that was reached, in the order of `points`."""
-    rules = rules or Rules()
     samples = {point: Samples(point) for point in points}
     try:
-        _every_point(samples, pool, in_force, Corrected(prior), measure, rules)
-        _refine(samples, measure, rules)
+        _every_point(samples, pool, in_force, Corrected(prior), measure)
+        _refine(samples, measure)
     except BudgetExceeded:
         pass
     decisions = [_decision(measured, in_force(point)) for point, measured in samples.items()]
@@ -90,29 +87,29 @@ def search(
 
 
 def _every_point(
-    samples: dict[Point, Samples], pool: Pool, in_force: InForce, prior: Corrected, measure: Measure, rules: Rules
+    samples: dict[Point, Samples], pool: Pool, in_force: InForce, prior: Corrected, measure: Measure
 ) -> None:
     best_by_size: dict[tuple[str, int, str], dict[int, Candidate]] = {}
     for point in _coarse_to_fine(list(samples)):
         near, here = best_by_size.setdefault(point.group, {}), samples[point]
         seeds = [in_force(point), *(near[size] for size in _adjacent(list(near), point.nbytes))]
         try:
-            successive_halving(here, pool(point), seeds, prior, prior.learn, measure, rules)
+            successive_halving(here, pool(point), seeds, prior, prior.learn, measure)
         finally:
             prior.learn(here)
         if here.best is not None:
             near[point.nbytes] = here.best
 
 
-def _refine(samples: dict[Point, Samples], measure: Measure, rules: Rules) -> None:
+def _refine(samples: dict[Point, Samples], measure: Measure) -> None:
     """More samples for points without a clear winner; the point with the most to lose first."""
     while True:
-        unclear = [(here, rivals) for here in samples.values() if (rivals := here.rivals(rules.close))]
-        unclear = [(here, rivals) for here, rivals in unclear if len(here.times[rivals[0]]) < 2 * rules.most_samples]
+        unclear = [(here, rivals) for here in samples.values() if (rivals := here.rivals())]
+        unclear = [(here, rivals) for here, rivals in unclear if len(here.times[rivals[0]]) < 2 * MOST]
         if not unclear:
             return
         here, rivals = max(unclear, key=lambda item: _at_stake(*item))
-        here.measure_round(measure, [here.ranking()[0], *rivals[:3]], rules.most_samples // 2)
+        here.measure_round(measure, [here.ranking()[0], *rivals[:3]], MOST // 2)
 
 
 def _at_stake(samples: Samples, rivals: list[Candidate]) -> float:

@@ -18,23 +18,19 @@ from tricomm.perf.tuner.statistics import Estimate, estimate
 Measure = Callable[[Point, Sequence[Candidate], int], dict[Candidate, list[float]]]
 Prior = Callable[[Point, Candidate], float]
 
+# How much is measured at a point.
+CANDIDATES = 12  # of the first wave
+_PER_FAMILY = 2  # of them, at the least
+_FIRST_SAMPLES = 2  # of a candidate in the first round
+MOST = 16  # samples of a candidate in one wave
+_WAVES = 8  # of candidates that look faster, or are neighbours of the fastest
+_LIKELY = 6  # of the former, in a wave
+_PATIENCE = 2  # waves without a new fastest candidate
+_CLOSE = 0.01  # the relative difference that is not worth a measurement
+
 
 class BudgetExceeded(Exception):
     """No time is left for another round."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How much is measured at a point. `close` is the relative difference that is not worth a measurement."""
-
-    candidates: int = 12  # of the first wave
-    per_family: int = 2  # at the least
-    first_samples: int = 2  # of a candidate in the first round
-    most_samples: int = 16  # of a candidate in one wave
-    waves: int = 8  # of candidates that look faster, or are neighbours of the fastest
-    likely: int = 6  # of the former, in a wave
-    patience: int = 2  # waves without a new fastest candidate
-    close: float = 0.01
 
 
 @dataclass
@@ -69,10 +65,10 @@ class Samples:
         order = self.ranking()
         return order[0] if order else None
 
-    def rivals(self, close: float) -> list[Candidate]:
-        """The candidates that may be faster than the best by more than `close`."""
+    def rivals(self) -> list[Candidate]:
+        """The candidates that may be faster than the best by more than what is worth a measurement."""
         order = self.ranking()
-        return [c for c in order[1:] if self.estimate(c).low < self.estimate(order[0]).high * (1 - close)]
+        return [c for c in order[1:] if self.estimate(c).low < self.estimate(order[0]).high * (1 - _CLOSE)]
 
 
 def successive_halving(
@@ -82,7 +78,6 @@ def successive_halving(
     prior: Prior,
     learn: Callable[[Samples], None],
     measure: Measure,
-    rules: Rules,
 ) -> None:
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
 
@@ -90,29 +85,27 @@ def successive_halving(
     all that was measured.
     """
     known = set(pool)
-    _halve(samples, _first_wave(samples.point, pool, seeds, prior, rules), measure, rules)
+    _halve(samples, _first_wave(samples.point, pool, seeds, prior), measure)
     unchanged = 0
-    for _ in range(rules.waves):
+    for _ in range(_WAVES):
         best = samples.best
-        if best is None or unchanged == rules.patience:
+        if best is None or unchanged == _PATIENCE:
             return
         learn(samples)
         fresh = [c for c in pool if c not in samples.times and c not in samples.wrong]
-        likely = _promising(samples.point, fresh, prior, rules.likely, 1)
+        likely = _promising(samples.point, fresh, prior, _LIKELY, 1)
         near = [c for c in neighbours(best) if c in known and c in set(fresh)]
         candidates = [best, *dict.fromkeys([*near, *likely])]
         if len(candidates) == 1:
             return
-        _halve(samples, candidates, measure, rules)
+        _halve(samples, candidates, measure)
         unchanged = unchanged + 1 if samples.best == best else 0
 
 
-def _first_wave(
-    point: Point, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior, rules: Rules
-) -> list[Candidate]:
+def _first_wave(point: Point, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior) -> list[Candidate]:
     """The seeds, and the most promising candidates of every family, so that a wrong prior excludes no family."""
     others = [c for c in pool if c not in set(seeds)]
-    return list(dict.fromkeys([*seeds, *_promising(point, others, prior, rules.candidates, rules.per_family)]))
+    return list(dict.fromkeys([*seeds, *_promising(point, others, prior, CANDIDATES, _PER_FAMILY)]))
 
 
 def _promising(point: Point, of: Sequence[Candidate], prior: Prior, count: int, per_family: int) -> list[Candidate]:
@@ -124,10 +117,10 @@ def _promising(point: Point, of: Sequence[Candidate], prior: Prior, count: int, 
     return [*chosen, *[c for c in order if c not in chosen][: max(0, count - len(chosen))]]
 
 
-def _halve(samples: Samples, candidates: Sequence[Candidate], measure: Measure, rules: Rules) -> None:
+def _halve(samples: Samples, candidates: Sequence[Candidate], measure: Measure) -> None:
     """Rounds of twice as many samples each, of half as many candidates, until the fastest is clear."""
-    repeats, remaining = rules.first_samples, list(candidates)
-    while len(remaining) > 1 or repeats == rules.first_samples:
+    repeats, remaining = _FIRST_SAMPLES, list(candidates)
+    while len(remaining) > 1 or repeats == _FIRST_SAMPLES:
         samples.measure_round(measure, remaining, repeats)
         order = samples.ranking(remaining)
         if not order:
@@ -135,8 +128,8 @@ def _halve(samples: Samples, candidates: Sequence[Candidate], measure: Measure, 
         fastest = samples.estimate(order[0])
         half = order[: max(1, len(order) // 2)]
         remaining = [c for c in half if samples.estimate(c).low <= fastest.high]
-        if remaining and max(samples.estimate(c).centre for c in remaining) <= fastest.centre * (1 + rules.close):
+        if remaining and max(samples.estimate(c).centre for c in remaining) <= fastest.centre * (1 + _CLOSE):
             return
         repeats *= 2
-        if repeats > rules.most_samples:
+        if repeats > MOST:
             return

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import tricomm
-from tricomm import InvalidArgument, ResourceError, env
+from tricomm import ResourceError
 from tricomm.perf.bench.measure import pick_device
 from tricomm.perf.tuner.coordinator import Coordinator
-from tricomm.perf.tuner.tuning_request import TuningRequest
+from tricomm.perf.tuner.points import TuningRequest
 from tricomm.perf.tuner.worker import TuningWorker
 from tricomm.perf.workers import run_workers
 from tricomm.store.rendezvous import open_store
@@ -33,10 +33,7 @@ def run(request: TuningRequest, world_size: int, on_message: OnMessage) -> None:
 
 def join(request: TuningRequest, on_message: OnMessage) -> None:
     """Be one rank of a group that torchrun has started. Raises `InvalidArgument` if its variables are not set."""
-    rank, world_size = env.integer("RANK"), env.integer("WORLD_SIZE")
-    if rank is None or world_size is None:
-        raise InvalidArgument("RANK and WORLD_SIZE are both needed; torchrun sets them")
-    store, rank, world_size = open_store("env://", rank, world_size, _RENDEZVOUS)
+    store, rank, world_size = open_store("env://", None, None, _RENDEZVOUS)
     _tune(lambda event, **message: on_message(event, message), rank, world_size, store, request)
 
 

@@ -6,20 +6,24 @@ test, because these may be wrong or never return.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import msgspec
+import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.perf.bench import check_data, collective_calls, timing
 from tricomm.perf.tuner.points import Candidate, Point
-from tricomm.perf.tuner.sampler import Sampler
 from tricomm.policy import tuning_tables
 from tricomm.store.records import MessageHeader
 
 OpenGroup = Callable[[int], Communicator]
+_EAGER_CALLS, _REPLAYS = 20, 3  # of a sample on a GPU
 
 
 class RankLost(TricommError):
@@ -127,7 +131,8 @@ class TuningWorker:
         values: list[list[float]] = [[] for _ in task.candidates]
         refused: dict[int, str] = {}
         for turn in range(task.repeats):
-            for at in _order(len(task.candidates), turn):
+            order = range(len(task.candidates))
+            for at in order if turn % 2 == 0 else reversed(order):  # so that none always follows the same one
                 if at in refused:
                     continue
                 try:
@@ -141,6 +146,64 @@ class TuningWorker:
         return TuningAnswer(tuple(map(tuple, values)), refused)
 
 
-def _order(count: int, turn: int) -> Sequence[int]:
-    """Forwards and backwards by turns, so that no candidate always follows the same one."""
-    return range(count) if turn % 2 == 0 else range(count - 1, -1, -1)
+class Sampler:
+    """Is the result of a candidate right on this rank, and how long does it take?
+
+    By calls of `comm`, whose table is replaced by the candidate's row. All ranks do the same in the same order.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._number = 0
+        self._point: Point | None = None
+        self._x = self._y = torch.empty(0)
+        self._graphs: dict[Candidate, tuple[timing.Call, int]] = {}
+
+    def check(self, point: Point, candidate: Candidate) -> int:
+        """Wrong elements on this rank, of two calls, because the two use different mailboxes."""
+        self._use(point, candidate)
+        comm, wrong = self._comm, 0
+        count, dtype = _count(point, comm.world_size), getattr(torch, point.dtype)
+        for _ in range(2):
+            self._number += 1
+            facts = (point.collective, "sum", comm.world_size)
+            check_data.poison(self._y)
+            self._x.copy_(check_data.values(*facts, comm.rank, self._number, count, dtype))
+            result = collective_calls.call(comm, point.collective, self._number, self._x, self._y)
+            comm.synchronize()
+            if result is not None and check_data.gets(point.collective, comm.world_size, comm.rank, self._number):
+                exact = check_data.expected(*facts, self._number, count, comm.rank, dtype)
+                wrong += check_data.wrong(result, exact)
+        self._x.zero_()
+        return wrong
+
+    def sample(self, point: Point, candidate: Candidate) -> float:
+        """Microseconds a call, the median of several."""
+        if point.mode == "graph" and candidate in self._graphs and point == self._point:
+            run, calls = self._graphs[candidate]
+        else:
+            self._use(point, candidate)
+            mode = "kernel" if point.mode == "graph" else "eager"  # so many calls that a graph's launch hardly counts
+            call = partial(collective_calls.call, self._comm, point.collective, 0, self._x, self._y)
+            run, calls = timing.prepare(self._comm, call, mode, 1)
+            if point.mode == "graph":
+                self._graphs[candidate] = run, calls
+        iters = 1 if self._comm.simulated else _REPLAYS if point.mode == "graph" else _EAGER_CALLS
+        return timing.quantile(timing.timed(self._comm, run, calls, iters), 0.5)
+
+    def _use(self, point: Point, candidate: Candidate) -> None:
+        comm = self._comm
+        if point != self._point:
+            dtype = getattr(torch, point.dtype)
+            self._graphs.clear()
+            x, self._y = collective_calls.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
+            self._x = collective_calls.local(x)
+            self._point = point
+        comm.use_table((candidate.row(point, comm.world_size, None),), str(candidate))
+
+
+def _count(point: Point, world_size: int) -> int:
+    """Elements of a row, for the point's bytes of input; rows are whole 16 bytes if that is possible."""
+    item = int(getattr(torch, point.dtype).itemsize)
+    row = point.nbytes // COLLECTIVES[point.collective].rows_in(world_size)
+    return max(1, (row // 16 * 16 or row) // item)

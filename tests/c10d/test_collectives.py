@@ -9,7 +9,7 @@ from tests.c10d.bodies.groups import ROUTES
 EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points]
 # Interpreted, a call takes long: of all pairs of type and shape, or operation, so many that each of either is there.
 REST = pytest.param("kernels", 1, marks=pytest.mark.soak)
-SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 2), REST])
+SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 4), REST])
 OPERATIONS = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 3), REST])
 
 

@@ -57,7 +57,7 @@ def test_ddp_does_not_deadlock_for_long(turn, url):
     assert ranks.run(3, bodies.ddp, url, "gloo", "python hook", 500, timeout=600) == [None] * 3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_whole(backend, url):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on the CPU")

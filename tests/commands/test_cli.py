@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import tricomm
+from tests import forked
 from tricomm import cli as main_module
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, PeerDied, ResourceError
@@ -68,22 +69,13 @@ def test_every_option_says_what_it_is() -> None:
     assert [s for s in silent if s[1] != "seed"] == []
 
 
-def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tricomm", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_version_and_exit_codes_from_outside() -> None:
-    done = _run("--version")
+    version = [sys.executable, "-m", "tricomm", "--version"]
+    done = subprocess.run(version, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, f"tricomm, version {tricomm.__version__}\n")
-    done = _run("bench", "--dtype", "flot32")
+    done = forked.command("bench", "--dtype", "flot32")
     assert done.returncode == 2 and "Traceback" not in done.stderr and "float32" in done.stderr
-    done = _run("bench", "--no-history", TRICOMM_STATS="often")
+    done = forked.command("bench", "--no-history", env={**os.environ, "TRICOMM_STATS": "often"})
     assert done.returncode == 1 and "TRICOMM_STATS='often'" in done.stderr and "Traceback" not in done.stderr
 
 

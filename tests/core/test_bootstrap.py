@@ -15,6 +15,7 @@ from tests.store.fake_driver import FakeCuda
 from tricomm import errors
 from tricomm.core import bootstrap
 from tricomm.kernels import layout
+from tricomm.metrics.counters import NCCL
 from tricomm.policy import backend_choice
 from tricomm.store.cuda_ipc import open_cuda_ipc
 
@@ -37,9 +38,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
         return open_cuda_ipc(control, nbytes, torch.device("cuda", control.rank), timeout, drivers[control.rank], reach)
 
     monkeypatch.setattr(bootstrap, "open_arena", open_arena)
-    monkeypatch.setattr(
-        bootstrap, "fallback", lambda device, options: (backend_choice.NCCL, "") if nccl else (None, "no NCCL")
-    )
+    monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, "") if nccl else (None, "no NCCL"))
     store, options = HashStore(), tricomm.Options(arena_bytes=NBYTES)
     plan = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), NBYTES)
 

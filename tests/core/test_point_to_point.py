@@ -61,7 +61,7 @@ def handed_over(comm, cases):
 @PROTOCOLS
 @pytest.mark.parametrize("options", [SMALL, WIDE], ids=["small", "wide"])
 def test_every_type_and_size(options, protocol):
-    counts = (1, 0, 37, 1001, 3)
+    counts = (1, 0, 37, 401, 3)
     cases = [
         (count, getattr(torch, name), number % 3, protocol, number % 2)
         for name in DTYPES
@@ -104,7 +104,7 @@ def test_tags_are_taken_in_any_order_and_messages_of_one_tag_in_theirs(protocol)
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept):
+def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept, unshrunk):
     """What `simple` leaves in a slot may look like a coming number: small integers do."""
     first = 4
 
@@ -124,7 +124,7 @@ def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept):
     edits = () if kept else (Edit("kernels/collectives/send.py", "plain |= bit", "plain |= 0"),)
     options = tricomm.Options(arena_bytes=64 << 10, tile=4, first_epoch=first)
     with loaded(edits):
-        report = tricomm.check(body, 2, schedules=12, options=options, identical=False)
+        report = tricomm.check(body, 2, schedules=4 if kept else 12, options=options, identical=False)
     assert report.ok == kept, report
 
 

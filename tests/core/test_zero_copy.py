@@ -9,6 +9,7 @@ import torch
 
 import tricomm
 from tests.explorer.mutation import Edit, loaded
+from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import reference
 
@@ -25,13 +26,13 @@ def values(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("name", ["float64", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"])
+@pytest.mark.parametrize("name", some(["float64", "bfloat16", "float8_e5m2", "int8", "bool", "complex64"], 2))
 def test_in_place_out_of_place_and_gathered(name, world_size):
     dtype = getattr(torch, name)
 
     def body(comm):
         wrong = []
-        for turn, shape in enumerate([(1,), (37,), (5, 31), (160,)]):
+        for turn, shape in enumerate([(1,), (5, 31), (160,)]):
             w = comm.symmetric(shape, dtype)
             parts = [values(r, turn, shape, dtype) for r in range(world_size)]
             total = reference.reduced("sum", parts)
@@ -75,7 +76,7 @@ def test_no_schedule_shows_a_race(kernel):
 
 @pytest.mark.parametrize("phase", [0, 1])
 @pytest.mark.parametrize("kernel", CALLS)
-def test_each_barrier_is_needed(kernel, phase):
+def test_each_barrier_is_needed(kernel, phase, unshrunk):
     """Without the first, memory is read before it is written; without the second, written while it is still read."""
     line = f"status = barrier(group, start, call, {phase}, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)"
     with loaded((Edit(f"kernels/collectives/{kernel.removesuffix('_zero_copy')}.py", line, "status = 0"),)):

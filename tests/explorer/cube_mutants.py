@@ -114,7 +114,7 @@ CUBES = (
         L, frozenset({"race", "deadlock"}),
     ),
     _mutant(
-        "C12", "LL cube: the relay's header is not waited for", "a flag that nobody reads is there for the next call",
+        "C12", "LL cube: the relay's header is not waited for", "an unread flag is there for the next call",
         (Edit(REDUCE, _RELAY_SEEN, "        status = 0\n    first"),),
         L, frozenset({"leftover"}),
     ),
@@ -148,7 +148,7 @@ CUBES = (
         GS, frozenset({"wrong_result", "uninitialised"}),
     ),
     _mutant(
-        "C18", "LL cube gather: no wait for the second headers", "a flag that nobody reads is there for the next call",
+        "C18", "LL cube gather: no wait for the second headers", "an unread flag is there for the next call",
         (Edit(GATHER, _AGAIN, "        status = 0\n    for step"),),
         GL, frozenset({"leftover"}),
     ),

@@ -94,7 +94,7 @@ MESSAGES = (
         SEND, "put_ll(slot + 2 * first, data, number,", "put_ll(slot + 2 * first, data, number - 1,", L, DEADLOCK,
     ),
     _mutant(
-        "S17", "a message's arrivals are not reset", "from the second message on nobody is its last block",
+        "S17", "a message's arrivals are not reset", "from the second message on no block is the last one",
         FILE, "            tl.store(group + MESSAGE_ARRIVALS, 0)\n", "", expect=frozenset({"leftover", "exception"}),
     ),
 )  # fmt: skip

@@ -79,7 +79,7 @@ REAL = (
         (S,), RACE,
     ),
     Mutant(
-        "K05", "no leading barrier", "peers' stages are read before anybody says that they are full",
+        "K05", "no leading barrier", "peers' stages are read before their ranks signal that they are full",
         (Edit(ONE_SHOT, _STAGE + _MEET, f"{_STAGE}    status = 0\n"),),
         (S,), RACE, "no flag tells rank",
     ),

@@ -72,7 +72,7 @@ OWN = (
         (L,), frozenset({"race", "wrong_result", "leftover"}), schedules=20,
     ),
     Mutant(
-        "M04", "LL: no wait for headers", "nobody looks at the fingerprint, and the header is there for the next call",
+        "M04", "LL: no wait for headers", "the fingerprint is not read, and the header is there for the next call",
         (Edit(ONE_SHOT, _PUSH + _MEET, f"{_PUSH}    status = 0\n"),),
         (L,), frozenset({"leftover"}),
     ),
@@ -123,7 +123,7 @@ OWN = (
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
-        "M14", "arrivals not reset", "from the second call on nobody is the last block",
+        "M14", "arrivals not reset", "from the second call on no block is the last one",
         (Edit(PRIMITIVES, "            tl.store(group + ARRIVALS, 0)\n", ""),),
         (S,), frozenset({"race", "exception"}),
     ),
@@ -212,13 +212,13 @@ OWN = (
         (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
     ),
     Mutant(
-        "M29", "barrier forgets the last rank", "a flag that nobody reads is there for the next call",
+        "M29", "barrier forgets the last rank", "an unread flag is there for the next call",
         (Edit(PRIMITIVES, "    mask = (source < WORLD_SIZE) & (source != me)",
               "    mask = (source < WORLD_SIZE - 1) & (source != me)"),),
         (B,), frozenset({"leftover"}),
     ),
     Mutant(
-        "M30", "nothing staged", "peers read memory that nobody has written",
+        "M30", "nothing staged", "peers read memory that was never written",
         (Edit(ONE_SHOT, "    stage(x_ptr, numel, chunk, SPEC)\n", ""),),
         (S,), frozenset({"uninitialised"}),
     ),

@@ -13,6 +13,7 @@ from tests.explorer import small_kernels as k
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report.findings import KINDS
 
+pytestmark = pytest.mark.usefixtures("unshrunk")
 HERE = Path(k.__file__).name
 
 
@@ -92,7 +93,7 @@ def test_an_atomic_against_a_plain_access():
 
 
 @pytest.mark.parametrize("written", [True, False])
-def test_memory_that_nobody_has_written(written):
+def test_memory_that_was_never_written(written):
     def fn(comm):
         memory = comm.symmetric((1,), torch.int64)
         if written:
@@ -170,7 +171,7 @@ def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults):
         comm.launch(k.takes, 1, memory.local, torch.zeros(16, dtype=torch.int64))
         assert comm.rank == 0 or out.tolist() == [41, 42]
 
-    report = tricomm.check(fn, 2, schedules=400 if faults else 60, faults=faults)
+    report = tricomm.check(fn, 2, schedules=400 if faults else 25, faults=faults)
     assert kinds(report) == ({"wrong_result"} if faults else set())
 
 

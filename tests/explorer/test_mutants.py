@@ -161,7 +161,7 @@ def ll_words_are_overwritten_freely(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Detector, "_ll_overwritten", lambda *given: None)
 
 
-def nobody_looks_for_flags_left_over(patch: pytest.MonkeyPatch) -> None:
+def no_check_for_unread_flags(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Detector, "leftovers", lambda *given: None)
 
 
@@ -184,7 +184,7 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (sizes_do_not_matter, "M25"),
     (ll_words_are_overwritten_freely, "M05"),
     (ll_words_are_overwritten_freely, "M09"),
-    (nobody_looks_for_flags_left_over, "M29"),
+    (no_check_for_unread_flags, "M29"),
     (results_are_not_compared, "K26"),
 ]
 

@@ -16,6 +16,7 @@ RIGHT = pytest.mark.parametrize(
     # Two buffers, each written only after a barrier that its readers enter later: nothing to wait for at the end.
     + [("two_shot", "no trailing barrier")],
 )
+pytestmark = pytest.mark.usefixtures("unshrunk")
 _OURS = str(Path(tricomm.__file__).parent)
 
 

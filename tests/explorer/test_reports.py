@@ -72,11 +72,11 @@ def users_file(tmp_path):
 
 
 def ordered_race(comm):
-    """Wrong only under those schedules in which rank 1 comes after two of rank 0's four turns."""
+    """Wrong only under those schedules in which rank 1 comes after some, but not all of rank 0's four turns."""
     memory, out = words(comm), torch.full((4,), -1)
     comm.launch(k.tickets, 1, memory.peers, out, WORLD_SIZE=comm.world_size, TIMES=4)
     comm.barrier()
-    if comm.rank == 1 and int(out[0]) == 2:
+    if comm.rank == 1 and 0 < int(out[0]) < 4:
         raise AssertionError("in the middle")
 
 
@@ -86,7 +86,9 @@ def summary(report: Report):
 
 @functools.cache
 def shrunk():
-    return tricomm.check(ordered_race, 2, schedules=200, seed=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrinking, "_STEPS", 1000)
+        return tricomm.check(ordered_race, 2, schedules=200, seed=3)
 
 
 @functools.cache
@@ -104,7 +106,9 @@ def test_a_campaign_repeats_itself_and_its_seed_matters():
 
 @pytest.mark.soak
 def test_a_search_for_a_simpler_execution_repeats_itself():
-    assert summary(shrunk()) == summary(tricomm.check(ordered_race, 2, schedules=200, seed=3))
+    first = summary(shrunk())
+    shrunk.cache_clear()
+    assert summary(shrunk()) == first
 
 
 def test_choices_are_shrunk_and_still_show_it():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 import tricomm
 from devtools import c10d_overhead
-from tests import ranks
+from tests import forked, ranks
 from tests.core.bodies.common_bodies import communicator
 from tricomm.core import monitor
 from tricomm.errors import InvalidArgument
@@ -143,10 +143,10 @@ comm.close()
 
 def _job(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     names = {"TRICOMM_STATS": "60", "TRICOMM_STATS_EVERY": "2", "TRICOMM_STATS_DIR": str(folder), **variables}
-    environment = {**os.environ, **names}
-    return subprocess.run(
-        [sys.executable, "-c", _JOB], env=environment, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(_JOB)
+        file.flush()
+        return forked.script(file.name, env={**os.environ, **names})
 
 
 def test_a_job_leaves_its_statistics(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import signal
 import socket
@@ -13,10 +12,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.ranks import CONTEXT
 from tests.soak import worker
-
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["tricomm", "tests.soak.worker"])
 
 # Kills what it was told of when its input ends or its time is up, also after a SIGKILL of the soak itself.
 _WATCHDOG = """
@@ -67,10 +64,10 @@ class Pool:
         """Start a rank in every slot that has none."""
         for slot, process in enumerate(self.processes):
             if process is None:
-                here, there = _context.Pipe()
+                here, there = CONTEXT.Pipe()
                 log = str(self._folder / f"rank-{slot}-{self._made}.log")
                 self._made += 1
-                process = _context.Process(target=worker.main, args=(there, log), daemon=True)
+                process = CONTEXT.Process(target=worker.main, args=(there, log), daemon=True)
                 process.start()
                 there.close()
                 self._tell(f"+{process.pid}")
@@ -121,9 +118,9 @@ class Pool:
 
     def serve(self) -> int:
         """Start a store's server in a process of its own; returns its port."""
-        here, there = _context.Pipe()
+        here, there = CONTEXT.Pipe()
         self._server_pipe = here  # the server ends with it
-        self._server = _context.Process(target=_serve, args=(there,), daemon=True)
+        self._server = CONTEXT.Process(target=_serve, args=(there,), daemon=True)
         self._server.start()
         there.close()
         self._tell(f"+{self._server.pid}")

@@ -35,7 +35,6 @@ class FakeControl:
     def __init__(self, group: FakeGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size
         self.host_words = HostWords(group.pages[rank], host_page_address(group.pages[rank]))
-        self.words_on_device = self.host_words.on_device
         self.tamper: Callable[[str, bytes], bytes] = lambda what, payload: payload
         self._round = 0
 

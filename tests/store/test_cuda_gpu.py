@@ -32,7 +32,6 @@ class QueueControl:
         self._queues, self._early = queues, list[tuple[int, str, bytes]]()
         self.page = mmap.mmap(-1, 4096)
         self.host_words = HostWords(self.page, host_page_address(self.page))
-        self.words_on_device = self.host_words.on_device
 
     def alive(self, rank: int) -> bool:
         return True
@@ -203,7 +202,9 @@ def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
 
 @pytest.mark.gpu
 def test_ranks_of_one_process_on_one_gpu() -> None:
-    arenas = LocalGroup(2, torch.device("cuda:0")).open(NBYTES)
+    memory = [mmap.mmap(-1, 4096) for _ in range(2)]
+    pages = [HostWords(page, host_page_address(page)) for page in memory]
+    arenas = LocalGroup(2, torch.device("cuda:0"), pages).open(NBYTES)
     assert arenas[0].stream is not None and arenas[0].stream != arenas[1].stream
     for arena in arenas:
         with torch.cuda.stream(arena.stream):
@@ -216,3 +217,5 @@ def test_ranks_of_one_process_on_one_gpu() -> None:
     for arena in arenas:
         arena.close()
         arena.close()
+    for page in pages:
+        page.close()

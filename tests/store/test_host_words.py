@@ -178,7 +178,7 @@ class Job:
         controls = self.together(lambda rank: handshake(store, rank, 2, 20.0, agreed))
         pages = [control.host_words for control in controls]
         self.drivers = [self.drivers[0]] * 2
-        arenas = LocalGroup(2, torch.device("cuda", 0), self.drivers[0], pages).open(PLAN.nbytes)
+        arenas = LocalGroup(2, torch.device("cuda", 0), pages, self.drivers[0]).open(PLAN.nbytes)
         return self.together(
             lambda rank: Communicator.over(controls[rank], arenas[rank], PLAN, CPU, 20.0, OPTIONS, PROCESSES)
         )

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import pytest
 import torch
 
 from tests.store.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.local_arena import LocalGroup, raw_view
+from tricomm.store.host_words import HostWords
+from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:0")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.bool]
 
 
+def pages(number: int) -> list[HostWords]:
+    """Control pages, which belong to the test."""
+    memory = [mmap.mmap(-1, 4096) for _ in range(number)]
+    return [HostWords(page, host_page_address(page)) for page in memory]
+
+
 def test_all_ranks_see_the_same_zeroed_blocks() -> None:
-    arenas = LocalGroup(3, CPU).open(10_000)
+    arenas = LocalGroup(3, CPU, pages(3)).open(10_000)
     assert len({arena.bases for arena in arenas}) == 1
     for rank, arena in enumerate(arenas):
         assert (arena.kind, arena.rank, arena.nbytes, arena.stream) == ("local", rank, 10_000, None)
@@ -33,7 +41,7 @@ def test_all_ranks_see_the_same_zeroed_blocks() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_has_views(dtype: torch.dtype) -> None:
-    (arena,) = LocalGroup(1, CPU).open(4096)
+    (arena,) = LocalGroup(1, CPU, pages(1)).open(4096)
     view = arena.tensor(0, 16, (2, 3), dtype)
     assert (view.dtype, view.shape, view.data_ptr()) == (dtype, (2, 3), arena.bases[0] + 16)
     raw = raw_view(arena.bases[0] + 16, (2, 3), dtype, CPU)
@@ -45,7 +53,7 @@ def test_every_dtype_has_views(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
 def test_odd_shapes(shape: tuple[int, ...]) -> None:
-    (arena,) = LocalGroup(1, CPU).open(64)
+    (arena,) = LocalGroup(1, CPU, pages(1)).open(64)
     assert arena.tensor(0, 64 if 0 in shape else 60, shape, torch.int32).shape == shape
     assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
 
@@ -55,25 +63,23 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, 64, (1,)), (0, 60, (2,)), (0, 2, (1,)), (0, 0, (-1,))],
 )
 def test_views_stay_inside(rank: int, offset: int, shape: tuple[int, ...]) -> None:
-    arenas = LocalGroup(2, CPU).open(64)
+    arenas = LocalGroup(2, CPU, pages(2)).open(64)
     with pytest.raises(InvalidArgument):
         arenas[0].tensor(rank, offset, shape, torch.float32)
 
 
-def test_control_words_are_a_page_of_their_own() -> None:
-    arenas = LocalGroup(2, CPU).open(64)
-    assert all(arena.control_address == arena.control_host_address for arena in arenas)
-    assert len({arena.control_address for arena in arenas}) == 2
+def test_each_rank_gets_its_own_control_page() -> None:
+    words = pages(2)
+    arenas = LocalGroup(2, CPU, words).open(64)
+    assert [arena.control_address for arena in arenas] == [page.address for page in words]
     for arena in arenas:
-        assert arena.control_address % 4096 == 0
         ctypes.memset(arena.control_address, 1, 4096)
 
 
 def test_one_rank_may_close_before_the_others_are_done() -> None:
-    arenas = LocalGroup(2, CPU).open(64)
+    arenas = LocalGroup(2, CPU, pages(2)).open(64)
     view = arenas[1].tensor(0, 0, (16,), torch.float32)
-    with arenas[0]:
-        pass
+    arenas[0].close()
     arenas[0].close()
     view.fill_(1.0)
     assert arenas[1].tensor(0, 0, (16,), torch.float32).sum() == 16
@@ -86,12 +92,12 @@ def test_one_rank_may_close_before_the_others_are_done() -> None:
 @pytest.mark.parametrize("world_size, nbytes, device", [(0, 64, "cpu"), (1, 0, "cpu"), (1, -1, "cpu"), (1, 64, "meta")])
 def test_bad_arguments(world_size: int, nbytes: int, device: str) -> None:
     with pytest.raises(InvalidArgument):
-        LocalGroup(world_size, torch.device(device)).open(nbytes)
+        LocalGroup(world_size, torch.device(device), pages(world_size)).open(nbytes)
 
 
 def test_memory_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ResourceError, match="smaller arena"):
-        LocalGroup(4, CPU).open(1 << 46)
+        LocalGroup(4, CPU, pages(4)).open(1 << 46)
 
 
 def fake_gpu() -> tuple[FakeCuda, FakeDriver]:
@@ -101,11 +107,12 @@ def fake_gpu() -> tuple[FakeCuda, FakeDriver]:
 
 def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
     world, driver = fake_gpu()
-    group = LocalGroup(2, GPU, driver)
+    words = pages(2)
+    group = LocalGroup(2, GPU, words, driver)
     first, second = group.open(4096), group.open(64)
     for arenas in (first, second):
         assert len(set(arenas[0].bases)) == 2 and arenas[0].bases == arenas[1].bases
-        assert len({a.control_address for a in arenas} | {a.control_host_address for a in arenas}) == 4
+        assert len({a.control_address for a in arenas} | {page.address for page in words}) == 4
         with driver.current(1000):
             assert driver.read(arenas[1].bases[0], arenas[0].nbytes) == bytes(arenas[0].nbytes)
     first[0].close()
@@ -114,14 +121,14 @@ def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
     driver.process.kernel_running = True
     first[1].close()
     assert driver.calls.count("cuMemFree") == 2
-    for arena in second:
-        arena.close()
+    for owned in (*second, *words):
+        owned.close()
     world.verify()
 
 
 def calls_of_open() -> list[tuple[str, int]]:
     _, driver = fake_gpu()
-    LocalGroup(2, GPU, driver).open(4096)
+    LocalGroup(2, GPU, pages(2), driver).open(4096)
     return [(name, nth) for name in set(driver.calls) for nth in range(1, driver.calls.count(name) + 1)]
 
 
@@ -129,16 +136,22 @@ def calls_of_open() -> list[tuple[str, int]]:
 def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
     world, driver = fake_gpu()
     driver.fail_at(name, nth)
+    words = pages(2)
     with pytest.raises(ResourceError, match=name):
-        LocalGroup(2, GPU, driver).open(4096)
+        LocalGroup(2, GPU, words, driver).open(4096)
+    for page in words:
+        page.close()
     world.verify()
 
 
 def test_a_failing_close_frees_what_it_can() -> None:
     world, driver = fake_gpu()
-    arenas = LocalGroup(2, GPU, driver).open(4096)
+    words = pages(2)
+    arenas = LocalGroup(2, GPU, words, driver).open(4096)
     driver.fail_at("cuCtxSynchronize")
     arenas[0].close()
     with pytest.raises(ResourceError, match="cuCtxSynchronize"):
         arenas[1].close()
+    for page in words:
+        page.close()
     world.verify()

@@ -21,11 +21,7 @@ def register() -> None:
     """Make `dist.init_process_group("tricomm")` known; idempotent. The entry point of torch >= 2.14 calls it too."""
     if hasattr(dist.Backend, "TRICOMM"):
         return
-    dist.Backend.register_backend("tricomm", _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def _create(opts: Any, pg_options: Any) -> TricommGroup:
-    return create(opts, pg_options)
+    dist.Backend.register_backend("tricomm", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def group_over(

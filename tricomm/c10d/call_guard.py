@@ -112,10 +112,6 @@ def call_unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
     return CombinedWork(works) if works else FinishedWork([])
 
 
-def _unwrapped(tensors: list[torch.Tensor], token: int) -> None:
-    _pending[token](tensors)
-
-
 _lib.define("unwrapped_(Tensor(a!)[] tensors, int token) -> ()")
-_lib.impl("unwrapped_", _unwrapped, "CompositeExplicitAutograd")
+_lib.impl("unwrapped_", lambda tensors, token: _pending[token](tensors), "CompositeExplicitAutograd")
 _lib.impl("unwrapped_", lambda tensors, token: None, "Meta")  # fake tensors, when something is traced: no data, no call

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,29 +47,13 @@ class GroupConfig:
 
 
 @dataclass(frozen=True)
-class RankProcess:
-    """The process of one rank, and its node."""
-
-    node: bytes
-    pid: int
-    started: int
-    namespace: int
-    descriptors: int  # it could open so many more when the group was made
-
-    def ended(self) -> bool:
-        """True if this process sees that the other one has ended; False says nothing across hosts."""
-        here = self.node == process.node_id() and self.namespace == process.pid_namespace()
-        return here and not process.alive(self.pid, self.started)
-
-
-@dataclass(frozen=True)
 class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
-    `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK.
+    `members` are the ranks' processes; `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK.
     """
 
-    members: tuple[RankProcess, ...]
+    members: tuple[Capabilities, ...]
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
@@ -102,12 +87,10 @@ def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float
 
 def _abort(gathering: Gathering, error: BaseException) -> None:
     """Publish why this rank ends the making of the group, so that no rank waits for it."""
-    try:
+    with suppress(RendezvousError):  # the store is gone; the caller's own error matters more
         gathering.store.extend(_GRACE_SECONDS)
         if gathering.store.usable:
             gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
-    except RendezvousError:
-        pass  # the store is gone; the caller's own error matters more
 
 
 def _own_capabilities() -> Capabilities:
@@ -164,7 +147,6 @@ def _confirm(
 
 
 def _conclude(said: list[Capabilities]) -> GroupCapabilities:
-    members = tuple(RankProcess(one.node, one.pid, one.start_time, one.pid_namespace, one.descriptors) for one in said)
     common = ~0
     for one in said:
         common &= one.switches
@@ -173,8 +155,8 @@ def _conclude(said: list[Capabilities]) -> GroupCapabilities:
         cpu = None if common & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
     cuda = None if common & _CUDA_KERNELS else cuda
-    nodes = len({member.node for member in members})
-    return GroupCapabilities(members, nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
+    nodes = len({one.node for one in said})
+    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
 
 
 def torch_backend(device: str) -> str | None:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch.library import Library, register_autograd, register_fake
 
+from tricomm import arguments
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
 
 _lib = Library("tricomm", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_OPS = {
-    "sum": c10d.ReduceOp.SUM, "avg": c10d.ReduceOp.AVG, "min": c10d.ReduceOp.MIN, "max": c10d.ReduceOp.MAX,
-    "prod": c10d.ReduceOp.PRODUCT, "band": c10d.ReduceOp.BAND, "bor": c10d.ReduceOp.BOR, "bxor": c10d.ReduceOp.BXOR,
-}  # fmt: skip
+_OPS = {ours: getattr(c10d.ReduceOp, theirs) for theirs, ours in arguments.REDUCE_OPS.items()}
 
 
 def _group(name: str) -> Any:
@@ -93,6 +91,10 @@ def _single(group: Any, new: str, old: str) -> Any:
     return getattr(group, new, None) or getattr(group, old)
 
 
+def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _define(schema: str, run: Any, fake: Any) -> None:
     _lib.define(schema, tags=_TAGS)
     name = schema.partition("(")[0]
@@ -102,16 +104,8 @@ def _define(schema: str, run: Any, fake: Any) -> None:
 
 
 _define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
-_define(
-    "all_reduce(Tensor x, str op, str group) -> Tensor",
-    _all_reduce,
-    lambda x, op, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-_define(
-    "broadcast(Tensor x, int src, str group) -> Tensor",
-    _broadcast,
-    lambda x, src, group: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
+_define("all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce, _like)
+_define("broadcast(Tensor x, int src, str group) -> Tensor", _broadcast, _like)
 _define(
     "all_gather(Tensor x, str group) -> Tensor",
     _all_gather,

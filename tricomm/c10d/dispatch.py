@@ -33,7 +33,7 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.metrics.counters import count_fallback
+from tricomm.metrics.counters import KERNELS, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
@@ -44,7 +44,7 @@ from tricomm.store.control import PackedDescriptor
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
-_DECIDED = BackendChoice(backend_choice.KERNELS, "the c10d group has decided it")
+_DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
 # Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
 _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
     "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
@@ -130,10 +130,10 @@ class Dispatcher:
             site = self.site(device.type)
             made = device in self._comms or site.no_kernels is not None or site.nodes > 1
             route = self._decide(site, call)
-            if not made and (route.backend == backend_choice.KERNELS or not _capturing(device)):
+            if not made and (route.backend == KERNELS or not _capturing(device)):
                 self._communicator(device)
                 route, made = self._decide(self.site(device.type), call), True
-            routed = _Routed(route, None if route.backend == backend_choice.KERNELS else call.record(route.backend))
+            routed = _Routed(route, None if route.backend == KERNELS else call.record(route.backend))
             if made:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
@@ -146,7 +146,7 @@ class Dispatcher:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
     def count_call(self, call: GroupCall, route: BackendChoice) -> None:
-        if route.backend != backend_choice.KERNELS:  # the communicator counts its own calls
+        if route.backend != KERNELS:  # the communicator counts its own calls
             count_fallback(route.backend, call.collective, call.nbytes)
         backend_choice.log_once(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
@@ -208,7 +208,7 @@ class Dispatcher:
         if self._agreed.check:
             inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
         for call in batch:
-            if self._route(call).route.backend == backend_choice.KERNELS:
+            if self._route(call).route.backend == KERNELS:
                 _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(self._context(call, inputs), call)
@@ -242,7 +242,7 @@ class Dispatcher:
         routed = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
-        if comm is None or any(entry.route.backend != backend_choice.KERNELS for entry in routed):
+        if comm is None or any(entry.route.backend != KERNELS for entry in routed):
             return self._to_nccl(native, comm, batch, routed)
 
         def action() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d.capabilities import GroupConfig, RankProcess, torch_backend
+from tricomm.c10d.capabilities import GroupConfig, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
+from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice
+from tricomm.store.records import Capabilities
 
 _STALL = 30.0
 # Of one type for two devices, torch would take the first backend for both.
@@ -66,7 +67,7 @@ class Backends:
         return None
 
 
-def make(config: GroupConfig, members: Sequence[RankProcess], options: Options | None) -> Backends:
+def make(config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Backends:
     """The backends for every device type that this process has. All ranks of the group call it together, and connect.
 
     Raises `ResourceError` on all ranks if one of them has too few descriptors; `RendezvousError` without a connection.
@@ -74,7 +75,7 @@ def make(config: GroupConfig, members: Sequence[RankProcess], options: Options |
     made = Backends({})
     if torch_backend("cpu") is not None:
         made.transport = connect(config.store, config, members, options)
-    if torch.cuda.is_available() and torch_backend("cuda") == backend_choice.NCCL:
+    if torch.cuda.is_available() and torch_backend("cuda") == NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
         nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = config.timeout, config.ranks, config.name
         store = PrefixStore("nccl", config.store)
@@ -83,7 +84,7 @@ def make(config: GroupConfig, members: Sequence[RankProcess], options: Options |
     return made
 
 
-def connect(store: Store, config: GroupConfig, members: Sequence[RankProcess], options: Options | None) -> Transport:
+def connect(store: Store, config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Transport:
     """The connections of a group; all its ranks call it together. Raises as `make` does."""
     stall = options.stall_timeout if options is not None else min(_STALL, config.timeout.total_seconds())
     name = f"c10d group {config.name!r}"

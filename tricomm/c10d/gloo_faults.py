@@ -12,15 +12,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 from tricomm import env, errors
-from tricomm.c10d.capabilities import RankProcess
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, first_line
-from tricomm.store.records import MessageHeader
+from tricomm.store.records import Capabilities, MessageHeader
 
 _NEW = 0.1  # seconds of a wait in which no process is looked at
 _GRACE = 0.5  # for a process to end after its connections have, and for a reason to come by the store
@@ -39,7 +39,7 @@ class Connections(Protocol):
     rank: int
     world_size: int
     others: list[int]
-    members: Sequence[RankProcess]
+    members: Sequence[Capabilities]
     visible: set[int]
     stall: float
     store: Any
@@ -163,7 +163,7 @@ class Wait:
         transport = self.transport
         for rank in peers & transport.visible:
             member = transport.members[rank]
-            state = process.state(member.pid, member.started)
+            state = process.state(member.pid, member.start_time)
             if state == process.ENDED:
                 self.gone[rank] = self.gone.get(rank, 0.0) + elapsed
                 if self.gone[rank] > _HELD and transport.connected(rank):
@@ -194,7 +194,8 @@ class Wait:
         stalled = [r for r, seconds in self.stopped.items() if seconds > self.transport.stall]
         if self.timed_out:
             stalled = [r for r in missing if self._state(r) == process.STOPPED]
-            said = self._reasons()
+            with closing(_PublishedReasons(self.transport)) as reasons:
+                said = reasons.read()
             ended = [r for r in self._ended(missing) if r not in said]
             if ended:
                 return self._died(ended)
@@ -212,8 +213,7 @@ class Wait:
         closed = self.closed or missing
         # Of several, some closed theirs because of another one, and say so when their own grace is over.
         end = time.monotonic() + (_GRACE if len(closed) == 1 else 2 * _GRACE)
-        reasons = _PublishedReasons(transport)
-        try:
+        with closing(_PublishedReasons(transport)) as reasons:
             while True:
                 said = reasons.read()
                 ended = [r for r in self._ended(missing) if r not in said]
@@ -225,8 +225,6 @@ class Wait:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.01)
-        finally:
-            reasons.close()
         ended = self._ended(sorted(transport.visible))
         if ended:
             return self._died(ended)
@@ -238,13 +236,6 @@ class Wait:
             )
         return GroupAborted(f"the connection to rank(s) {closed} failed: {first_line(self.cause or RuntimeError())}")
 
-    def _reasons(self) -> dict[int, TricommError]:
-        reasons = _PublishedReasons(self.transport)
-        try:
-            return reasons.read()
-        finally:
-            reasons.close()
-
     def _died(self, ranks: list[int]) -> PeerDied:
         pids = [self.transport.members[r].pid for r in ranks]
         return PeerDied(f"the process of rank(s) {ranks} (pid {', '.join(map(str, pids))}) has ended")
@@ -255,7 +246,7 @@ class Wait:
     def _state(self, rank: int) -> str | None:
         if rank not in self.transport.visible:
             return None
-        return process.state(self.transport.members[rank].pid, self.transport.members[rank].started)
+        return process.state(self.transport.members[rank].pid, self.transport.members[rank].start_time)
 
 
 # Reasons
@@ -267,14 +258,9 @@ _KINDS = {
 
 def publish_reason(transport: Connections, error: TricommError) -> None:
     """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
-    bounded = BoundedStore(transport.store, _STORE_SECONDS)
-    try:
-        text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
+    text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
+    with suppress(RendezvousError), closing(BoundedStore(transport.store, _STORE_SECONDS)) as bounded:
         bounded.set(str(transport.rank), _header(transport, transport.rank).seal(text, env.token()))
-    except RendezvousError:
-        pass
-    finally:
-        bounded.close()
 
 
 def _header(transport: Connections, rank: int) -> MessageHeader:

@@ -29,7 +29,6 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from tricomm.c10d import gloo_faults, gloo_threads
-from tricomm.c10d.capabilities import RankProcess
 from tricomm.c10d.gloo_faults import Wait
 from tricomm.c10d.gloo_threads import HelperTask
 from tricomm.c10d.torch_names import c10d
@@ -37,6 +36,7 @@ from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import first_line
+from tricomm.store.records import Capabilities
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
 COLLECTIVE, _HANDSHAKE = FIRST_OWN_TAG, FIRST_OWN_TAG + 1
@@ -62,7 +62,7 @@ class Transport:
         store: Store,
         rank: int,
         world_size: int,
-        members: Sequence[RankProcess],
+        members: Sequence[Capabilities],
         name: str,
         stall: float,
         timeout: timedelta,
@@ -70,7 +70,7 @@ class Transport:
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
         self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
-        self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.namespace) == here}
+        self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.pid_namespace) == here}
         self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store = PrefixStore("lost", store)
@@ -82,7 +82,7 @@ class Transport:
             try:
                 self._native = _context(PrefixStore("gloo", store), rank, world_size, seconds)
             except RuntimeError as error:
-                ended = [r for r in sorted(self.visible) if members[r].ended()]
+                ended = [r for r in sorted(self.visible) if not process.alive(members[r].pid, members[r].start_time)]
                 raise RendezvousError(
                     f"{name}, rank {rank} of {world_size}: the ranks could not connect (limit {seconds:g} s): "
                     + (f"the process of rank(s) {ended} has ended; " if ended else "")
@@ -256,15 +256,9 @@ class Transport:
         said = torch.frombuffer(
             bytearray(table.pack(*flat, *[0] * (4 * self.world_size - len(flat)))), dtype=torch.uint8
         )
-        others = [r for r in range(self.world_size) if r != self.rank]
-        heard = {r: torch.empty_like(said) for r in others}
-        self.exchange(
-            [(r, said) for r in others],
-            list(heard.items()),
-            deadline,
-            lambda: f"{self.name}: first exchange",
-            _HANDSHAKE,
-        )
+        heard = {r: torch.empty_like(said) for r in self.others}
+        sends = [(r, said) for r in self.others]
+        self.exchange(sends, list(heard.items()), deadline, lambda: f"{self.name}: first exchange", _HANDSHAKE)
         for rank, text in heard.items():
             theirs = table.unpack(text.numpy().tobytes())
             ends = {(theirs[i + 1], theirs[i]) for i in range(0, len(theirs), 2)}
@@ -283,7 +277,7 @@ class Transport:
         self._sockets = {}
 
 
-def _check_descriptors(members: Sequence[RankProcess], name: str) -> None:
+def _check_descriptors(members: Sequence[Capabilities], name: str) -> None:
     """Raises `ResourceError`, on all ranks alike, if any of them has too few descriptors for its connections."""
     needed = len(members) - 1 + _SPARE
     short = {rank: member.descriptors for rank, member in enumerate(members) if member.descriptors < needed}
@@ -321,12 +315,8 @@ def _user_tag(tag: int) -> int:
 
 def _inodes() -> dict[int, int]:
     """The sockets of this process: descriptor, inode."""
-    inodes = {}
-    for name in os.listdir("/proc/self/fd"):
-        inode = _inode(int(name))
-        if inode is not None:
-            inodes[int(name)] = inode
-    return inodes
+    descriptors = map(int, os.listdir("/proc/self/fd"))
+    return {fd: inode for fd in descriptors if (inode := _inode(fd)) is not None}
 
 
 def _inode(fd: int) -> int | None:

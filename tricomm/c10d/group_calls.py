@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-OPERATIONS = {  # c10d's names and tricomm's
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
-    "BXOR": "bxor", "PREMUL_SUM": "premul_sum",
-}  # fmt: skip
-
-
-def _nothing() -> None:
-    pass
+OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 
 
 @dataclass
@@ -48,7 +42,7 @@ class GroupCall:
     sizes: tuple[int, ...] = ()
     splits: tuple[list[int], list[int]] | None = None
     result: list[Any] = field(default_factory=list)
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None
     timeout: timedelta | None = None
     async_op: bool = True
     count: int = 0
@@ -188,6 +182,12 @@ def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
     out.data.copy_(flat.view(out.shape))
 
 
+def _scatter_to(outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+    """Each output gets its part of `flat`."""
+    for out, part in zip(outs, flat.split([out.numel() for out in outs]), strict=True):
+        _put(out, part)
+
+
 def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> GroupCall:
     """all_reduce, broadcast, reduce: one tensor, in place, of any strides."""
     arguments.check_writable(x, collective)
@@ -215,11 +215,6 @@ def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result
             f"{what}: this rank gives {x.numel()} elements, and its place in the output list has {sizes[rank]}"
         )
     flat = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
-
-    def finish() -> None:
-        for out, part in zip(outs, flat.split(list(sizes)), strict=True):
-            _put(out, part)
-
     even = len(set(sizes)) == 1
     return GroupCall(
         "all_gather" if even else "all_gather_v",
@@ -228,7 +223,7 @@ def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result
         count=x.numel() if even else 0,
         sizes=() if even else sizes,
         result=result,
-        finish=finish,
+        finish=partial(_scatter_to, outs, flat),
         device=x.device,
         keep=[x, flat, *outs],
     )
@@ -300,12 +295,7 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
         flat = torch.empty(len(outs) * x.numel(), dtype=x.dtype, device=x.device)
         call.out = flat
         call.keep.append(flat)
-
-        def finish() -> None:
-            for out, part in zip(outs, flat.chunk(len(outs)) if flat.numel() else [], strict=False):
-                _put(out, part)
-
-        call.finish = finish
+        call.finish = partial(_scatter_to, outs, flat)
     return call
 
 
@@ -335,18 +325,13 @@ def all_to_all_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> Gro
     _check_alike("all_to_all", outs[0], *outs, *parts)
     sent, received = [p.numel() for p in parts], [o.numel() for o in outs]
     flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
-
-    def finish() -> None:
-        for out, part in zip(outs, flat.split(received), strict=True):
-            _put(out, part)
-
     return GroupCall(
         "all_to_all_v",
         torch.cat([_flat(p) for p in parts]),
         flat,
         splits=(sent, received),
         result=list(outs),
-        finish=finish,
+        finish=partial(_scatter_to, outs, flat),
         device=flat.device,
         keep=[flat, *outs, *parts],
     )

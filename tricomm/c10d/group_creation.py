@@ -88,15 +88,11 @@ def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     options = c10d.AllreduceOptions()
     options.reduceOp = c10d.ReduceOp.AVG
     future = group.allreduce([bucket.buffer()], options).get_future()
-    return future.then(_first)  # type: ignore[no-any-return]
+    return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 # DDP compares the annotations themselves, which are strings in this file.
 ddp_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
-
-
-def _first(future: Any) -> torch.Tensor:
-    return future.value()[0]  # type: ignore[no-any-return]
 
 
 def create(opts: Any, pg_options: Any) -> TricommGroup:

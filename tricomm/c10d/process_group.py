@@ -144,13 +144,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
                 f"lists of {[len(row) for row in outs]}"
             )
         batch = []
-        for i, x in enumerate(xs):
-            rows = [group_calls.checked_tensor(row[i], "all_gather_coalesced output") for row in outs]
-            batch.append(
-                group_calls.all_gather_list(
-                    rows, group_calls.checked_tensor(x, "all_gather_coalesced"), self.rank(), rows
-                )
-            )
+        for x, *row in zip(xs, *outs, strict=True):
+            rows = [group_calls.checked_tensor(out, "all_gather_coalesced output") for out in row]
+            given = group_calls.checked_tensor(x, "all_gather_coalesced")
+            batch.append(group_calls.all_gather_list(rows, given, self.rank(), rows))
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
@@ -163,10 +160,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     def all_gather_single_coalesced(self, outs: list[torch.Tensor], xs: list[torch.Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        pairs = zip(outs, xs, strict=True)
-        return self._coalesced(
-            [(out, x) for out, x in pairs], opts, group_calls.all_gather_single, self.all_gather_single
-        )
+        pairs = list(zip(outs, xs, strict=True))
+        return self._coalesced(pairs, opts, group_calls.all_gather_single, self.all_gather_single)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 

@@ -75,9 +75,9 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
 
 
 def _changes(data: dict[str, Any]) -> None:
-    from tricomm.perf.dashboard import changes
+    from tricomm.perf.dashboard import collect
 
-    latest = changes.latest(data)
+    latest = collect.changes(data)
     slower = sum(change.step > 0 for change in latest)
     for change in latest:
         click.echo(change)

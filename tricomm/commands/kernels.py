@@ -25,7 +25,7 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     from rich.console import Console
     from rich.progress import track
 
-    from tricomm.perf.machine_code import kernel_report, kernel_table
+    from tricomm.perf.machine_code import kernel_report
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = usage(lambda: kernel_report.variants(archs, kernel, all_variants))
@@ -34,12 +34,12 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
         examined = kernel_report.examine_all(variants)
         hidden = not console.is_terminal
         reports = list(track(examined, "compiling", len(variants), console=console, transient=True, disable=hidden))
-    records = [kernel_table.record(report) for report in reports]
+    records = [kernel_report.record(report) for report in reports]
     broken = sum(bool(record["violations"]) for record in records)
     if as_json:
         click.echo(json.dumps({"schema": 1, "variants": records}, indent=1))
     else:
-        click.echo("\n".join(kernel_table.lines(reports)))
-        click.echo(f"\n{kernel_table.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
+        click.echo("\n".join(kernel_report.lines(reports)))
+        click.echo(f"\n{kernel_report.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
     if broken:
         sys.exit(FAILED)

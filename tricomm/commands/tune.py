@@ -37,10 +37,10 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from tricomm.perf.tuner import tune_ranks, tuning_request
+    from tricomm.perf.tuner import points, tune_ranks
 
     world_size, started, quiet = joined(nproc)
-    request = usage(lambda: tuning_request.parse(**options))
+    request = usage(lambda: points.parse(**options))
 
     def on_message(event: str, message: dict[str, Any]) -> None:
         if quiet:

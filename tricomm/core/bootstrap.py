@@ -22,6 +22,7 @@ from tricomm.core import nccl, topology_agreement
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
+from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.policy import backend_choice, selection
 from tricomm.store.arena import Arena, open_arena
@@ -84,7 +85,7 @@ def fallback(device: torch.device, options: Options) -> tuple[str | None, str]:
     """Which backend takes the calls that the kernels do not, or None and why there is none."""
     if device.type == "cpu":
         return None, f"there is no NCCL for CPU tensors; {_GLOO}"
-    return (backend_choice.NCCL, "") if options.nccl else (None, "Options(nccl=False)")
+    return (NCCL, "") if options.nccl else (None, "Options(nccl=False)")
 
 
 def pick_device(device: torch.device | str | int | None) -> torch.device:

@@ -15,10 +15,9 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from tricomm.errors import TricommError
-from tricomm.gpu import Gpu
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -32,14 +31,6 @@ def {name}({parameters}):
         self._guard.unwound(error)
         raise
 """
-
-
-class Guarded(Protocol):
-    """A class with guarded methods. `_guard` is told of every exception that leaves one; `_gpu`, if there is one, is
-    the current device inside."""
-
-    _gpu: Gpu | None
-    _guard: Guard
 
 
 class CallLock:
@@ -91,7 +82,8 @@ class Guard:
 
 
 def guarded(method: _Method) -> _Method:
-    """`method` of a `Guarded` class, with the guard around it."""
+    """`method` with the guard around it. Its object has `_guard`, which is told of every exception that leaves it, and
+    `_gpu`, which is the current device inside, or None."""
     return cast(_Method, _surrounded(method, "self"))
 
 

@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from tricomm.core.launch_plan import LaunchPlan, Request, announced
+from tricomm.core.monitor import Monitor
 from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.gpu import Gpu
+from tricomm.kernels.launch.kernel_launch import Rows
+from tricomm.policy import backend_choice, selection
 from tricomm.store.bounded_store import BoundedThread, first_line
+from tricomm.store.control import ControlPage
 
 log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
@@ -31,18 +37,7 @@ _BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool go
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
-class Exchanging(Protocol):
-    """The part of a group's control page that opening NCCL needs."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]: ...
-    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None: ...
-
-
-def load(control: Exchanging, timeout: float) -> Any:
+def load(control: ControlPage, timeout: float) -> Any:
     """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all if one has none, naming it."""
     core, error = None, None
     try:
@@ -53,7 +48,7 @@ def load(control: Exchanging, timeout: float) -> Any:
     return core
 
 
-def open_nccl(control: Exchanging, device: torch.device, timeout: float) -> Nccl:
+def open_nccl(control: ControlPage, device: torch.device, timeout: float) -> Nccl:
     """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order.
 
     Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
@@ -262,3 +257,43 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _rows(x: torch.Tensor | None, counts: list[int]) -> list[torch.Tensor]:
     assert x is not None, "the rank that gives or takes all rows has a tensor for them"
     return list(_bytes(x).split(counts))
+
+
+_Call = Callable[[Nccl, Request, torch.Tensor, torch.Tensor, Rows], None]
+# Of each collective: contiguous input x and output y, which are one if the collective works in place, and what goes
+# where if rows are uneven.
+_CALLS: dict[str, _Call] = {
+    "all_reduce": lambda n, request, x, y, rows: n.all_reduce(x, request.op or "", y),
+    "all_gather": lambda n, request, x, y, rows: n.all_gather(x, y),
+    "reduce_scatter": lambda n, request, x, y, rows: n.reduce_scatter(x, y, request.op or ""),
+    "broadcast": lambda n, request, x, y, rows: n.broadcast(y, request.root),
+    "reduce": lambda n, request, x, y, rows: n.reduce(x, request.root, request.op or "", y),
+    "gather": lambda n, request, x, y, rows: n.gather(x, request.root, y),
+    "scatter": lambda n, request, x, y, rows: n.scatter(x, request.root, y),
+    "all_to_all": lambda n, request, x, y, rows: n.all_to_all(x, y),
+    "all_to_all_v": lambda n, request, x, y, rows: n.all_to_all_v(x, rows[0], rows[1], y),
+    "barrier": lambda n, request, x, y, rows: n.barrier(),
+}
+
+
+def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:
+    """What was asked as a launch plan: announced, counted, watched and bounded like a kernel's.
+
+    While a call runs, `monitor` counts its time and looks for peers that are gone, as for a user's own kernel. Raises
+    `InvalidArgument` for a reduction that NCCL has not.
+    """
+    op, dtype = request.op or "none", request.dtype
+    if request.collective not in backend_choice.REDUCTIONS:
+        op = "none"
+    elif dtype is not None:
+        check(request.collective, op, dtype)
+    choice = selection.nccl(request.collective, reason)
+    name = str(dtype).removeprefix("torch.") if dtype is not None else "none"
+    fingerprint, record = announced(choice, op, name, request, mode)
+    act = _CALLS[request.collective]
+
+    def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
+        with monitor.user_call(gpu):
+            act(nccl, request, x, y, rows)
+
+    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.core import launch_plan, nccl, nccl_plan
+from tricomm.core import launch_plan, nccl
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
@@ -19,9 +19,9 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
-from tricomm.metrics.counters import Activity, weight
+from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
-from tricomm.policy.backend_choice import NCCL, POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.selection import Choice
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
@@ -116,7 +116,7 @@ class Planner:
         self, request: Request, route: BackendChoice, nbytes: int | None, aligned: bool, mode: str
     ) -> LaunchPlan:
         if route.backend == NCCL and self.nccl is not None:
-            return nccl_plan.make(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
+            return nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
         bits = _bits(request.dtype)
         size = _UNKNOWN if nbytes is None else nbytes
         choice = selection.choose(

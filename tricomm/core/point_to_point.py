@@ -70,8 +70,10 @@ class PointToPoint:
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
-        monitor.describers[layout.PENDING] = self._no_room
-        monitor.describers[layout.MESSAGE_MISMATCH] = self._unlike
+        unmet = self._unmet
+        monitor.describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
+        unlike = "has this tag and is not what is asked for"
+        monitor.describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
@@ -227,12 +229,6 @@ class PointToPoint:
         return poll(lambda: not self.unread(), seconds, 1e-3)
 
     # What a message waits for
-
-    def _no_room(self, peer: int, got: int) -> Fault:
-        return self._unmet(peer, "has another tag, and no room")
-
-    def _unlike(self, peer: int, got: int) -> Fault:
-        return self._unmet(peer, "has this tag and is not what is asked for")
 
     def _unmet(self, peer: int, what: str) -> Fault:
         text = f"what rank {peer} has sent {what}; {self.describe(int(self.group.words[layout.MESSAGE]), peer)}"

@@ -66,17 +66,8 @@ class Processes:
     def gpu(self, device: torch.device) -> Gpu | None:
         return Gpu(device) if device.type == "cuda" else None
 
-    def prepare(
-        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float,
-    ) -> Callable[[], None]:  # fmt: skip
-        return kernel_launch.prepare(kernel, grid, args, constexprs, device, timeout)
-
-    def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
-    ) -> kernel_launch.BoundKernel:  # fmt: skip
-        return kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
+    prepare = staticmethod(kernel_launch.prepare)
+    bind = staticmethod(kernel_launch.bind)
 
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return plan

@@ -26,7 +26,7 @@ from tricomm.kernels import layout
 from tricomm.options import Options
 
 FAULTS = ("delay", "stop", "drop")
-# Where counters of 32 bits, signed or not, and the clearing of mailboxes have their edges; in every fourth schedule.
+# First epochs just before 32-bit counters wrap or mailboxes are cleared; used in every fourth schedule.
 _EDGES = ((1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
 _EPOCHS = (1, _EDGES[0], 1, 1, 1, 1, _EDGES[1], 1, 1, 1, 1, _EDGES[2])
 _DEPTHS = (2, 3, 4)
@@ -81,7 +81,7 @@ def check(
 
 
 def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
-    """For each finding of `report`, what its very schedule shows when `fn` is run under it again."""
+    """For each finding of `report`, the findings of its schedule when `fn` is run under it again."""
     options = Options(**report.options)
     subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS)
     plan = _plan(
@@ -95,7 +95,7 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
 def smallest(world_size: int) -> Options:
     """Options with the smallest arena that a group of this size can have: little to examine, and many chunks."""
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
-        return Options()  # refused by name elsewhere
+        return Options()  # `prepared` refuses it
     nbytes = layout.MIN_ARENA
     while True:
         try:
@@ -158,7 +158,7 @@ class Campaign:
         return report
 
     def replay(self, finding: Finding) -> list[Finding]:
-        """What one execution of an earlier campaign shows now. The first schedule is run before it, to compare with."""
+        """Run one execution of an earlier campaign again, after the first schedule, with which it is compared."""
         self._judged(run_one(self._subject, self._execution(0), self._strategy(0, self._execution(0))))
         return self._again(finding.execution)[0]
 
@@ -186,7 +186,7 @@ class Campaign:
             fault = (kinds[number // 2 % len(kinds)], rank, step)
         if "delay" in plan.faults and number % 4 >= 2:
             delays = seed
-        # A loop that looks a few times and then gives up is none to sleep in.
+        # A loop that gives up after a few reads must not be parked at once.
         patience = _PATIENT if number % 4 == 1 else 1
         return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault, patience=patience)
 
@@ -207,7 +207,7 @@ class Campaign:
         return found
 
     def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
-        """What the ranks returned, against each other and against what they returned under the first schedule."""
+        """Compare the results of the ranks with each other and with those of the first schedule."""
         found = oracle.mismatched(results, self._plan.identical)
         for rank, now in results.items():
             first = self._first.setdefault(rank, [t.clone() for t in now])
@@ -215,7 +215,7 @@ class Campaign:
             if apart or len(first) != len(now):
                 what = oracle.difference(first[apart[0]], now[apart[0]]) if apart else "another number of tensors"
                 text = f"what rank {rank} returns depends on the schedule: {what}"
-                found.append(Finding("wrong_result", (rank,), (), text, "find who wrote it unordered"))
+                found.append(Finding("wrong_result", (rank,), (), text, "find the unordered write"))
                 break
         return found
 

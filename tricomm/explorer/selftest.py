@@ -1,4 +1,4 @@
-"""Before the explorer is believed: it must find a race that is known to be there, and none where there is none."""
+"""A self-test of the explorer: it must report a known race, and nothing in a correct kernel."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _kinds(flag: bool) -> set[str]:
 
 @functools.cache
 def require() -> None:
-    """Raise `ResourceError` where the detector is blind: a hook of Triton's interpreter is not called any more."""
+    """Raise `ResourceError` if the detector misses accesses because a hook of Triton's interpreter is not called."""
     racy, clean = _kinds(flag=False), _kinds(flag=True)
     if "race" not in racy or clean:
         raise ResourceError(

@@ -1,4 +1,4 @@
-"""What `tricomm check` runs for the shipped kernels: a few calls of changing size, integers, compared exactly."""
+"""The calls of `tricomm check` for the shipped kernels: a few of changing size, on integers, compared exactly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.options import Options
 
-# In 64-bit words, and of a shard where there are shards: so that with two blocks the second has words in every other
-# call, and that there are full tiles, a part of one, and none.
+# In 64-bit words, of a shard if the kernel has shards. With two blocks the second one has words in every other call,
+# and there are full tiles, a partial one, and none.
 SIZES = (36, 1, 40)
 BLOCKS, TILE = 2, 16
 
@@ -34,7 +34,7 @@ def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator
 
 
 def kernels(collective: str | None, algorithm: str | None, protocol: str | None) -> list[Kernel]:
-    """Those of the shipped kernels that fit; None or "all" fits all. Raises `InvalidArgument` where none does."""
+    """The shipped kernels that match; None or "all" matches all. Raises `InvalidArgument` if none does."""
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     known = [*registry.KERNELS, *(k for k in registry.MESSAGES if k.collective == "send")]  # with its recv

@@ -54,7 +54,7 @@ def simulate(
 def prepared(
     fn: Any, world_size: int, options: Options, residency: int | None = None, most_steps: int = 1_000_000_000
 ) -> Subject:
-    """What is to be executed; raises `InvalidArgument` for what cannot be."""
+    """The checked subject of an execution. Raises `InvalidArgument` for bad arguments."""
     reason = interpreter.supported()
     if reason is not None:
         raise InvalidArgument(f"no kernel can be interpreted: {reason}")

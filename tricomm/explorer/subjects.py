@@ -1,4 +1,4 @@
-"""From what a command line or a report names to the function that is meant."""
+"""Finds the function that a command line or a report names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tricomm.kernels.collectives import registry
 
 
 def from_file(name: str) -> Callable[[Any], Any]:
-    """The function that "file.py:function" names. Raises `InvalidArgument` for what is not there or does not load."""
+    """The function that "file.py:function" names. Raises `InvalidArgument` if it does not exist or does not load."""
     path, _, function = name.rpartition(":")
     file = Path(path).resolve()
     if not path or not function.isidentifier() or not file.is_file():
@@ -41,7 +41,7 @@ def from_file(name: str) -> Callable[[Any], Any]:
 
 
 def of_report(report: Report) -> Callable[[Any], Any]:
-    """The function that a stored report is about; `InvalidArgument` where it cannot be had any more."""
+    """The function that a stored report is about. Raises `InvalidArgument` if it no longer exists."""
     subject = report.subject
     if "kernel" in subject:
         kernel = next((k for k in registry.KERNELS if k.name == subject["kernel"]), None)

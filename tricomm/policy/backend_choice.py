@@ -19,20 +19,7 @@ from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.metrics.counters import GLOO, KERNELS, NCCL
-
-__all__ = [
-    "GLOO",
-    "KERNELS",
-    "NCCL",
-    "POINT_TO_POINT",
-    "REDUCTIONS",
-    "BackendChoice",
-    "GroupFacts",
-    "decide",
-    "log_once",
-    "nccl_threshold",
-]
+from tricomm.metrics.counters import KERNELS
 
 POINT_TO_POINT = frozenset({"send", "recv"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})

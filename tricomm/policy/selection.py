@@ -199,9 +199,10 @@ def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[i
     return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), GPU_WARPS, tile
 
 
-def limits(facts: SelectionFacts, collective: str, mode: str = "eager", bits: int = 32) -> list[int]:
+def limits(facts: SelectionFacts, collective: str) -> list[int]:
     """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
-    return sorted({row.max_bytes for _, _, row in _rows(facts, collective, 0, mode, bits) if row.max_bytes is not None})
+    ends = (row.max_bytes for _, _, row in _rows(facts, collective, 0, "eager", 32))
+    return sorted({end for end in ends if end is not None})
 
 
 def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:

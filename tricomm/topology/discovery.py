@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from uuid import UUID
 
 from tricomm.errors import InvalidArgument, TricommError
@@ -17,16 +16,6 @@ from tricomm.topology.model import MAX_DEVICES, Topology
 from tricomm.topology.nvml import Fabric, LinkEnd, Nvml, load_nvml
 
 LinkTable = list[list[int]]
-
-
-class Cuda(Protocol):
-    """CUDA's devices, as this process numbers them; `store.cuda_driver.Driver` is one, too, after its `init`."""
-
-    def device_count(self) -> int: ...
-
-    def device_uuid(self, ordinal: int) -> bytes: ...
-
-    def can_access_peer(self, ordinal: int, peer_ordinal: int) -> bool: ...
 
 
 class TorchCuda:
@@ -64,7 +53,7 @@ class Discovery:
     fabric: tuple[str, ...] = ()
 
 
-def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
+def read(cuda: TorchCuda | None = None, nvml: Nvml | None = None) -> Discovery:
     """The topology of the devices that this process sees, in its own numbering (CUDA_VISIBLE_DEVICES in any order)."""
     cuda = cuda or TorchCuda()
     try:
@@ -78,7 +67,7 @@ def read(cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
     return of_devices(uuids, cuda, nvml)
 
 
-def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | None = None) -> Discovery:
+def of_devices(uuids: Sequence[bytes], cuda: TorchCuda | None = None, nvml: Nvml | None = None) -> Discovery:
     """The topology of a group whose rank r is on the device of this machine with the UUID `uuids[r]` (16 bytes).
 
     Equal on all ranks, whichever devices each of them sees, as long as CUDA and NVML agree on peer access. Ranks with
@@ -106,7 +95,7 @@ def of_devices(uuids: Sequence[bytes], cuda: Cuda | None = None, nvml: Nvml | No
 class _Probe:
     """The devices with the given UUIDs, while NVML's session lasts."""
 
-    def __init__(self, uuids: list[bytes], cuda: Cuda, nvml: Nvml) -> None:
+    def __init__(self, uuids: list[bytes], cuda: TorchCuda, nvml: Nvml) -> None:
         self.uuids, self.cuda, self.nvml = uuids, cuda, nvml
         self.devices = [nvml.handle(uuid) for uuid in uuids]
         self.mig = [nvml.is_mig(device) for device in self.devices]

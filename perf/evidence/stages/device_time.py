@@ -6,10 +6,9 @@ cache's for small ones (a repeated copy of 4 MiB), and the time from launch to l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ import triton
 from tricomm import Communicator, Options
 from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.kernels.launch import kernel_launch
-from tricomm.perf.bench import collective_calls
+from tricomm.perf.bench import collective_calls, timing
 from tricomm.perf.evidence import checks, compiling, hardware
 from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Data, EvidenceSettings, Stage, StageCase
 
@@ -75,7 +74,7 @@ def _copy(settings: EvidenceSettings, nbytes: int) -> Data:
     device = hardware.of(settings)
     x = torch.ones(nbytes // 4, device=device.device)
     y = torch.empty_like(x)
-    data = hardware.spread(device.times(lambda: _ignored(y.copy_(x)), _CALLS, _ROUNDS))
+    data = hardware.spread(device.times(lambda: y.copy_(x), _CALLS, _ROUNDS))
     return {**data, "memory_gbps": round(2 * nbytes / data["median_us"] / 1e3, 3)}
 
 
@@ -91,14 +90,10 @@ def _kernel(settings: EvidenceSettings, kernel: Kernel, world_size: int, nbytes:
     return data
 
 
-def repeating(comm: Communicator, kernel: Kernel, nbytes: int) -> Callable[[], None]:
+def repeating(comm: Communicator, kernel: Kernel, nbytes: int) -> timing.Call:
     """A rank's call on its own bf16 input of `nbytes` bytes, all rows together."""
     x, y = collective_calls.tensors(comm, kernel.collective, _count(kernel, comm.world_size, nbytes), torch.bfloat16)
-    return lambda: _ignored(collective_calls.call(comm, kernel.collective, 0, x, y, kernel))
-
-
-def _ignored(result: Any) -> None:
-    """For a call whose result is not needed."""
+    return lambda: collective_calls.call(comm, kernel.collective, 0, x, y, kernel)
 
 
 def moved(kernel: Kernel, world_size: int, nbytes: int) -> int:

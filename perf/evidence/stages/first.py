@@ -17,23 +17,9 @@ import torch
 from tricomm import Communicator, Options
 from tricomm.cuda_bindings import load_bindings
 from tricomm.kernels.collectives import registry
-from tricomm.perf.bench import collective_calls
-from tricomm.perf.evidence import checks, compiling, environment, hardware
-from tricomm.perf.evidence.stage import (
-    EIGHT,
-    FIRST,
-    GIL,
-    GRAPH,
-    KILL,
-    SLICE,
-    STREAMS,
-    TWO,
-    Data,
-    EvidenceSettings,
-    Stage,
-    StageCase,
-    Wrong,
-)
+from tricomm.perf.bench import collective_calls, timing
+from tricomm.perf.evidence import checks, compiling, environment, hardware, stage
+from tricomm.perf.evidence.stage import Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.evidence.stages import faults
 from tricomm.perf.workers import run_workers
 
@@ -42,36 +28,25 @@ _CYCLES = 200_000_000  # of the GPU's clock: about a tenth of a second
 _OPTIONS = Options(timeout=15.0, arena_bytes=1 << 20, nccl=False)
 _KERNEL = registry.find("all_reduce", "one_shot", "ll")
 _COUNT = 1000
+_SHOWN = ("driver", "cuda", "torch", "triton", "cuda-bindings", "blocked_s", "ticks", "slice_us", "error", "after_s")
+
+
+def _case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
+    return StageCase(name.partition("/")[2], run, limit=60.0, tier=stage.FIRST, **more)
 
 
 def _processes(settings: EvidenceSettings) -> Iterable[StageCase]:
-    def case(name: str, run: Callable[[], Data], **more: Any) -> StageCase:
-        return StageCase(name.partition("/")[2], run, limit=60.0, tier=FIRST, **more)
-
-    yield case("first/versions", partial(_versions, settings))
-    yield case(GIL, partial(_gil, settings))
-    yield case(SLICE, partial(_slice, settings))
-    yield case(KILL, partial(faults.run, faults.KILLED, settings), needs=(GIL,))
+    yield _case("first/versions", partial(_versions, settings))
+    yield _case(stage.GIL, partial(_gil, settings))
+    yield _case(stage.SLICE, partial(_slice, settings))
+    yield _case(stage.KILL, partial(faults.run, faults.KILLED, settings), needs=(stage.GIL,))
 
 
 def _streams(settings: EvidenceSettings) -> Iterable[StageCase]:
-    for name, world_size, needs in ((TWO, 2, ()), (EIGHT, 8, (TWO,))):
-        yield StageCase(
-            name.partition("/")[2],
-            partial(_all_reduce, settings, world_size),
-            limit=60.0,
-            tier=FIRST,
-            needs=needs,
-            jobs=partial(_jobs, settings, world_size),
-        )
-    yield StageCase(
-        GRAPH.partition("/")[2],
-        partial(_graph, settings),
-        limit=60.0,
-        tier=FIRST,
-        needs=(TWO,),
-        jobs=partial(_jobs, settings, 2),
-    )
+    for name, world_size, needs in ((stage.TWO, 2, ()), (stage.EIGHT, 8, (stage.TWO,))):
+        jobs = partial(_jobs, settings, world_size)
+        yield _case(name, partial(_all_reduce, settings, world_size), needs=needs, jobs=jobs)
+    yield _case(stage.GRAPH, partial(_graph, settings), needs=(stage.TWO,), jobs=partial(_jobs, settings, 2))
 
 
 def _versions(settings: EvidenceSettings) -> Data:
@@ -143,40 +118,19 @@ def _all_reduce(settings: EvidenceSettings, world_size: int) -> Data:
 
 
 def _graph(settings: EvidenceSettings) -> Data:
-    def make(comm: Communicator) -> Callable[[], None]:
+    def make(comm: Communicator) -> timing.Call:
         x, y = collective_calls.tensors(comm, "all_reduce", _COUNT, torch.float32)
-
-        def run() -> None:
-            collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
-
-        return run
+        return lambda: collective_calls.call(comm, "all_reduce", 0, x, y, _KERNEL)
 
     return hardware.spread(hardware.of(settings).resident(2, make, 2, 3, _OPTIONS))
 
 
-STAGE = Stage(
-    "first",
-    "The first minute: what this machine does",
-    _processes,
-    hardware.no_gpu,
-    columns=(
-        "driver",
-        "cuda",
-        "torch",
-        "triton",
-        "cuda-bindings",
-        "blocked_s",
-        "ticks",
-        "slice_us",
-        "error",
-        "after_s",
-    ),
-)
+STAGE = Stage("first", "The first minute: what this machine does", _processes, hardware.no_gpu, columns=_SHOWN)
 ON_STREAMS = Stage(
     "first_streams",
     "The first minute: ranks as streams",
     _streams,
     hardware.no_gpu,
     columns=("ranks", "took_s", "median_us"),
-    environment=STREAMS,
+    environment=stage.STREAMS,
 )

@@ -6,8 +6,8 @@ is the slowest rank's median. Flat numbers of a case are of its smallest (`_us`)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import permutations
 from statistics import median
@@ -18,6 +18,7 @@ import torch
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import units
+from tricomm.perf.bench import timing
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, compiling, hardware
 from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Stage, StageCase, Wrong
@@ -27,7 +28,7 @@ from tricomm.perf.workers import run_workers
 SIZES = tuple(1 << n for n in range(10, 27, 2))  # 1 KiB to 64 MiB
 _DRY_SIZES = (64, 256)
 _DRY_COLLECTIVES = ("gather", "barrier")  # stage `peers` has the all-reduce
-_DTYPE = torch.float32
+_TYPE, _DTYPE = "float32", torch.float32
 _COPY = 256 << 20
 _SHOWN = ("open_pairs", "pairs_number", "least_gbps", "most_gbps", "ll_least_us", "ll_most_us", "flag_least_us",
           "flag_most_us", "tricomm_us", "tricomm_graph_us", "nccl_us", "nccl_graph_us", "tricomm_busbw_gbps",
@@ -50,8 +51,10 @@ def worlds(gpus: int) -> tuple[int, ...]:
 
 def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
     gpus = 2 if settings.dry_run else torch.cuda.device_count()
-    yield StageCase("peer access", lambda: matrix(gpus, _reaches(settings)))
-    yield StageCase("copies", lambda: copies(_devices(settings, gpus), 4096 if settings.dry_run else _COPY))
+    devices = [torch.device("cpu") if settings.dry_run else torch.device("cuda", n) for n in range(gpus)]
+    reaches = (lambda a, b: True) if settings.dry_run else torch.cuda.can_device_access_peer
+    yield StageCase("peer access", lambda: matrix(gpus, reaches))
+    yield StageCase("copies", lambda: copies(devices, 4096 if settings.dry_run else _COPY))
     yield StageCase("latency", lambda: _latency(settings, worlds(gpus)[-1]))
     lost: dict[int, peers.Lost] = {n: {} for n in worlds(gpus)}
     for world_size in worlds(gpus):
@@ -76,18 +79,10 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
         )
 
 
-def _reaches(settings: EvidenceSettings) -> Callable[[int, int], bool]:
-    return (lambda a, b: True) if settings.dry_run else torch.cuda.can_device_access_peer
-
-
 def matrix(gpus: int, reaches: Callable[[int, int], bool]) -> Data:
     """1 if the GPU of the row reaches that of the column, or is the same."""
     rows = [[int(a == b or reaches(a, b)) for b in range(gpus)] for a in range(gpus)]
     return {"matrix": rows, "open_pairs": sum(map(sum, rows)) - gpus, "pairs_number": gpus * (gpus - 1)}
-
-
-def _devices(settings: EvidenceSettings, gpus: int) -> list[torch.device]:
-    return [torch.device("cpu") if settings.dry_run else torch.device("cuda", n) for n in range(gpus)]
 
 
 def copies(devices: list[torch.device], nbytes: int, rounds: int = 9) -> Data:
@@ -106,17 +101,10 @@ def copies(devices: list[torch.device], nbytes: int, rounds: int = 9) -> Data:
 
 def copied(x: torch.Tensor, y: torch.Tensor) -> float:
     """Seconds of a copy, which torch makes on the current stream of the source device."""
-    if x.device.type == "cpu":
-        start = time.perf_counter()
-        y.copy_(x)
-        return time.perf_counter() - start
-    with torch.cuda.device(x.device):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+        elapsed = timing.stopwatch(x.device)
         y.copy_(x, non_blocking=True)
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return elapsed() / 1e6
 
 
 def _latency(settings: EvidenceSettings, world_size: int) -> Data:
@@ -144,8 +132,7 @@ def latencies(measured: list[dict[str, Any]], world_size: int) -> Data:
 
 def _table(settings: EvidenceSettings, collective: str, world_size: int, lost: peers.Lost) -> Data:
     sizes = (0,) if collective == "barrier" else _DRY_SIZES if settings.dry_run else SIZES
-    name = str(_DTYPE).removeprefix("torch.")
-    ranks = peers.rank_settings(settings, collective, name, sizes, world_size, one_gpu=False)
+    ranks = peers.rank_settings(settings, collective, _TYPE, sizes, world_size, one_gpu=False)
     ranks["seconds"] /= len(sizes)
     ranks["names"] = [name for name in ranks["names"] if not name.startswith(("kraken", f"{OURS}_"))]
     rows = peers.compare(ranks, world_size, lost)
@@ -157,12 +144,7 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
     lines: list[Data] = []
     for row in rows.values():
         size = units.total_bytes(collective, row["count"], _DTYPE.itemsize, world_size)
-        line = {
-            "size_bytes": size,
-            "count": row["count"],
-            "type": str(_DTYPE).removeprefix("torch."),
-            "choice": row["choice"],
-        }
+        line = {"size_bytes": size, "count": row["count"], "type": _TYPE, "choice": row["choice"]}
         for name, samples in row["times"].items():
             spread = hardware.spread(samples)
             line |= {f"{name}_us": spread["median_us"], f"{name}_p90_us": spread["p90_us"], f"{name}_wrong": 0}

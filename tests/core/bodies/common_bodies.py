@@ -44,7 +44,7 @@ def leftovers() -> dict[str, set[str]]:
 def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
     """All dtypes and ops, in place, out of place and strided, back to back; returns what was wrong."""
     wrong = []
-    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+    with communicator(rank, world_size, url, arena_bytes=128 << 10, blocks=2, tile=64) as comm:
         for seed, (count, dtype, op, how) in enumerate(cases):
             kernel = registry.find("all_reduce", algorithm, protocol)
             parts = inputs(kernel, count, dtype, world_size, seed)
@@ -73,12 +73,12 @@ def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
 
 def gathers(rank, world_size, tell, url, protocol):
     wrong, gather = [], registry.find("all_gather", "one_shot", protocol)
-    with communicator(rank, world_size, url, blocks=2, tile=64) as comm:
+    with communicator(rank, world_size, url, arena_bytes=128 << 10, blocks=2, tile=64) as comm:
         for seed, (shape, dtype) in enumerate(
             [
                 ((1,), torch.float32),
                 ((3, 5), torch.bfloat16),
-                ((4096,), torch.float64),
+                ((1025,), torch.float64),
                 ((), torch.int64),
                 ((7,), torch.int32),
             ]

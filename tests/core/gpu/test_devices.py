@@ -19,9 +19,9 @@ from tricomm.core import bootstrap, topology_agreement
 from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.perf.bench import measure
-from tricomm.policy import backend_choice
 from tricomm.store.cuda_ipc import open_cuda_ipc
 from tricomm.topology import discovery, presets
 
@@ -71,7 +71,7 @@ class Job:
         monkeypatch.setattr(discovery.TorchCuda, "device_uuid", lambda self, ordinal: uuid_of(ordinal))
         monkeypatch.setattr(topology_agreement, "_found", lambda uuids: discovery.Discovery(None, "not asked"))
         monkeypatch.setattr(topology_agreement.agree, "__defaults__", (topology_agreement._found, None))
-        monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (backend_choice.NCCL, ""))
+        monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, ""))
 
         def arena(control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None) -> Any:
             return open_cuda_ipc(control, nbytes, device, timeout, self.drivers[control.rank], reach)

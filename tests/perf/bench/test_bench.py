@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.perf.test_workers import children, gone
 from tricomm.perf import bench_row
 from tricomm.perf.bench import outputs, session
@@ -33,9 +34,8 @@ def _no_history_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield folder / "tricomm" / "history.sqlite"
 
 
-def _bench(*arguments: str, **extra: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **extra)
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return forked.command("bench", "--device", "cpu", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def run(
         "--sizes",
         "512,2K",
         "--iters",
-        "2",
+        "1",
+        "--warmup",
+        "0",
         "--dtype",
         "bfloat16",
         "--json",
@@ -190,7 +192,9 @@ def test_a_wrong_result_is_exit_code_4(tmp_path: Path) -> None:
         "    d.values = lambda *a: real(*a[:3], 0, *a[4:]) if a[3] == 1 else real(*a)\n"
     )
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
-    done = _bench("--nproc", "2", "--sizes", "1K", "--iters", "1", env={**os.environ, "PYTHONPATH": path})
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 4, done.stdout + done.stderr
     assert ", 0 wrong" not in done.stdout.splitlines()[-1]
 
@@ -226,12 +230,7 @@ def test_a_device_that_is_not_there_is_reported() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = subprocess.run(
-        [sys.executable, "-m", "tricomm", "bench", "--device", "cuda", "--sizes", "1K"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked.command("bench", "--device", "cuda", "--sizes", "1K")
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
 
 
@@ -252,7 +251,9 @@ def test_the_ranks_of_torchrun_are_joined() -> None:
             "--sizes",
             "1K",
             "--iters",
-            "2",
+            "1",
+            "--warmup",
+            "0",
             "--collective",
             "all",
         ],

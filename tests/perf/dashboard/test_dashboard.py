@@ -24,7 +24,7 @@ from tests.perf.dashboard import dashboard_data
 from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.perf.dashboard import collect, render, selected, serve
+from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 
 
@@ -32,7 +32,7 @@ from tricomm.perf.dashboard.source import Source
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    selected._site.cache_clear()
+    collect._site.cache_clear()
 
 
 def _unpacked(text: str) -> Any:
@@ -82,11 +82,11 @@ def test_what_selection_picks() -> None:
         "dtype": "float32",
         "mode": "eager",
     }
-    assert selected.pick(scene, 1024) == "one_shot/ll" and selected.pick(scene, 1 << 26) == "two_shot/simple"
+    assert collect.pick(scene, 1024) == "one_shot/ll" and collect.pick(scene, 1 << 26) == "two_shot/simple"
     for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
-        assert selected.pick(scene | change, 1024) is None
-    assert selected.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None
-    names = {n: m.name for n in ("NVIDIA GB200", "NVIDIA B200", "Tesla V100-SXM2-16GB") if (m := selected.machine(n))}
+        assert collect.pick(scene | change, 1024) is None
+    assert collect.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None
+    names = {n: m.name for n in ("NVIDIA GB200", "NVIDIA B200", "Tesla V100-SXM2-16GB") if (m := collect.machine(n))}
     assert names == {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "Tesla V100-SXM2-16GB": "v100"}
 
 

@@ -262,7 +262,7 @@ def test_a_result_that_cannot_be_is_refused(settings, name):
     path = settings.out / "foreign.json"
     path.write_text(json.dumps({**result, **change} if isinstance(change, dict) else change))
     with pytest.raises(InvalidArgument, match=words):
-        result_schema.read(path)
+        result_schema.read_all(path)
     with zipfile.ZipFile(settings.out / "evidence.zip", "a") as archive:
         verified = CliRunner().invoke(cli, ["evidence", "verify", archive.filename])
         archive.write(path, path.name)
@@ -305,7 +305,7 @@ FAULTS = pytest.param("faults", marks=pytest.mark.soak)  # the same ranks as of 
 
 
 @pytest.mark.parametrize("name", ["first_streams", "streams", "processes", FAULTS, "device_time", "host_path"])
-def test_a_dry_run_goes_through_every_stage(tmp_path, name):
+def test_a_dry_run_goes_through_every_stage(tmp_path, name, forked_workers):
     """Those of several GPUs and of peers have a test of their own; the first one has the test of a bare checkout."""
     (result,) = runner.run(
         [find(name)], EvidenceSettings(tmp_path, None, True), print, processes=evidence_stages.InThisProcess

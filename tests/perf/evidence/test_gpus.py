@@ -17,6 +17,7 @@ import tricomm
 from tests.perf.evidence.test_peers import done
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
+from tricomm.perf.bench import timing
 from tricomm.perf.evidence import latency
 from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
 from tricomm.perf.evidence.stages import many_gpus
@@ -85,7 +86,7 @@ def test_a_gpu_is_timed_by_events_on_the_device_that_is_copied_from(monkeypatch)
     y = SimpleNamespace(copy_=lambda x, non_blocking: log.append(("copy", non_blocking)))
     assert many_gpus.copied(x, y) == 2e-3 and log == [3, "record", ("copy", True), "record", "wait"]
     del log[:]
-    clock = latency._stopwatch(SimpleNamespace(simulated=False))
+    clock = timing.stopwatch(torch.device("cuda", 3))
     assert clock() == 2000.0 and log == ["record", "record", "wait"]
 
 

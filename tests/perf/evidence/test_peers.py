@@ -68,7 +68,7 @@ def test_the_stages_are_where_they_belong():
     assert names[names.index("device_time") + 1] == "peers" and names[-1] == "many_gpus"
 
 
-def test_a_peer_that_is_wrong_or_ends_its_process_is_named_and_costs_only_itself(tmp_path):
+def test_a_peer_that_is_wrong_or_ends_its_process_is_named_and_costs_only_itself(tmp_path, forked_workers):
     """The others start again without a peer that ends its process."""
     settings = EvidenceSettings(tmp_path / "out", with_kraken(tmp_path / "peers", "dies", "wrong"), True)
     data = run(peers.STAGE, settings)["all_reduce/2 ranks/64 bytes"]
@@ -83,7 +83,7 @@ def test_a_peer_that_is_wrong_or_ends_its_process_is_named_and_costs_only_itself
     assert not [key for key in data if key.startswith(("kraken", "nccl", "symm"))]
 
 
-def test_several_gpus_are_measured_in_a_dry_run(tmp_path):
+def test_several_gpus_are_measured_in_a_dry_run(tmp_path, forked_workers):
     found = run(many_gpus.STAGE, EvidenceSettings(tmp_path, None, True))
     assert found["peer access"] == {"matrix": [[1, 1], [1, 1]], "open_pairs": 2, "pairs_number": 2}
     assert [(p["from"], p["to"]) for p in found["copies"]["pairs"]] == [(0, 1), (1, 0)]
@@ -98,7 +98,7 @@ def test_several_gpus_are_measured_in_a_dry_run(tmp_path):
             assert "nccl" in row["missing"] and ("tricomm_busbw_gbps" in row) == (collective != "barrier")
 
 
-def test_every_collective_is_compared_and_moves_at_least_the_bytes_that_are_said():
+def test_every_collective_is_compared_and_moves_at_least_the_bytes_that_are_said(forked_workers):
     world_size, nbytes = 2, 16384
     records = [
         record for _, record in run_workers("tests.perf.evidence.evidence_stages:rank_main", world_size, nbytes, 100.0)

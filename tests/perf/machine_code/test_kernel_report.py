@@ -15,8 +15,8 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.primitives import signal, wait_sequence
-from tricomm.perf.machine_code import accesses, kernel_report, kernel_table
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code import accesses, kernel_report
+from tricomm.perf.machine_code.kernel_report import Variant
 
 
 def _name(variant: Variant) -> str:
@@ -197,12 +197,12 @@ def test_all_variants_are_all_types_operations_worlds_and_alignments() -> None:
 
 def test_a_report_is_plain_json_and_a_line() -> None:
     report = kernel_report.examine(Variant("test", "sm_90"), _good)
-    record = json.loads(json.dumps(kernel_table.record(report)))
+    record = json.loads(json.dumps(kernel_report.record(report)))
     assert record["violations"] == [] and record["variant"]["arch"] == "sm_90"
-    heading, line = kernel_table.lines([report])
+    heading, line = kernel_report.lines([report])
     assert len(line) == len(heading) and line.split()[:4] == ["test", "sm_90", "bfloat16", "sum"]
     weak = replace(report, weak_flags=("st.release.gpu at x.py:1",))
-    assert kernel_table.lines([weak])[2] == (
+    assert kernel_report.lines([weak])[2] == (
         "! test sm_90 bfloat16 sum of 8 ranks: flags that are not `.sys`: st.release.gpu at x.py:1"
     )
 

@@ -7,7 +7,7 @@ import pytest
 from devtools import kraken
 from tricomm.errors import InvalidArgument
 from tricomm.perf.machine_code import kernel_report, steady_loop
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 
 SASS = """\
         /*0000*/                   MOV R1, c[0x0][0x28] ;

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import forked
 from tests.perf.test_workers import children, gone
 from tricomm.cli import cli
 from tricomm.policy import tuning_tables, user_tables
@@ -34,7 +35,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=180)
+    return forked.command("tune", *_SMALL, *arguments, timeout=180)
 
 
 def _rounds(folder: Path) -> int:
@@ -70,7 +71,7 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
 
 def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
     with subprocess.Popen(
-        _command("--simulated", "--budget", "10m", "--sizes", "1K:64K:4"),
+        _command("--simulated", "--budget", "10m", "--sizes", "1K:4K:4"),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         end = time.monotonic() + 90
@@ -83,7 +84,7 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
     assert process.returncode == 1 and "rank 1" in said and "What was measured is kept in" in said, said
     kept = _rounds(_folder)
     assert kept >= 2 and all(map(gone, ranks))
-    again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:64K:4")
+    again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:4K:4")
     assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
 
 

@@ -1,1 +1,1 @@
-"""What memory is, which accesses are ordered, and what a GPU may do to the order."""
+"""Memory regions, the happens-before order of accesses, and the reordering that a GPU is allowed."""

@@ -3,11 +3,11 @@
 put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
 get_ll      A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
-            word is one naturally aligned 64-bit access that carries its own flag: whoever sees the flag has the
-            payload, so it needs no order with any other word. What it does need, that nobody overwrites a word before
-            its reader has taken it, is checked instead (`Detector._ll_overwritten`).
-enter,      The busy word of a rank's own table: all blocks of a launch store the same value, whoever reads it takes
-leave       any of them, and a foreign value, which is what it is read for, is reported whichever way it came.
+            word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
+            has the payload, so it needs no order with any other word. It does need that no word is overwritten before
+            it has been read. That is checked instead (`Detector._ll_overwritten`).
+enter,      The busy word of a rank's own table: all blocks of a launch store the same value, and a reader may take
+leave       any of them. A foreign value is reported in whatever order it arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _files = {primitives.__file__, channels.__file__}
 
 
 def copy_of(file: str) -> None:
-    """Let another copy of `kernels/primitives.py` or `channels.py` have the same rights (for mutants of it)."""
+    """Apply the same exceptions to another copy of `kernels/primitives.py` or `channels.py` (for mutants of it)."""
     _files.add(file)
 
 

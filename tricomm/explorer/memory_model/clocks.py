@@ -1,17 +1,17 @@
-"""Who knows what: vector clocks for happens-before, on four levels of strictness.
+"""Vector clocks for happens-before, on four levels of strictness.
 
     STRICT   what the rules promise: release to acquire, both scopes wide enough, and the block barrier between a
              flag and the accesses of the block's other threads (`tl.debug_barrier`)
     THREAD   the same, as if a block were one thread
     ANY      the same, whatever the scopes
-    SEEN     whatever a strong read has read from, ordered or not
+    SEEN     every message that a strong read has read, ordered or not
 
 Only STRICT decides whether two accesses race. The others say which ordering is missing: the first level that has the
 two in order names what the level before it lacks.
 
 Rules (the PTX memory model, as "A Formal Analysis of the NVIDIA PTX Memory Consistency Model" (ASPLOS'19) has it, and
 scopes as in HRF (ASPLOS'14)):
-  program order within a block; end of a launch -> next launch of the rank; the ranks' meetings on the host.
+  program order within a block; end of a launch -> next launch of the rank; the ranks' exchanges on the host.
   release -> acquire that reads it, or reads a read-modify-write that continues it.
   A launch begins behind the end of the one before it, which is a fence for the whole system: even a relaxed flag
   hands on what its rank did in earlier launches.
@@ -33,7 +33,7 @@ Clock = NDArray[Any]
 
 @dataclass(slots=True)
 class Part:
-    """What one thread of control has put into a flag."""
+    """The part of a message that one thread has published."""
 
     slot: int
     rank: int
@@ -45,7 +45,7 @@ class Part:
     thread: Clock
 
     def reaches(self, rank: int, block: object, scope: str) -> bool:
-        """True where this flag's scope and the reader's include both."""
+        """True if the flag's scope and the reader's both include writer and reader."""
         return _includes(self.scope, self, rank, block) and _includes(scope, self, rank, block)
 
 
@@ -55,7 +55,7 @@ def _includes(scope: str, part: Part, rank: int, block: object) -> bool:
 
 @dataclass(slots=True)
 class Message:
-    """What a flag carries: a release, and those that read-modify-writes have continued."""
+    """A release message: that of one release, and those that read-modify-writes have continued."""
 
     parts: list[Part]
     any: Clock
@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(slots=True)
 class Joined:
-    """One read of a flag, kept to say afterwards why it did not order two accesses."""
+    """One read of a flag, kept to explain later why it did not order two accesses."""
 
     site: Site
     sem: str
@@ -75,7 +75,7 @@ class Joined:
 
 @dataclass(eq=False)
 class Thread:
-    """What one block (or one rank's host code) knows. `slot` is its place in every clock."""
+    """The vector clocks of one block, or of one rank's host code. `slot` is its index in every clock."""
 
     slot: int
     rank: int
@@ -88,7 +88,7 @@ class Thread:
         self.begin(self.now)
 
     def begin(self, known: Clock) -> None:
-        """Start (again) with what `known` knows: nothing of the block's own is pending."""
+        """Start a launch with the clock `known`; no acquire is pending."""
         own = self.now[STRICT, self.slot]
         self.now = np.maximum(self.now, known)
         self.now[:, self.slot] = own + 1
@@ -96,7 +96,7 @@ class Thread:
         self.fenced = self.now[STRICT].copy()
         self.pending = np.zeros_like(self.fenced)
         self.joins.clear()
-        self.tick()  # what comes now is behind neither the launch's beginning nor a block barrier
+        self.tick()  # later accesses come after the launch's beginning and after no block barrier
 
     @property
     def time(self) -> int:
@@ -106,13 +106,13 @@ class Thread:
         self.now[:, self.slot] += 1
 
     def barrier(self) -> None:
-        """All threads of the block have met: what one has acquired, all have; what all did, one can release."""
+        """A block barrier: an acquire by one thread now holds for all, and a release by one now covers all."""
         np.maximum(self.now[STRICT], self.pending, out=self.now[STRICT])
         self.fenced = self.now[STRICT].copy()
         self.tick()
 
     def finish(self) -> Clock:
-        """What is known at the end of the launch, which gathers the whole block."""
+        """The clock at the end of the launch, which joins all threads of the block."""
         self.barrier()
         return self.now
 
@@ -144,7 +144,7 @@ class Thread:
 
 
 def _merged(parts: list[Part], new: Part) -> list[Part]:
-    """`parts` and `new`; what one thread released before stays released."""
+    """`parts` and `new`. Earlier releases of the same thread stay in force."""
     kept = []
     for part in parts:
         if part.slot == new.slot and part.scope == new.scope:

@@ -1,4 +1,4 @@
-"""Stores that reach memory later than the program says, and tiles that arrive in pieces: what a GPU may do.
+"""Stores that reach memory late, and tiles that arrive in pieces: both are allowed on a GPU.
 
 A store that releases nothing may be overtaken by everything that its block does next, except by what reads or writes
 the same place, and by the block's next release or end. The elements of one tile are stores of their own.
@@ -22,7 +22,7 @@ _LONGEST = 40
 
 @dataclass(slots=True)
 class Held:
-    """The elements `lanes` of a store that has not reached memory yet."""
+    """The elements `lanes` of a store that have not reached memory yet."""
 
     task: Task
     access: Access
@@ -59,7 +59,7 @@ class Delays:
         self.held.append(held)
 
     def before(self, task: Task, access: Access) -> list[Held]:
-        """What must reach memory before `access` of the same block does."""
+        """The delayed stores that must reach memory before `access` of the same block."""
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")

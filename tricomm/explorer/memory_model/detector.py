@@ -1,8 +1,8 @@
-"""Finds what the order of accesses does not promise, whatever the schedule made of it.
+"""Detects data races: conflicting accesses that happens-before does not order, in whatever order they ran.
 
-Every access is compared with what was last done to the same bytes (`shadow`), under what its block knows (`clocks`).
-Two conflicting accesses that nothing orders are a race in this schedule and in others; that this schedule happened to
-do them in one order does not matter.
+Every access is compared with the last accesses to the same bytes (`shadow`), under its block's vector clock (`clocks`).
+Two conflicting accesses that nothing orders are a race in this schedule and in others; the order in which this
+schedule ran them does not matter.
 
 A strong access (an atomic, a volatile load) may meet another strong one of the same size, if the scopes of both
 include both. Everything else has to be ordered.
@@ -58,21 +58,21 @@ class Detector:
         for rank in range(world_size):
             self.thread(rank, -1)
 
-    # Who knows what
+    # Vector clocks
 
     def thread(self, rank: int, block: int) -> Thread:
         """The clock of a block, or of a rank's host code (block -1)."""
-        found = self._threads.get((rank, block))
-        if found is None:
+        thread = self._threads.get((rank, block))
+        if thread is None:
             slot = len(self._threads)
             if slot >= self._slots:
                 self._widen()
             self._ranks[slot] = rank
-            found = self._threads[rank, block] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
-        return found
+            thread = self._threads[rank, block] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
+        return thread
 
     def begin(self, launch: Launch) -> None:
-        """A launch begins with what its rank's host code knows, earlier launches included."""
+        """A launch begins with the clock of its rank's host code, which includes earlier launches."""
         host = self.thread(launch.rank, -1)
         blocks = [self.thread(task.rank, task.block) for task in launch.blocks]  # may make room for more clocks
         known = host.now
@@ -87,7 +87,7 @@ class Detector:
         host.tick()
 
     def met(self, rank: int, step: int, after: bool) -> None:
-        """Host code has come to exchange number `step` of the group, or has left it with everybody's answer."""
+        """Host code has entered exchange number `step` of the group, or has left it with the values of all ranks."""
         host = self.thread(rank, -1)
         if not after:
             self._meetings.setdefault(step, []).append(host.now.copy())
@@ -124,7 +124,7 @@ class Detector:
         return Stamp(frozen, record, message, frozen.time)
 
     def held(self, stamp: Any, access: Access, places: list[Place]) -> None:
-        """Now it does, or some of its elements."""
+        """The store of `stamp`, or some of its elements, reaches memory."""
         thread = stamp.thread
         if thread.now.shape[1] < self._slots:
             for name in ("now", "birth", "fenced", "pending"):
@@ -156,12 +156,12 @@ class Detector:
         self.report(diagnosis.out_of_bounds(record, text))
 
     def report(self, finding: Finding) -> None:
-        """Keep a finding, unless the same two lines have been found at odds already."""
+        """Keep a finding, unless one with the same kind and lines is kept already."""
         if len(self.findings) < _MOST and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
     def leftovers(self, arenas: list[Region]) -> None:
-        """At the end of an execution in which all went well: flags that nobody has read, words not as they were."""
+        """At the end of a clean execution: report flags that were never read, and words that are not reset."""
         for region in self._shadowed:
             shadow = region.shadow
             # A word that is 0, as memory begins, is at rest: a lock let go, a signal taken back.
@@ -256,7 +256,7 @@ class Detector:
         shadow.note_write(index, thread.slot, time, record, scope, access.itemsize)
         if strong:
             shadow.message[index] = message
-            # A counter's last ticket need not be read by anybody; a signal must be.
+            # The last value of a counter need not be read; a signal must be.
             shadow.taken[index] = access.kind == "rmw" and access.op != "XCHG"
             if allowed.is_ll(site) and not _any_byte(place, access.itemsize):  # a cleared word is no message
                 shadow.taken[index], shadow.taking[index], shadow.cleared[index] = True, 0, True
@@ -264,7 +264,7 @@ class Detector:
     def _clashed(
         self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int, strong: bool
     ) -> None:
-        """The last write is not ordered before this access: a race, unless both are strong and fit together."""
+        """The last write is not ordered before this access: a race, unless both are strong and fit each other."""
         if strong:
             unordered = unordered & self._misfits(thread, access, shadow, index)
             if not unordered.any():
@@ -273,7 +273,7 @@ class Detector:
         self._race(thread, clash, record)
 
     def _misfits(self, thread: Thread, access: Access, shadow: Shadow, index: Index) -> Array:
-        """Where a strong access and the last write may not meet unordered."""
+        """bool per granule: a strong access and the last write must be ordered."""
         scope, owner = shadow.scope[index], self._ranks[shadow.writer[index]]
         narrow = np.minimum(scope, SCOPES[access.scope or "sys"])
         apart = (narrow < SCOPES["sys"]) & (owner != thread.rank) | (narrow < SCOPES["gpu"])
@@ -283,7 +283,7 @@ class Detector:
         self.report(diagnosis.race(thread, clash, self.records[clash.record], self.records[record]))
 
     def _ll_overwritten(self, thread: Thread, shadow: Shadow, index: Index, record: int) -> None:
-        """An LL word may be overwritten only by who knows that it was read: the reader says so in its next header."""
+        """An LL word may be overwritten only after its read, of which the reader's next header is the proof."""
         lost = ~shadow.taken[index]
         early = shadow.taking[index] > thread.now[SEEN][shadow.taker[index]]
         for which, never in ((lost, True), (early & ~lost, False)):
@@ -331,7 +331,7 @@ def _fitting(clock: Array, slots: int) -> Array:
 
 
 def _time(thread: Thread, access: Access) -> int:
-    """When a write counts as made. A flag that releases does so with its own lane, which need not wait for others."""
+    """The time of a write. A release is made by one thread of the block, and does not wait for the others."""
     return int(thread.fenced[thread.slot]) if access.sem in _RELEASES else thread.time
 
 

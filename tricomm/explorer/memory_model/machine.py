@@ -1,4 +1,4 @@
-"""What happens at an access: somebody else may go first, then it is done, looked at, and those who wait are woken."""
+"""Each access in turn: a scheduling point, the access itself, its examination, and the waking of pollers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Task
 from tricomm.kernels.launch.memory_access import Access
 
-_PATIENCE = 64  # rounds that a plain load is given, which may be no poll, and a kernel that was told to leave
+_PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an abort, counts as a poll
 
 
 class OutOfBounds(TricommError):
@@ -23,7 +23,7 @@ class OutOfBounds(TricommError):
 
 
 class Machine:
-    """The director of an execution. `detector`, `delays` and `contention` are None where nobody asks for them."""
+    """The director of an execution. `detector`, `delays` and `contention` are optional."""
 
     def __init__(
         self, memory: Memory, detector: Detector | None, delays: Delays | None, contention: Contention | None,
@@ -66,7 +66,7 @@ class Machine:
             task.last_poll.compared(relation, left, right, result)
 
     def release_held(self, now: bool = False) -> bool:
-        """Do the held stores whose time has come; `now`: all of them."""
+        """Perform the delayed stores that are due; `now`: all of them."""
         if self.delays is None:
             return False
         due = self.delays.due(self.scheduler.step, now)
@@ -111,7 +111,7 @@ class Machine:
                 self.scheduler.park()
 
     def _news(self, task: Task) -> bool:
-        """True where something that the task polls has changed since it looked there."""
+        """True if memory that the task polls has changed since its last read."""
         for poll in task.loop():
             places = self.memory.places(poll.access.addresses, poll.access.itemsize, [])
             if (
@@ -151,7 +151,7 @@ class Machine:
             self.tell_to_leave(place.region.rank)
 
     def tell_to_leave(self, rank: int) -> None:
-        """Its control words may say so now: let its blocks look, however often it takes."""
+        """If the control words of the rank are set, wake its blocks, and do not park them again soon."""
         words = next(r for r in self.memory if r.kind == "control" and r.rank == rank).bytes[:16]
         if words.any():
             self.leaving.add(rank)
@@ -171,7 +171,7 @@ class Machine:
 
 
 def _values(places: list[Place], itemsize: int, count: int) -> bytes:
-    """What the elements hold now, in lane order."""
+    """The present bytes of the elements, in lane order."""
     out = np.empty((count, itemsize), np.uint8)
     for place in places:
         lanes = slice(None) if place.lanes is None else place.lanes
@@ -184,7 +184,7 @@ def _constant(place: Place) -> bool:
 
 
 def _some(place: Place, lanes: Array) -> Place:
-    """The part of a place that the chosen lanes of its access make."""
+    """The part of a place that belongs to the chosen lanes."""
     mine = lanes if place.lanes is None else lanes[place.lanes]
     whole = lanes.copy() if place.lanes is None else place.lanes & lanes
     return Place(place.region, place.offsets[mine], whole)

@@ -1,4 +1,4 @@
-"""What the ranks of one execution can reach: named regions, and where in them an access goes."""
+"""The memory of one execution: named regions, and the place of an access within them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS
 class Region:
     """A run of bytes. `kind` is arena, symmetric, control (the host's words, not examined) or private (one launch's).
 
-    `rank` is whose memory it is; `plan` is how an arena is divided."""
+    `rank` owns the memory; `plan` is the layout of an arena."""
 
     kind: str
     rank: int
@@ -46,11 +46,11 @@ class Region:
 
     @property
     def shared(self) -> bool:
-        """True where other ranks' kernels reach it."""
+        """True if kernels of other ranks can access it."""
         return self.kind in ("arena", "symmetric")
 
     def label(self, offset: int) -> str:
-        """What lies at byte `offset`, for people."""
+        """A readable name of byte `offset`."""
         if self.plan is None:
             return f"{self.name} byte {offset}"
         return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
@@ -133,7 +133,7 @@ class Memory:
         return next((r for r in private if r.base <= low and high <= r.end), None)
 
     def places(self, addresses: Array, itemsize: int, private: list[Region]) -> list[Place] | int:
-        """Where the elements lie, one place a region; the first address that lies nowhere, if there is one."""
+        """The places of the elements, one a region; or the first address that lies in no region."""
         low, high = int(addresses.min()), int(addresses.max()) + itemsize
         whole = self.region(low, high, private)
         if whole is not None:
@@ -152,7 +152,7 @@ class Memory:
         return places
 
     def nearest(self, address: int, private: list[Region]) -> str:
-        """Which known memory an address that lies nowhere is closest to."""
+        """The region closest to an address that lies in none."""
         known = [*self._regions, *private]
         if not known:
             return "no memory is known"

@@ -1,4 +1,4 @@
-"""What was last done to every piece of a region, and by whom: enough to see that two accesses are not in order.
+"""Shadow memory: the last accesses to every granule of a region, from which unordered accesses are detected.
 
 All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). No sampling: the
 last read of every thread is kept.
@@ -38,7 +38,7 @@ class Shadow:
         n = -(-nbytes // 8)
         self.writer = np.full(n, -1, np.int16)
         self.written = np.zeros(n, np.int32)  # the writer's time
-        self.scope = np.zeros(n, np.uint8)  # of the last write, PLAIN where it was a plain one
+        self.scope = np.zeros(n, np.uint8)  # of the last write, PLAIN if it was a plain one
         self.size = np.zeros(n, np.uint8)
         self.record = np.zeros(n, np.int32)
         self.message = np.full(n, -1, np.int32)
@@ -56,7 +56,7 @@ class Shadow:
     )  # fmt: skip
 
     def index(self, offsets: Array, itemsize: int) -> Index:
-        """The granules of the elements at `offsets`; finer granules from here on, where these are too coarse."""
+        """The granules of the elements at `offsets`; the granules get finer from here on if these are too coarse."""
         if itemsize % self.granule or (offsets % self.granule).any():
             self._refine(next(g for g in (4, 2, 1) if itemsize % g == 0 and not (offsets % g).any()))
         first, width = offsets // self.granule, itemsize // self.granule
@@ -88,7 +88,7 @@ class Shadow:
         self.slots = slots
 
     def unordered_write(self, index: Index, known: Array) -> Array:
-        """bool per granule: the last write is not among what `known` (a clock) knows."""
+        """bool per granule: the last write does not happen before the clock `known`."""
         return self.written[index] > known[self.writer[index]]
 
     def clash_with_write(self, index: Index, unordered: Array) -> Clash:
@@ -96,7 +96,7 @@ class Shadow:
         return Clash(granule, int(self.record[granule]), int(self.writer[granule]), int(self.written[granule]), True)
 
     def clash_with_read(self, index: Index, known: Array, strong: bool) -> Clash | None:
-        """A read (plain ones, or the strong ones too) that `known` does not know of."""
+        """A read (plain, or also strong) that does not happen before the clock `known`."""
         late: Array = self.read[index] > known
         if strong:
             late = late | (self.looked[index] > known)
@@ -121,13 +121,13 @@ class Shadow:
         self.message[index] = -1
         self.taken[index] = True
         self.cleared[index] = False
-        # Whoever is ordered after this write is ordered after the reads that this write is ordered after.
+        # An access ordered after this write is also ordered after the reads that precede the write.
         self.read[index] = 0
         if scope == PLAIN:
             self.looked[index] = 0
 
     def take(self, index: Index, slot: int, time: int) -> None:
-        """A strong read of the values that are there now."""
+        """A strong read of the present values."""
         fresh = ~self.taken[index]
         if fresh.any():
             self.taker[index] = np.where(fresh, slot, self.taker[index])

@@ -1,4 +1,4 @@
-"""Which line of a kernel is running: the device functions on the stack, innermost first."""
+"""The source line of an access: the device functions on the stack, innermost first."""
 
 from __future__ import annotations
 
@@ -82,10 +82,11 @@ def current() -> Site:
         if not hidden:
             key.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
-    found = _sites.get(tuple(key))
-    if found is None:
-        found = _sites[tuple(key)] = Site(tuple(key))
-    return found
+    chain = tuple(key)
+    site = _sites.get(chain)
+    if site is None:
+        site = _sites[chain] = Site(chain)
+    return site
 
 
 def of_host() -> Site:

@@ -1,4 +1,4 @@
-"""From two accesses that nothing orders to words: what they are, which ordering is missing, and what would give it."""
+"""The text of a finding: the two unordered accesses, the ordering that is missing, and a way to establish it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _STRONG = ("acquire", "release", "acq_rel", "relaxed")
 
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
-    """`second`, which `thread` makes now, conflicts with `first`, and its block does not know of `first`."""
+    """`second`, made by `thread`, conflicts with `first`, and `first` does not happen before it."""
     written = second.kind != "load"
     name = "write-after-write" if clash.written and written else "read-after-write"
     name = name if clash.written else "write-after-read"
@@ -91,7 +91,7 @@ def _flag_needed(clash: Clash, first: Record, second: Record) -> str:
 
 
 def ll_overwritten(first: Record, second: Record, never: bool) -> Finding:
-    state = "before anybody had read it" if never else "while its reader may still be polling for it"
+    state = "before it was read" if never else "while its reader may still be polling for it"
     text = f"LL word overwritten {state}, {second.place}: {_said(first)}; then {_said(second)}"
     advice = (
         "write an epoch's words only after the reader's header of the epoch between has been seen (wait_headers), and "
@@ -101,15 +101,15 @@ def ll_overwritten(first: Record, second: Record, never: bool) -> Finding:
 
 
 def zero_may_come_late(first: Record, second: Record) -> Finding:
-    """An LL word is written over a zero that may still be on its way."""
+    """An LL word is written over a zero that may not have reached memory yet."""
     text = f"the zero of a clearing may still land on an LL word, {second.place}: {_said(first)}; then {_said(second)}"
     advice = "release the header that follows a clearing, and acquire it before the word is written"
     return _finding("race", (first, second), text, advice)
 
 
 def uninitialised(record: Record) -> Finding:
-    text = f"{_said(record)} from {record.place}, which nobody has ever written"
-    advice = "write it first, or wait for who does; where the zeros that memory starts with are meant, store them"
+    text = f"{_said(record)} from {record.place}, which was never written"
+    advice = "write it first, or wait for the rank that does; if the zeros of new memory are meant, store them"
     return _finding("uninitialised", (record,), text, advice)
 
 
@@ -118,17 +118,17 @@ def out_of_bounds(record: Record, text: str) -> Finding:
 
 
 def leftover(record: Record, place: str) -> Finding:
-    text = f"{_said(record)} to {place}, and nobody has read it when all is over"
+    text = f"{_said(record)} to {place}, which is unread at the end"
     return _finding("leftover", (record,), text, "the next call may take it for its own: wait for every signal sent")
 
 
 def dirty_word(rank: int, name: str, value: int) -> Finding:
-    text = f"rank {rank}'s {name} word is {value} when all is over, not 0"
+    text = f"rank {rank}'s {name} word is {value} at the end, not 0"
     return Finding("leftover", (rank,), (), text, "a launch has not ended as `leave` ends one")
 
 
 def epochs_differ(epochs: list[int]) -> Finding:
-    text = f"the ranks' epochs differ when all is over: {epochs}"
+    text = f"the ranks' epochs differ at the end: {epochs}"
     advice = "every rank must advance by the same number of chunks"
     return Finding("leftover", tuple(range(len(epochs))), (), text, advice)
 

@@ -1,4 +1,4 @@
-"""What the explorer found, in words and in numbers."""
+"""Findings, the accesses that they are about, and the executions that show them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Record:
 class Execution:
     """What one execution depends on, besides the function: enough to repeat it exactly.
 
-    `choices` are (step, task) where it departed from letting whoever ran last run on. `patience` is how often a block
-    goes round a loop in which nothing changes before it sleeps.
+    `choices` are the switches, (step, task); without one the last task runs on. `patience` is the number of rounds of
+    a loop without new values after which a block is parked.
     """
 
     seed: int = 0

@@ -37,8 +37,8 @@ class CampaignPlan:
 class Report:
     """The outcome of `tricomm.check`.
 
-    ok        True where no schedule showed anything wrong
-    findings  what was found, the first first
+    ok        True if no schedule showed a finding
+    findings  in the order in which they were found
     ran       schedules that were run; `complete`: none of those asked for is missing
     steps     accesses to symmetric memory, over all of them; `seconds` they took
     subject   what was checked, for `tricomm check --replay`
@@ -121,7 +121,7 @@ class Report:
 
 
 def digest(file: str | None) -> str | None:
-    """What tells two states of a file apart; None where there is none to read."""
+    """A hash of the file; None if it cannot be read."""
     try:
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
     except OSError:

@@ -1,4 +1,4 @@
-"""A finding as a picture: ranks as lanes, accesses and flags as marks, the two that are at odds in red.
+"""A finding as a picture: ranks as lanes, accesses and flags as marks, the two that conflict in red.
 
 One self-contained file, .html or .svg: no script, no font, nothing from a network.
 """
@@ -28,7 +28,7 @@ body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var
 
 
 def check_path(path: str | Path) -> str:
-    """The suffix, which says what is to be written; raises `InvalidArgument` for another one."""
+    """The suffix, which is the format; raises `InvalidArgument` for an unknown one."""
     suffix = Path(path).suffix.lower()
     if suffix not in (".html", ".htm", ".svg"):
         raise InvalidArgument(f"{path}: a timeline is written as .html or as .svg")
@@ -36,14 +36,14 @@ def check_path(path: str | Path) -> str:
 
 
 def write(report: Report, path: str | Path, number: int = 0) -> None:
-    """Write finding `number` of `report` to `path`; the suffix .html or .svg says what it is to be."""
+    """Write finding `number` of `report` to `path`; the suffix .html or .svg is the format."""
     suffix = check_path(path)
     text = render(report, number) if suffix != ".svg" else picture.svg(_finding(report, number), alone=True)
     Path(path).write_text(text, encoding="utf-8")
 
 
 def render(report: Report, number: int = 0) -> str:
-    """A page about finding `number`, counted from 0. Raises `InvalidArgument` where there is nothing to draw."""
+    """A page about finding `number`, counted from 0. Raises `InvalidArgument` if there is nothing to draw."""
     finding = _finding(report, number)
     title = f"{finding.kind}, simulated: {report.subject.get('kernel') or report.subject.get('function')}"
     choices = ", ".join(f"{step}: {task}" for step, task in finding.execution.choices) or "none needed"

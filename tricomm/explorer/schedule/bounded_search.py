@@ -1,21 +1,22 @@
-"""Every schedule with few preemptions, one after another, without those that differ from another one in nothing.
+"""Every schedule with at most a given number of preemptions, except those equivalent to another one.
 
 After CHESS (Musuvathi and Qadeer, PLDI'07) and bounded partial-order reduction (Coons, Musuvathi and McKinley,
-OOPSLA'13). Two arguments keep the number small; both need that every execution is also examined for races.
+OOPSLA'13). Two arguments keep the number small. Both require that every execution is also checked for races.
 
-A block is preempted only before a strong access to memory that another block touches, too: a switch before a plain
+1. A block is preempted only before a strong access to memory that another block accesses, too. A switch before a plain
 access shows nothing that a switch before the next strong one does not.
 
-Nor does a preemption before access `a` whose block runs on before anybody has touched what `a` touches: the same
-happens where `a` is done first, and its block preempted before its next strong access (or not at all, where it cannot
-go on). What the block does in between is plain; if it clashed with what the others did meanwhile, that would be a
-race, as nothing but `a` could order the two. So what would follow is passed by, and the preemption that is moved
-towards the end comes to a place that is not. Later preemptions of a run are tried before earlier ones, so often it is
-known what a block would do if it were let in earlier: the same, if it does not touch what was done in between.
+2. A preemption before access `a` is left out if the block runs again before any other block has accessed the memory of
+`a`. The same result comes from a schedule that performs `a` first and preempts the block before its next strong access
+(or not at all, if it cannot continue). The block's accesses in between are plain. If they conflicted with those of the
+other blocks, that would be a race, because nothing but `a` could order the two. So the search skips such a preemption,
+and the one moved towards the end reaches a place that is not skipped. Later preemptions of a run are tried before
+earlier ones. So it is often known how a block would behave if it were scheduled earlier: the same, if it accesses none
+of the memory that was accessed in between.
 
-A look that finds nothing new, and is repeated until it does, counts for nothing in all this; unless its loop looks at
-other places, too, for then it matters what changes between two of them. (A loop of three looks or more at one place
-that uses what each has found, and does not wait, is taken for a wait: no kernel of ours has one.)
+A repeated read without a new value is ignored here, unless its loop also reads other memory: then it matters which of
+two words changes between the reads. (A loop of three reads or more of one word that uses each value, and does not
+wait, is taken for a wait. No shipped kernel has one.)
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from dataclasses import dataclass, field
 from tricomm.explorer.schedule.scheduler import default
 from tricomm.explorer.schedule.tasks import Task
 
-_IDLE = b"a look that is repeated"
+_IDLE = b"a repeated read"
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """An access of an execution: whose, to which words, at which line, and what it has read."""
+    """An access of an execution: its task, words and source line, and the value that it has read."""
 
     task: str
     words: frozenset[tuple[str, int]]
@@ -42,28 +43,28 @@ class Touch:
         return (self.writes or other.writes) and not self.words.isdisjoint(other.words)
 
 
-def _idle(look: Touch) -> Touch:
-    return Touch(look.task, frozenset(), False, look.line, _IDLE)
+def _idle(read: Touch) -> Touch:
+    return Touch(read.task, frozenset(), False, read.line, _IDLE)
 
 
 @dataclass(slots=True)
 class _Fork:
-    """A decision: who was ready, who was taken, after how many accesses, and how many preemptions came before it."""
+    """A decision: the ready tasks, the one taken, the number of accesses and of preemptions before it."""
 
     ready: list[str]
     taken: int
     preempts: bool
     spent: int
     at: int
-    # Of each block that was let in: what it did until only the preempted one could go on; None where it is not so.
+    # Block -> its accesses until only the preempted block could run; None if another block ran in between.
     turns: dict[str, list[Touch] | None] = field(default_factory=dict)
-    idle: bool = False  # the running block would only have looked, and slept
+    idle: bool = False  # the running block would only have polled, and parked
 
 
 class BoundedSearch:
     """Every schedule with at most `preemptions` preemptions, each or one that is equal to it.
 
-    Where the running block cannot go on, whoever can is tried, which costs nothing.
+    If the running block cannot continue, every ready block is tried, at no cost in preemptions.
 
         search = BoundedSearch(2)
         while search.begin():
@@ -80,17 +81,17 @@ class BoundedSearch:
         self._over = False
 
     def begin(self) -> bool:
-        """False when every schedule has been seen."""
+        """False if every schedule has been run."""
         self._at = 0
         self._trace, self._parked = [], []
         return not self._over
 
     def saw(self, touch: Touch | None) -> None:
-        """An access has been done; None is one that no other may be moved across."""
+        """Note an access that was made. None stands for host code, across which no access may be moved."""
         self._trace.append(touch)
 
     def parked(self, task: str) -> None:
-        """The last access was a look that found what was there before; its block now sleeps."""
+        """The last access was a read without a new value, and its block is parked now."""
         self._parked.append(len(self._trace) - 1)
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
@@ -113,11 +114,11 @@ class BoundedSearch:
         return order[fork.taken]
 
     def end(self) -> None:
-        """After an execution: on to the next schedule, the last decision that has another way first."""
+        """After an execution: choose the next schedule, by changing the last decision that has an untried block."""
         del self._path[self._at :]
         self._set_idle()
         self._note_turns()
-        self._pass_by()
+        self._skip_equivalent()
         while self._path:
             fork = self._path.pop()
             before = self._path[-1].spent if self._path else 0
@@ -129,20 +130,20 @@ class BoundedSearch:
                 fork.taken, fork.spent = taken, spent
                 self._path.append(fork)
                 return
-            self._hand_on(fork)
+            self._inherit_turns(fork)
         self._over = True
 
     def _known(self, fork: _Fork, taken: int) -> bool:
-        """True where to let that block go on shows nothing new."""
+        """True if scheduling that block shows nothing new."""
         return (
             fork.idle
             or fork.turns.get(fork.ready[taken]) is not None
-            or self._goes_on_for_nothing(fork.ready[taken], fork.at)
+            or self._resumes_without_effect(fork.ready[taken], fork.at)
         )
 
     def _set_idle(self) -> None:
-        """Make nothing of the looks of a loop that looks at one place, and again when its block has slept; but for the
-        first that found what was there, which may have told it something."""
+        """Mark the repeated reads of a polling loop over one word as idle. The first read of a value is not among them,
+        because the block may use the value."""
         for place in self._parked:
             last = self._trace[place]
             assert last is not None
@@ -158,7 +159,7 @@ class BoundedSearch:
                 self._trace[n] = _idle(last)
 
     def _note_turns(self) -> None:
-        """What the blocks did that this execution has let in for the first time."""
+        """Note the accesses of the blocks that this execution has scheduled for the first time at a decision."""
         for fork in self._path:
             if fork.preempts and not fork.taken and fork.at < len(self._trace):
                 touch = self._trace[fork.at]
@@ -171,8 +172,8 @@ class BoundedSearch:
                 forced = back is not None and all(f.at != back for f in self._path)
                 fork.turns[block] = [t for t in turn if t is not None] if alone and forced else None
 
-    def _hand_on(self, fork: _Fork) -> None:
-        """A decision is done with. The same block's decision before it need not let in who would do the same there."""
+    def _inherit_turns(self, fork: _Fork) -> None:
+        """A decision is exhausted. An earlier one of the same block need not try blocks that behave the same there."""
         earlier = self._path[-1] if self._path else None
         if earlier is None or not (fork.preempts and earlier.preempts) or earlier.taken:
             return
@@ -182,8 +183,8 @@ class BoundedSearch:
                 if turn is not None and not any(a.conflicts(b) for a in turn for b in between if b is not None):
                     earlier.turns[block] = turn
 
-    def _pass_by(self) -> None:
-        """Forget the decisions after a block that was preempted for nothing has gone on."""
+    def _skip_equivalent(self) -> None:
+        """Drop the decisions that follow a preemption without effect, from where its block runs again."""
         for fork in self._path:
             if fork.preempts and fork.taken:
                 back = self._back(fork)
@@ -191,8 +192,8 @@ class BoundedSearch:
                     del self._path[next((n for n, f in enumerate(self._path) if f.at > back), len(self._path)) :]
                     return
 
-    def _goes_on_for_nothing(self, task: str, at: int) -> bool:
-        """True where `task` was preempted before, would go on now, and nothing has happened that it minds."""
+    def _resumes_without_effect(self, task: str, at: int) -> bool:
+        """True if `task` was preempted earlier, and no access since then conflicts with its next one."""
         for fork in reversed(self._path):
             if fork.preempts and fork.ready[0] == task and fork.taken:
                 back = self._back(fork)
@@ -200,12 +201,12 @@ class BoundedSearch:
         return False
 
     def _back(self, fork: _Fork) -> int | None:
-        """Where in the trace the block that `fork` preempted has gone on."""
+        """The index in the trace at which the block that `fork` preempted runs again."""
         places = range(fork.at, len(self._trace))
         return next((n for n in places if (touch := self._trace[n]) and touch.task == fork.ready[0]), None)
 
     def _untouched(self, first: int, last: int, access: int) -> bool:
-        """True where no access from `first` to `last` minds whether that at `access` is done before it."""
+        """True if no access from `first` to `last` conflicts with the one at `access`."""
         mine = self._trace[access]
         assert mine is not None
         return not any(other is None or mine.conflicts(other) for other in self._trace[first:last])

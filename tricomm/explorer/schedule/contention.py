@@ -1,4 +1,4 @@
-"""Which memory more than one block has touched: elsewhere it makes no difference who goes first."""
+"""The memory that more than one block has accessed. The order of accesses to other memory makes no difference."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tricomm.explorer.memory_model.regions import Array, Place
 from tricomm.explorer.schedule.bounded_search import BoundedSearch, Touch
 from tricomm.explorer.schedule.tasks import Task
 
-_NOBODY, _MANY = -1, -2
+_UNTOUCHED, _MANY = -1, -2
 
 
 class Contention:
-    """Learns over the executions of a campaign, whose search is told. `grew` is True where it found more to search."""
+    """Kept over the executions of a campaign. `grew` is True if an execution has shown new shared memory."""
 
     def __init__(self, preemptions: int) -> None:
         self.grew = False
@@ -22,23 +22,23 @@ class Contention:
         self._touched: dict[str, Array] = {}
 
     def contested(self, task: Task, places: list[Place]) -> bool:
-        """Note an access; True where another block has made one to the same words, in this execution or before."""
-        me, found = self._numbers.setdefault(task.key, len(self._numbers)), False
+        """Note an access. True if another block has accessed the same words, in this execution or an earlier one."""
+        me, contested = self._numbers.setdefault(task.key, len(self._numbers)), False
         for place in places:
             known = self._touched.get(place.region.name)
             if known is None:
-                known = self._touched[place.region.name] = np.full(-(-place.region.nbytes // 8), _NOBODY, np.int16)
+                known = self._touched[place.region.name] = np.full(-(-place.region.nbytes // 8), _UNTOUCHED, np.int16)
             words = place.offsets // 8
             before = known[words]
-            foreign = (before != me) & (before != _NOBODY)
+            foreign = (before != me) & (before != _UNTOUCHED)
             self.grew |= bool((foreign & (before != _MANY)).any())
             known[words] = np.where(foreign, _MANY, me)
-            found |= bool(foreign.any())
-        return found
+            contested |= bool(foreign.any())
+        return contested
 
     def begin(self) -> bool:
-        """On to the next execution; False when there is none. From the start again where one has found more."""
-        if self.grew:  # decisions were passed by where there was one to make
+        """Start the next execution; False if there is none. The search starts again if an execution has shown more."""
+        if self.grew:  # the search has missed points at which it had to decide
             self.search, self.grew = BoundedSearch(self._preemptions), False
         return self.search.begin()
 

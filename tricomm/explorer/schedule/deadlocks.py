@@ -1,4 +1,4 @@
-"""Who waits for what, where nobody can run: the words of a deadlock."""
+"""The report of a deadlock: the tasks that wait, and the memory that each of them polls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tricomm.explorer.schedule.tasks import Poll, State, Task
 
 
 def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why: str) -> Finding:
-    """A finding that names every waiter: rank, block, address, what it expects and what is there."""
+    """A finding that names every waiting task: rank, block, address, expected value and actual value."""
     waiters = [_block(task, memory) for task in blocks if task.state in (State.PARKED, State.STOPPED) and task.started]
     waiters += [_not_started(task) for task in blocks if not task.started and task.state is State.READY]
     waiters += [_host(task) for task in hosts if task.state is State.WAITING and task.launch is None]

@@ -1,4 +1,4 @@
-"""Ends host code that blocks outside of tricomm: in one process nobody else could ever wake it."""
+"""Ends host code that blocks outside of tricomm: all ranks share one thread, so no other rank could wake it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SIGNAL = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 
 class Blocked(BaseException):
-    """Raised in code that has not come back for too long. Not an Exception: user code must not swallow it."""
+    """Raised in host code that blocks for too long. Not an Exception: user code must not swallow it."""
 
 
 class Watchdog:
-    """While open, raises `Blocked` in the main thread where `progress()` has been the same for `seconds`.
+    """While open, raises `Blocked` in the main thread if `progress()` has not changed for `seconds`.
 
     A signal interrupts sleeps and waits for locks, too. In another thread there are no signals, and no watchdog.
     """

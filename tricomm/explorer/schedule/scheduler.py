@@ -24,10 +24,10 @@ _RETRIES = 8
 
 
 class Strategy(Protocol):
-    """Says who is next."""
+    """Chooses the task that runs next."""
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
-        """One of `ready` (in rank and block order, never empty); `current` ran last, and may not be among them."""
+        """One of `ready` (in rank and block order, never empty). `current` is the last task; it may be blocked."""
 
 
 class Ended(Exception):
@@ -47,16 +47,16 @@ class Scheduler:
         host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
     ) -> None:
         self.step = 0
-        self.turns = 0  # grows while anything goes on at all
-        self.progress = 0  # grows when memory changes or host code goes on: polling alone is none
-        self.choices: list[tuple[int, str]] = []  # where a strategy departed from running on
+        self.turns = 0  # grows with every switch and every access: the watchdog reads it
+        self.progress = 0  # grows when memory changes or host code runs; polling alone is no progress
+        self.choices: list[tuple[int, str]] = []  # the steps at which the strategy switched tasks
         self.current: Task | None = None
         self.hosts: list[Task] = []
         self.blocks: list[Task] = []
         self.before_step: Callable[[], None] = lambda: None
-        self.flush: Callable[[], bool] = lambda: False  # nobody can run: do what is still on its way
+        self.flush: Callable[[], bool] = lambda: False  # called when no task can run: performs the delayed stores
         self.unfinished: Callable[[Task], bool] = lambda task: False
-        self.stuck: Callable[[], bool] = lambda: False  # nobody can run: change something, or return False
+        self.stuck: Callable[[], bool] = lambda: False  # called when no task can run: unblocks one, or returns False
         self.closing = False
         self._strategy, self._director = strategy, director
         self._residency, self._most = residency, most_steps
@@ -74,7 +74,7 @@ class Scheduler:
 
     def launch(self, rank: int, programs: list[Program], private: list[Region], begin: Callable[[Launch], None],
                end: Callable[[Launch], None]) -> None:  # fmt: skip
-        """In a rank's host code: run a kernel, and return when it has run. Raises what it raises."""
+        """In a rank's host code: run a kernel, and return when it has ended. Raises the errors of the kernel."""
         self._refuse_when_closing()
         host = self.hosts[rank]
         self._launches += 1
@@ -98,11 +98,11 @@ class Scheduler:
     def _block(self, task: Task) -> None:
         assert task.program is not None
         task.program()
-        while self.unfinished(task):  # its last stores are still on their way
+        while self.unfinished(task):  # its last stores have not reached memory
             self.take_turns()
 
     def wait(self, rank: int) -> None:
-        """In a rank's host code: let the others get on; returns when something may have changed."""
+        """In a rank's host code: let other tasks run. Returns when shared state may have changed."""
         self._refuse_when_closing()
         host = self.hosts[rank]
         host.state, host.host_site = State.WAITING, source_lines.of_host()
@@ -110,7 +110,7 @@ class Scheduler:
         self._refuse_when_closing()
 
     def take_turns(self) -> None:
-        """In a block, before an access to shared memory: somebody else may go first."""
+        """In a block, before an access to shared memory: a point at which the scheduler may switch."""
         task = self.current
         self.step += 1
         if self.step > self._most:
@@ -121,15 +121,15 @@ class Scheduler:
             self._main.switch(None if task not in ready else chosen)
 
     def park(self) -> None:
-        """In a block: nothing that it polls changes. Returns when something has."""
+        """In a block whose polled memory does not change: sleep until it does."""
         assert self.current is not None
         self.current.state = State.PARKED
         self._main.switch()
 
-    # Called by whoever looks on
+    # Called by the machine and the execution
 
     def wrote(self, addresses: Array) -> None:
-        """Memory has changed: whoever polls it may run again."""
+        """Memory at `addresses` has changed: the tasks that poll it become ready."""
         self.progress += 1
         for task in self.blocks:
             if task.state is State.PARKED:
@@ -141,19 +141,19 @@ class Scheduler:
         task.state, task.retries, task.looks = State.READY, 0, []
 
     def wake_hosts(self) -> None:
-        """Something that host code may wait for has changed."""
+        """Shared state has changed that host code may wait for."""
         for host in self.hosts:
             if host.state is State.WAITING and host.launch is None:
                 host.state = State.READY
 
     def stop_rank(self, rank: int) -> None:
-        """The rank never runs again."""
+        """From here on no task of the rank runs."""
         for task in [self.hosts[rank], *self.blocks]:
             if task.rank == rank and task.state is not State.DONE:
                 task.state = State.STOPPED
 
     def fail_waiting(self, text: str) -> None:
-        """Raise `CollectiveTimeout` in everything that still waits."""
+        """Raise `CollectiveTimeout` in every block that still polls."""
         for task in list(self.blocks):
             if task.state is State.PARKED:
                 self._throw(task, CollectiveTimeout(f"timeout: {text}"))
@@ -161,7 +161,7 @@ class Scheduler:
     # The loop
 
     def run(self) -> None:
-        """Until every rank's host code has ended. Raises `Ended` where it is cut short."""
+        """Run until the host code of every rank has ended. Raises `Ended` if the execution is cut short."""
         try:
             following = None
             while True:
@@ -184,7 +184,7 @@ class Scheduler:
             if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):
                 return None
             if not self.flush() and not self._retry() and not self.stuck():
-                raise Ended("nobody can run")
+                raise Ended("no task can run")
 
     def _ready(self) -> list[Task]:
         return [t for t in self.blocks if t.state is State.READY and (t.started or self._may_start(t))]
@@ -199,7 +199,7 @@ class Scheduler:
         return chosen
 
     def _retry(self) -> bool:
-        """Nobody can run. A loop that re-reads a few times is not a poll: let those that look so go round again."""
+        """No task can run. A loop that ends after a few reads is not a poll, so parked tasks get more rounds."""
         again = [t for t in self.blocks if t.state is State.PARKED and t.retries < _RETRIES]
         for task in again:
             task.state, task.retries = State.READY, task.retries + 1
@@ -234,7 +234,7 @@ class Scheduler:
             interpreter.disengage()
 
     def _settle(self) -> None:
-        """Take ended blocks away, and let host code go on whose launch has ended."""
+        """Remove an ended block, and let the host code of an ended launch continue."""
         task = self.current
         if task is None or task.is_host or task.state is not State.DONE or task.launch is None:
             return
@@ -253,7 +253,7 @@ class Scheduler:
             host.state = State.READY
 
     def _throw(self, task: Task, error: BaseException) -> None:
-        """End a block that waits with `error`; greenlet.GreenletExit ends it quietly."""
+        """End a waiting block by raising `error` in it; greenlet.GreenletExit leaves no error."""
         if task.started:
             self._engage(task)
             task.greenlet.throw(error)
@@ -270,7 +270,7 @@ class Scheduler:
             raise greenlet.GreenletExit
 
     def _close(self) -> None:
-        """Nothing half-done stays behind: every task that has begun is unwound, and Triton is as it was."""
+        """Unwind every task that has begun, and restore Triton."""
         self.closing = True
         try:
             for task in [*self.blocks, *self.hosts]:
@@ -283,7 +283,7 @@ class Scheduler:
 
 
 def default(current: Task | None, ready: list[Task]) -> Task:
-    """Who runs where no strategy says otherwise: whoever ran last, else the next one in order."""
+    """The task that runs without a preemption: the last one, else the next in rank and block order."""
     if current is None or current in ready:
         return ready[0] if current is None else current
     return next((t for t in ready if (t.rank, t.block) > (current.rank, current.block)), ready[0])

@@ -1,4 +1,4 @@
-"""Makes the list of choices that shows a finding shorter, as long as it still shows it."""
+"""Shrinks the choices of an execution while it still shows its finding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tricomm.explorer.schedule.scheduler import Strategy
 from tricomm.explorer.schedule.strategies import Priorities
 from tricomm.explorer.world.execution import Outcome
 
-_STEPS = 6000  # for each of the two ways: some seconds. Steps, for a clock would not repeat itself
+_STEPS = 6000  # for each of the two methods: some seconds. Steps, because a clock is not reproducible
 
 Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
 def shrink(again: Again, finding: Finding, execution: Execution) -> Execution:
-    """A simpler execution that shows `finding` too, the simplest found in some steps: without late stores and from
-    epoch 1 where that will do, with few preemptions, with parts of the choices left out."""
+    """A simpler execution that shows `finding` too, the simplest of a bounded search: without delayed stores
+    and from epoch 1 if possible, with few preemptions and fewer choices."""
     spent = 0
 
     def shows(tried: Execution) -> bool:

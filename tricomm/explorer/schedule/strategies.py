@@ -1,4 +1,4 @@
-"""Who goes next: the ways to choose among the blocks that can run."""
+"""Strategies: ways to choose the next task among the blocks that can run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Priorities:
 
 
 class Given:
-    """The choices of a list, (step, task); whoever ran last runs on where the list says nothing that can be done."""
+    """The choices of a list of (step, task). Without a choice that is possible the last task runs on."""
 
     def __init__(self, choices: Iterable[tuple[int, str]]) -> None:
         self._choices: dict[int, list[str]] = {}

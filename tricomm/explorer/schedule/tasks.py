@@ -1,4 +1,4 @@
-"""What takes turns: a rank's host code, and the blocks of its launches."""
+"""The tasks that are scheduled: a rank's host code, and the blocks of its launches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class State(enum.Enum):
     """Of a task."""
 
     READY = "ready"
-    PARKED = "parked"  # polls what does not change
+    PARKED = "parked"  # polls memory that does not change
     WAITING = "waiting"  # host code: for its launch, or for another rank's host code
     STOPPED = "stopped"  # its rank will never run again
     DONE = "done"
@@ -48,7 +48,7 @@ class Launch:
 
 @dataclass
 class Poll:
-    """What a task last saw at one place of its code, and how it went on: its first comparison, and the mask on it."""
+    """The last read of a task at one line of its code, with the first comparison of the value and the mask on it."""
 
     access: Access
     site: Site
@@ -65,7 +65,7 @@ class Poll:
             self.result = result
 
     def late(self) -> Array:
-        """bool per element of the access: not what the task waits for, as far as its comparison tells."""
+        """bool per element of the access: True if the comparison says that the awaited value has not arrived."""
         lanes = self.access.lanes
         if self.found is None or self.expected is None or self.result is None:
             return np.zeros(len(self.access.addresses), bool)
@@ -89,11 +89,11 @@ class Task:
     launch: Launch | None = None
     state: State = State.READY
     started: bool = False
-    sync: bool = False  # what it will do next is a strong access
+    sync: bool = False  # its next access is a strong one
     error: BaseException | None = None
     result: Any = None
     polls: dict[Any, Poll] = field(default_factory=dict)
-    looks: list[Any] = field(default_factory=list)  # keys of `polls`, since one last found something new
+    looks: list[Any] = field(default_factory=list)  # keys of `polls` read since the last new value
     retries: int = 0
     last_poll: Poll | None = None
     host_site: Site = NOWHERE
@@ -115,11 +115,11 @@ class Task:
     def is_host(self) -> bool:
         return self.program is None
 
-    # Polling: a task that has read everything in its loop again and seen nothing new need not run until something
-    # there changes.
+    # Polling: if a task has read every word of its loop again and no value was new, it need not run until one of
+    # these words changes.
 
     def saw(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
-        """Note a read; True where the task has gone `rounds` times round a loop in which nothing changes."""
+        """Note a read. True if the task has gone `rounds` times round a loop in which nothing changes."""
         key = (site, access.addresses.tobytes())
         seen = values.tobytes()
         before = self.polls.get(key)
@@ -133,7 +133,7 @@ class Task:
         return bool(round_) and len(self.looks) > round_ * rounds
 
     def loop(self) -> list[Poll]:
-        """What it has looked at since it last looked at what it looked at just now: a round of the loop it is in."""
+        """The reads of one round of the polling loop: those since the latest read was last made before."""
         *before, last = self.looks
         if last not in before:
             return []
@@ -141,12 +141,12 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def forget_polls(self) -> None:
-        """It has written something: whatever it reads next, it is not going round in circles."""
+        """The task has written, so it is not in a polling loop."""
         if self.polls:
             self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
-        """True where one of `addresses` is among those that it polls."""
+        """True if the task polls one of `addresses`."""
         low, high = addresses.min(), addresses.max()
         for poll in self.polls.values():
             mine = poll.access.addresses

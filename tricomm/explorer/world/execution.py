@@ -1,4 +1,4 @@
-"""One execution: every rank's function from beginning to end, under one schedule, and what came of it."""
+"""One execution: every rank's function from beginning to end under one schedule, and its outcome."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 @dataclass
 class Outcome:
-    """What an execution came to. `results` are those of the ranks that came to their end; `errors` are those that
-    other ranks ended with, the first that came first."""
+    """The outcome of an execution. `results` belong to the ranks that returned; `errors` to the ranks that raised, in
+    the order in which they were raised."""
 
     results: dict[int, Any]
     errors: dict[int, Exception]
@@ -46,7 +46,7 @@ class Outcome:
 
 @dataclass
 class Subject:
-    """What is executed: `fn(comm)` for `world_size` ranks, under `options`. `residency`: blocks of a launch at once."""
+    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once."""
 
     fn: Callable[[Communicator], Any]
     world_size: int
@@ -85,7 +85,7 @@ class Ranks:
         self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned)
 
     def execute(self) -> Outcome:
-        """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
+        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm."""
         scheduler, ended = self._scheduler, ""
         for rank in range(self._subject.world_size):
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
@@ -103,7 +103,7 @@ class Ranks:
         finally:
             self._close()
 
-    # What the scheduler and the machine call
+    # Called by the scheduler and the machine
 
     def _rank(self, rank: int) -> Any:
         try:
@@ -121,7 +121,7 @@ class Ranks:
 
     def _failed(self, rank: int, error: Exception) -> None:
         self._errors[rank] = error
-        self._world.dead.add(rank)  # as a process would be that this error ends
+        self._world.dead.add(rank)  # to its peers the rank is a process that this error has ended
 
     def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
@@ -162,11 +162,11 @@ class Ranks:
                 self._scheduler.stop_rank(rank)
 
     def _stuck(self) -> bool:
-        """Nobody can run, and nothing is on its way: a deadlock, which time turns into a named error."""
+        """No task can run and no store is delayed: a deadlock, which time turns into a named error."""
         scheduler, world = self._scheduler, self._world
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
-            why = "nobody can go on"
+            why = "no task can run"
             self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
             if self._detector is not None:
                 return False
@@ -176,7 +176,7 @@ class Ranks:
                 self._machine.tell_to_leave(rank)
             scheduler.wake_hosts()
             return True
-        why = "told to leave, and does not"
+        why = "aborted, but still running"
         self._deadlock = self._deadlock or deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
         if not any(task.state is State.PARKED for task in scheduler.blocks):
             return False
@@ -220,17 +220,17 @@ class Ranks:
         )
 
     def _judged(self) -> list[Finding]:
-        """What the detector could not see from single accesses."""
+        """The findings that single accesses do not show."""
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
             if not isinstance(error, TricommError):
-                return [_raised(rank, error)]  # that others wait for this rank then is a consequence
+                return [_raised(rank, error)]  # that other ranks wait for this rank is a consequence
         if self._deadlock is not None:
             return [self._deadlock]
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
         for rank, error in self._errors.items():
             if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
-                return [_raised(rank, error)]  # what others ended with is most likely a consequence
+                return [_raised(rank, error)]  # the errors of the other ranks are most likely a consequence
         found = self._oracle.findings()
         if not self._errors and not faulty and not found and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
@@ -239,7 +239,7 @@ class Ranks:
 
 
 def note(error: BaseException, rank: int) -> None:
-    """Name the rank, and the user's line, in an error that came out of it."""
+    """Add the rank and the user's line to an error that the rank raised."""
     if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
         error.args = (f"rank {rank}: {error.args[0]}",)
     error.add_note(f"on rank {rank}, at {_line(error)}")

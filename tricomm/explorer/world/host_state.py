@@ -1,7 +1,7 @@
-"""What belongs to a rank's host code while it runs: random numbers, torch's modes, its touching of shared memory.
+"""The state of a rank's host code: random numbers, torch's modes, and the tracing of its accesses to shared memory.
 
-In a world of processes each rank has these to itself; here they are put in place before a rank's host code runs, and
-taken away after it.
+Separate processes would each have their own. Here it is put in place before a rank's host code runs, and taken away
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tricomm.explorer.memory_model.regions import Array, Memory, Region
 
 
 class Hosts:
-    """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, where given, is told of accesses."""
+    """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, if given, sees each access."""
 
     def __init__(
         self, seed: int, world_size: int, memory: Memory,
@@ -74,7 +74,7 @@ _NO_DATA = ("empty", "new_", "zeros_like", "ones_like", "full_like", "rand_like"
 
 
 class _Watch(TorchDispatchMode):
-    """Tells of every torch operation that reads or writes shared memory."""
+    """Reports every torch operation that reads or writes shared memory."""
 
     def __init__(self, rank: int, memory: Memory, touched: Callable[[int, bool, Region, Array, int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the collectives must give: all ranks' inputs, reduced in the promised order, and the same bits on all ranks."""
+"""Checks the results of collectives: the inputs reduced in the documented order, and the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 @dataclass
 class ObservedCall:
-    """One collective: what each rank brought, and what each rank has."""
+    """One collective: the input and the output of each rank."""
 
     collective: str
     op: str
     root: int
-    quads: Sequence[Sequence[int]] = ()  # where it is over a hybrid cube mesh
+    quads: Sequence[Sequence[int]] = ()  # if it runs over a hybrid cube mesh
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Oracle:
         return replace(plan, run=run)
 
     def findings(self) -> list[Finding]:
-        """What is wrong with the calls that all ranks have begun, on those that have ended them."""
+        """The wrong results of the calls that all ranks have begun, on the ranks that have ended them."""
         found = []
         for sequence, call in sorted(self._calls.items()):
             if len(call.inputs) < self._world_size or not call.outputs:
@@ -78,7 +78,7 @@ class Oracle:
                 exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
-                    found.append(Finding("wrong_result", (rank,), (), text, "look at who wrote that element last"))
+                    found.append(Finding("wrong_result", (rank,), (), text, "look at the last write to that element"))
                     break
         return found
 
@@ -101,7 +101,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> str:
-    """Where two results part, for people."""
+    """A readable description of how two results differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
     a, b = a.reshape(-1), b.reshape(-1)

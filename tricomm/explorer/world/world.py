@@ -1,7 +1,7 @@
 """A world of ranks in one process: their control pages, memory and time. Nothing here runs by itself.
 
-Time stands still until nobody can run; then it passes (`pass_time`), and the monitors, which are those of any other
-group except that they have no thread, find who is dead, stopped or late.
+Time stands still until no task can run; then it passes (`pass_time`). The monitors are those of any other group,
+except that they have no thread; they detect ranks that are dead, stopped or late.
 """
 
 from __future__ import annotations
@@ -42,8 +42,11 @@ class Turns(Protocol):
 
 
 class World:
-    """What the ranks of one execution share. `run(rank, blocks, private)` runs a launch to its end; `planned(rank,
-    request, plan)` gives the plan to keep for the calls of `request`."""
+    """The state that the ranks of one execution share.
+
+    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
+    the calls of `request`.
+    """
 
     def __init__(
         self,
@@ -112,12 +115,12 @@ class World:
                 arena.close()
 
     def leaving(self, rank: int) -> bool:
-        """True where the rank's kernels have been told to leave."""
+        """True if the rank's kernels have been aborted."""
         words = self.controls[rank].words()
         return bool(words[layout.ABORT] or words[layout.STATUS])
 
     def pass_time(self) -> bool:
-        """Let as much time pass as it takes until some rank's monitor finds something; False where none does."""
+        """Let time pass until a rank's monitor detects a fault; False if none does."""
         before = [m.fault for m in self.monitors.values()]
         options = self.options
         for seconds in (0.0, 1e-3, 2.0, options.stall_timeout + 1, options.timeout + 1, 0.0, 0.0):
@@ -253,7 +256,7 @@ class RankRuntime:
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
     ) -> None:
-        """None: what is explored must not depend on what somebody has measured on this machine."""
+        """None: an execution must not depend on a tuning table of this machine."""
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,0 +1,118 @@
+"""Shorter ways to values that Triton's interpreter computes again and again. Only time changes, no result.
+
+An interpreted operation costs some hundred Python calls, nearly all of them about types and shapes. There are few
+different ones in a kernel, so they are computed once. `triton_adapter` puts these functions in place for the length of
+a launch, with its other changes of the language.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter as _triton
+
+Change = tuple[Any, str, Any, Any]
+
+
+def changes() -> list[Change]:
+    """(owner, attribute, value as it is, value for a launch) of each."""
+    builder = _triton.interpreter_builder
+    semantic = type(_triton.interpreter_semantic)
+    # The check of integers for overflow costs eight operations, and without `debug` its outcome is not used.
+    unchecked = replace(builder.options, sanitize_overflow=builder.options.debug)
+    shortcuts = (
+        (_triton, "_get_np_dtype", _np_dtype),
+        (tl.core.block_type, "__init__", _block_type),
+        (tl.core.tensor, "__init__", _tensor),
+        (tl.core.dtype, "__eq__", _equal_types),
+        (semantic, "computation_type_impl", _computation_type),
+        (semantic, "broadcast_impl_value", _broadcast),
+    )
+    known = [(owner, name, vars(owner)[name], short) for owner, name, short in shortcuts if name in vars(owner)]
+    return [
+        (builder, "options", builder.options, unchecked),
+        *((owner, name, own, short(own)) for owner, name, own, short in known),
+    ]
+
+
+def _np_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
+    made: dict[str, Any] = {}
+
+    def get_np_dtype(kind: Any) -> Any:
+        dtype = made.get(kind.name)
+        if dtype is None:
+            dtype = made[kind.name] = original(kind)
+        return dtype
+
+    return get_np_dtype
+
+
+def _block_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    made: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+
+    def init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(shape)
+        plain = isinstance(shape, list | tl.tuple) and all([type(size) is int for size in key])
+        known = made.get(key) if plain else None
+        if known is None:
+            original(self, element_ty, shape)
+            if plain:
+                made[key] = self.shape, self.numel, str(self.shape)
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, text = known
+            self.name = f"<{text}, {element_ty}>"
+
+    return init
+
+
+def _tensor(original: Callable[..., Any]) -> Callable[..., Any]:
+    made: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        known = made.get(key)
+        if known is None:
+            original(self, handle, type)
+            made[key] = self.shape, self.numel
+        else:
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.shape, self.numel = known
+
+    return init
+
+
+def _equal_types(original: Callable[..., Any]) -> Callable[..., Any]:
+    scalar = tl.core.dtype
+
+    def equal(self: Any, other: Any) -> Any:
+        if other.__class__ is scalar:
+            return self.name == other.name
+        return original(self, other)
+
+    return equal
+
+
+def _computation_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def computation_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        kind = made.get(key)
+        if kind is None:
+            kind = made[key] = original(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return kind
+
+    return computation_type
+
+
+def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        if left.shape is right.shape:  # `_tensor` gives tensors of one shape the same object
+            return left, right
+        return original(self, left, right)
+
+    return broadcast

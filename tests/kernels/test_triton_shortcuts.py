@@ -1,0 +1,95 @@
+"""What the shortcuts give, against what Triton's own functions give."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter as _triton
+
+from tricomm.kernels.launch import interpreter, triton_adapter, triton_shortcuts
+
+SCALARS = (tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64, tl.float16, tl.bfloat16,
+           tl.float32, tl.float64, tl.float8e5, tl.float8e4nv)  # fmt: skip
+POINTER = tl.pointer_type(tl.int32)
+
+
+@pytest.fixture
+def pairs():
+    """Name of each change -> (Triton's own, the shortcut)."""
+    return {name: (old, new) for _, name, old, new in triton_shortcuts.changes()}
+
+
+def outcome(function, *args):
+    try:
+        return function(*args)
+    except (TypeError, KeyError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("div_or_mod", [False, True])
+def test_types_of_a_computation(pairs, div_or_mod):
+    own, short = pairs["computation_type_impl"]
+    semantic = _triton.interpreter_semantic
+    for a, b, first, second in itertools.product(SCALARS, SCALARS, (False, True), (False, True)):
+        expected = outcome(own, semantic, a, first, b, second, div_or_mod)
+        for _ in range(2):  # the second answer is a kept one
+            assert outcome(short, semantic, a, first, b, second, div_or_mod) == expected
+
+
+def test_numpy_types_and_equality(pairs):
+    own, short = pairs["_get_np_dtype"]
+    kinds = (*SCALARS, POINTER, *(tl.block_type(kind, [4]) for kind in (*SCALARS, POINTER)))
+    for kind in kinds * 2:
+        assert short(kind) == own(kind)
+    own, short = pairs["__eq__"]
+    for a, b in itertools.product(SCALARS, (*kinds, tl.constexpr(tl.int32), 3, None)):
+        assert short(a, b) == own(a, b)
+
+
+@pytest.mark.parametrize("shape", [[4], [2, 8], [tl.constexpr(16)], tl.tuple([4, 1])])
+def test_types_and_tensors_of_a_shape(pairs, shape):
+    triton_adapter.patch()  # the shortcuts of both classes have one name
+    try:
+        made = [tl.tensor(None, tl.block_type(tl.float32, shape)) for _ in range(2)]
+    finally:
+        triton_adapter.restore()
+    own = tl.tensor(None, tl.block_type(tl.float32, shape))
+    for tensor in made:
+        assert tensor.type == own.type and tensor.type.name == own.type.name
+        assert tensor.type.numel == own.type.numel and tensor.numel.value == own.numel.value
+        assert [size.value for size in tensor.shape] == [size.value for size in own.shape]
+    assert made[0].shape is made[1].shape and made[0].shape is not own.shape
+
+
+@pytest.mark.parametrize("shape", [[3], [0], [1 << 21], [], (4,)])
+def test_a_shape_that_is_refused_is_refused_each_time(shape):
+    for _ in range(2):
+        triton_adapter.patch()
+        try:
+            with pytest.raises((ValueError, TypeError, AssertionError)):
+                tl.block_type(tl.int32, shape)
+        finally:
+            triton_adapter.restore()
+
+
+def test_triton_has_its_own_functions_again_afterwards():
+    before = [(owner, name, old) for owner, name, old, _ in triton_shortcuts.changes()]
+    triton_adapter.patch()
+    changed = [getattr(owner, name) is not old for owner, name, old in before]
+    triton_adapter.restore()
+    assert all(changed) and interpreter.supported() is None
+    assert all(getattr(owner, name) is old for owner, name, old in before)
+
+
+def test_integers_wrap_without_the_check_for_overflow():
+    triton_adapter.patch()
+    try:
+        semantic = _triton.interpreter_semantic
+        with np.errstate(all="ignore"):
+            total = semantic.add(semantic.to_tensor(2**31 - 1), semantic.to_tensor(1), True)
+    finally:
+        triton_adapter.restore()
+    assert total.handle.data.tolist() == [-(2**31)] and total.dtype == tl.int32
