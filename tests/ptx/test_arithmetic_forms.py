@@ -7,7 +7,7 @@ from tests.ptx.corpus import parsed, shipped
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.ptx.arithmetic import OPCODES, rule, unknown
 from tricomm.ptx.parser import parse
 

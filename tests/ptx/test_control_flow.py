@@ -10,7 +10,7 @@ import pytest
 from tests.ptx.corpus import parsed
 from tests.ptx.texts import module
 from tricomm.errors import InvalidArgument
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.ptx.control_flow import Flow, reachable, target
 from tricomm.ptx.instructions import Instruction, Integer, Kernel, Operand, Register, Special
 from tricomm.ptx.liveness import Liveness, read, written
