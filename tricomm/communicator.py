@@ -249,8 +249,8 @@ class Communicator:
 
     @property
     def simulated(self) -> bool:
-        """Whether the kernels are interpreted on a CPU: no time measured there says anything about a GPU."""
-        return self._group.simulated
+        """Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU."""
+        return self._group.device.type != "cuda"
 
     @property
     def gpu(self) -> Gpu | None:

@@ -6,18 +6,22 @@ device. Each of its public calls makes that device the current one if another on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from tricomm.deadline import TimeSource
 from tricomm.errors import InvalidArgument
 
 
 class Gpu:
     """`device`, a CUDA device with its index. Everything but `elsewhere`, `here` and `under` is asked while it is the
-    current device."""
+    current device. `clock` is the time of waits for it."""
+
+    clock: TimeSource = time
 
     def __init__(self, device: torch.device) -> None:
         # Bound here, without torch's wrappers: these three are asked in every call.

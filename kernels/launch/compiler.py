@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tricomm.errors import ResourceError
 from tricomm.kernels.launch import triton_adapter
@@ -15,6 +17,7 @@ COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES = ("group", "table")
 _COUNTS = ("send_counts", "recv_counts")
+_by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
 
 def refused() -> str | None:
@@ -60,7 +63,23 @@ def compile_kernel(
     options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = fresh or triton.knobs.compilation.always_compile
-        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        return noted(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
+
+
+def noted(compiled: Any) -> Any:
+    """Triton's `compiled` kernel, which `ptx_of` knows from here on, for as long as it is alive."""
+    _by_cubin[_digest(compiled.asm["cubin"])] = compiled
+    return compiled
+
+
+def ptx_of(cubin: bytes) -> str | None:
+    """The PTX that a cubin of this process was assembled from; None if no kernel that is alive has it."""
+    compiled = _by_cubin.get(_digest(cubin))
+    return None if compiled is None else str(compiled.asm["ptx"])
+
+
+def _digest(cubin: bytes) -> bytes:
+    return hashlib.sha256(cubin).digest()
 
 
 def takes_data(kernel: Any) -> bool:

@@ -36,8 +36,11 @@ _loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 class Device(Protocol):
     """A GPU as this process sees it: through torch, or in tests and measurements through a stand-in."""
 
-    bindings: Any  # the module `cuda.bindings.driver`, or a stand-in
     capability: int
+
+    @property
+    def bindings(self) -> Any:
+        """The module `cuda.bindings.driver`, or a stand-in."""
 
     @property
     def name(self) -> str:

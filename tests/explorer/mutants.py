@@ -43,7 +43,7 @@ _GRID_WAIT = """\
         pause(9)
 """
 _MEETING = (
-    "        device_class, most = topology_agreement.agree_on_devices(control, device, options.max_blocks, timeout)"
+    "        device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)"
 )
 _ZEROED = """
         words = self.layout.nbytes // 8 - layout.HEADERS // 8

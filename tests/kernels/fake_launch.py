@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-_PARAMETER = 0x17  # EIATTR_KPARAM_INFO
+from tricomm.kernels.launch.cubin import parameters
 
 
 class Result(enum.IntEnum):
@@ -122,29 +121,3 @@ class FakeGpu:
             values = [ctypes.string_at(held[n], size) for n, (_, size) in enumerate(signature)]
             self.launches.append(Launch(name, values, (gx, gy, gz), (bx, by, bz), shared, int(stream)))
         return (result,)
-
-
-def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
-    """(offset, size) of each parameter of `function`, from the cubin's own description; None where it is not there."""
-    (table,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + n * size) for n in range(count)]
-    strings = sections[names][4]
-    for name, _, _, _, start, length in sections:
-        at = strings + name
-        if cubin[at : cubin.index(b"\0", at)].decode() == f".nv.info.{function}":
-            return _parameters(cubin[start : start + length])
-    return None
-
-
-def _parameters(info: bytes) -> list[tuple[int, int]]:
-    found, at = {}, 0
-    while at < len(info):
-        form, kind, value = struct.unpack_from("<BBH", info, at)
-        at += 4
-        if form == 4:
-            if kind == _PARAMETER:
-                _, ordinal, offset, bits = struct.unpack_from("<IHHI", info, at)
-                found[ordinal] = offset, bits >> 18
-            at += value
-    return [found[n] for n in sorted(found)]

@@ -51,8 +51,9 @@ class Group:
         self.words[layout.ENDED] = options.first_epoch
         self.reachable = all(self.arena.bases)
         self.table = self._write_table() if self.routes.no_kernels is None else torch.empty(0)
+        facts = runtime.facts(device)
         # This exchange also says that every rank has written its table: only after it may a kernel run.
-        device_class, most = topology_agreement.agree_on_devices(control, device, options.max_blocks, timeout)
+        device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = device_class, most
 
     def _write_table(self) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.monitor import Monitor
 from tricomm.core.work import Work
+from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -150,12 +150,8 @@ class Launcher:
         """As `synchronize`, on a group that is usable."""
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
-            end = time.monotonic() + timeout
-            while not event.query():
-                self._faults.check()
-                if time.monotonic() > end:
-                    raise CollectiveTimeout(f"{self._group}: timeout after {timeout:g} s: the stream has not finished")
-                time.sleep(2e-5)
+            if not poll(event.query, timeout, 2e-5, meanwhile=self._faults.check, clock=self._gpu.clock):
+                raise CollectiveTimeout(f"{self._group}: timeout after {timeout:g} s: the stream has not finished")
         self._faults.check()
 
     def drained(self) -> bool:
@@ -173,19 +169,14 @@ class Launcher:
             if self._gpu is None or self._stream is None:
                 return True
             with self._gpu.here():
-                return self._left_stream()
+                return self._left_stream(self._gpu.clock)
         finally:
             self.lock.release()
 
-    def _left_stream(self) -> bool:
+    def _left_stream(self, clock: TimeSource) -> bool:
         try:
             self.wait(self._group.timeout)
             return True
         except TricommError:
             self._group.words[layout.ABORT] = 1
-        end = time.monotonic() + LEAVE_SECONDS
-        while not self._stream.query():
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-3)
-        return True
+        return poll(self._stream.query, LEAVE_SECONDS, 1e-3, clock=clock)

@@ -9,6 +9,7 @@ there instead.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -226,7 +227,8 @@ class PointToPoint:
         """
         if self.group.simulated or self._planner.routes.no_kernels is not None:
             return True
-        return poll(lambda: not self.unread(), seconds, 1e-3)
+        clock = time if self._gpu is None else self._gpu.clock
+        return poll(lambda: not self.unread(), seconds, 1e-3, clock=clock)
 
     # What a message waits for
 

@@ -10,6 +10,7 @@ import torch
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
+from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
@@ -28,6 +29,9 @@ class Runtime(Protocol):
 
     def gpu(self, device: torch.device) -> Gpu | None:
         """The GPU whose streams the kernels run on; None if they are interpreted."""
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        """What the ranks tell each other of the devices that their kernels run on."""
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
@@ -65,6 +69,9 @@ class Processes:
 
     def gpu(self, device: torch.device) -> Gpu | None:
         return Gpu(device) if device.type == "cuda" else None
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        return device_facts(device)
 
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)

@@ -6,6 +6,7 @@ import logging
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 from uuid import UUID
 
 import torch
@@ -72,20 +73,31 @@ def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
             )
 
 
+class DeviceFacts(NamedTuple):
+    """Of the device that a rank's kernels run on: `architecture` is "cpu" or such as "sm_90"."""
+
+    uuid: str = "cpu"
+    architecture: str = "cpu"
+    processors: int = layout.MAX_BLOCKS
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Those of `device`, which is the CPU or one of this machine's GPUs."""
+    if device.type != "cuda":
+        return DeviceFacts()
+    facts = torch.cuda.get_device_properties(device)
+    return DeviceFacts(str(facts.uuid), f"sm_{facts.major}{facts.minor}", facts.multi_processor_count)
+
+
 def agree_on_devices(
-    control: ControlPage, device: torch.device, most_blocks: int | None, timeout: float
+    control: ControlPage, facts: DeviceFacts, most_blocks: int | None, timeout: float
 ) -> tuple[str, int]:  # fmt: skip
     """What the ranks' devices have in common, and the largest grid whose blocks are surely resident together on each.
 
-    Called by all ranks together. The first is "cpu", an architecture such as "sm_90", or "cuda" for different ones;
-    the second is at most `most_blocks`.
+    Called by all ranks together, each with its own `facts`. The first is "cpu", an architecture such as "sm_90", or
+    "cuda" for different ones; the second is at most `most_blocks`.
     """
-    uuid, architecture, processors = b"cpu", "cpu", layout.MAX_BLOCKS
-    if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        uuid, processors = str(facts.uuid).encode()[:36], facts.multi_processor_count
-        architecture = f"sm_{facts.major}{facts.minor}"
-    mine = _DEVICE.pack(uuid, architecture.encode(), processors)
+    mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode(), facts.processors)
     answers = control.exchange(mine, "device facts", timeout)
     uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
     kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"

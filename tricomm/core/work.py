@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -46,5 +47,6 @@ class Work:
         return self._output
 
     def _wait_on_host(self, timeout: float) -> None:
-        if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._faults.check):
+        clock = time if self._gpu is None else self._gpu.clock
+        if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._faults.check, clock=clock):
             raise CollectiveTimeout(f"{self._faults.group}: timeout after {timeout:g} s: the call has not finished")

@@ -62,6 +62,7 @@ class Scheduler:
         self._residency, self._most = residency, most_steps
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged = False
+        self._gave_way: set[int] = set()
         self._launches = 0
         self._main = greenlet.getcurrent()
 
@@ -77,16 +78,13 @@ class Scheduler:
         """In a rank's host code: run a kernel, and return when it has ended. Raises the errors of the kernel."""
         self._refuse_when_closing()
         host = self.hosts[rank]
-        self._launches += 1
-        launch = Launch(rank, self._launches, programs[0].kernel.fn.__name__, [], private)
+        launch = self.new_launch(rank, programs[0].kernel.fn.__name__, private)
         for number, program in enumerate(programs):
             task = Task(rank, number, program, program, launch)
             task.run = lambda task=task: self._block(task)  # type: ignore[misc]
             launch.blocks.append(task)
-        for task in launch.blocks:
-            task.greenlet.parent = self._main  # where control goes when it ends
         begin(launch)
-        self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: (t.rank, t.block))
+        self.begin(launch)
         host.launch, host.state, host.host_site = launch, State.WAITING, source_lines.of_host()
         self._main.switch()
         host.launch = None
@@ -95,9 +93,23 @@ class Scheduler:
         if launch.error is not None:
             raise launch.error
 
+    def new_launch(self, rank: int, name: str, private: list[Region]) -> Launch:
+        self._launches += 1
+        return Launch(rank, self._launches, name, [], private)
+
+    def begin(self, launch: Launch) -> None:
+        """Its blocks may run from here on."""
+        for task in launch.blocks:
+            task.greenlet.parent = self._main  # where control goes when it ends
+        self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: t.place)
+
     def _block(self, task: Task) -> None:
         assert task.program is not None
         task.program()
+        self.finish_stores(task)
+
+    def finish_stores(self, task: Task) -> None:
+        """In a block, at its end."""
         while self.unfinished(task):  # its last stores have not reached memory
             self.take_turns()
 
@@ -108,6 +120,14 @@ class Scheduler:
         host.state, host.host_site = State.WAITING, source_lines.of_host()
         self._main.switch()
         self._refuse_when_closing()
+
+    def give_way(self, rank: int) -> None:
+        """As `wait`; also returns when nobody else can run."""
+        self._gave_way.add(rank)
+        try:
+            self.wait(rank)
+        finally:
+            self._gave_way.discard(rank)
 
     def take_turns(self) -> None:
         """In a block, before an access to shared memory: a point at which the scheduler may switch."""
@@ -125,6 +145,12 @@ class Scheduler:
         assert self.current is not None
         self.current.state = State.PARKED
         self._main.switch()
+
+    def in_host(self) -> int | None:
+        """The rank whose host code makes this call; None elsewhere."""
+        task = self.current
+        here = task is not None and task.is_host and greenlet.getcurrent() is task.greenlet
+        return task.rank if task is not None and here else None
 
     # Called by the machine and the execution
 
@@ -183,6 +209,9 @@ class Scheduler:
                 return self._choose(ready)
             if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):
                 return None
+            if self._gave_way:
+                self.hosts[min(self._gave_way)].state = State.READY
+                continue
             if not self.flush() and not self._retry() and not self.stuck():
                 raise Ended("no task can run")
 
@@ -190,7 +219,10 @@ class Scheduler:
         return [t for t in self.blocks if t.state is State.READY and (t.started or self._may_start(t))]
 
     def _may_start(self, task: Task) -> bool:
-        return self._residency is None or (task.launch is not None and task.launch.running < self._residency)
+        launch = task.launch
+        if self._residency is None or launch is None:
+            return self._residency is None
+        return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
         chosen = self._strategy.choose(self.step, self.current, ready)
@@ -248,6 +280,11 @@ class Scheduler:
         self._finish(launch)
 
     def _finish(self, launch: Launch) -> None:
+        if launch.ended is not None:
+            if launch.done:
+                ended, launch.ended = launch.ended, lambda: None
+                ended()
+            return
         host = self.hosts[launch.rank]
         if launch.done and host.state is State.WAITING:
             host.state = State.READY
@@ -286,4 +323,4 @@ def default(current: Task | None, ready: list[Task]) -> Task:
     """The task that runs without a preemption: the last one, else the next in rank and block order."""
     if current is None or current in ready:
         return ready[0] if current is None else current
-    return next((t for t in ready if (t.rank, t.block) > (current.rank, current.block)), ready[0])
+    return next((t for t in ready if t.place > current.place), ready[0])

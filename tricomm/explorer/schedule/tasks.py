@@ -36,10 +36,15 @@ class Launch:
     blocks: list[Task]
     private: list[Region]
     error: BaseException | None = None
+    ended: Callable[[], None] | None = None
 
     @property
     def running(self) -> int:
-        return sum(block.started and block.state is not State.DONE for block in self.blocks)
+        """How many blocks have begun and not ended."""
+        return len({task.block for task in self.blocks if task.started and task.state is not State.DONE})
+
+    def has_begun(self, block: int) -> bool:
+        return any(task.started for task in self.blocks if task.block == block)
 
     @property
     def done(self) -> bool:
@@ -57,6 +62,11 @@ class Poll:
     found: Array | None = None
     expected: Array | None = None
     result: Array | None = None
+    low: int = field(init=False)
+    high: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.low, self.high = int(self.access.addresses.min()), int(self.access.addresses.max())
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         if not self.relation and relation != "&":
@@ -80,7 +90,8 @@ class Poll:
 
 @dataclass(eq=False)
 class Task:
-    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1."""
+    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1, "r0b1w2" a compiled block's
+    warp 2. `mates` are the warps of one block; `waits` is where one waits for the others."""
 
     rank: int
     block: int
@@ -97,10 +108,14 @@ class Task:
     retries: int = 0
     last_poll: Poll | None = None
     host_site: Site = NOWHERE
+    warp: int = -1
+    mates: list[Task] = field(default_factory=list)
+    waits: Site | None = None
     greenlet: greenlet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = f"r{self.rank}" if self.program is None else f"r{self.rank}b{self.block}"
+        self.key = f"r{self.rank}" if self.is_host else f"r{self.rank}b{self.block}"
+        self.key += f"w{self.warp}" if self.warp >= 0 else ""
         self.greenlet = greenlet(self._body)
 
     def _body(self) -> None:
@@ -113,7 +128,11 @@ class Task:
 
     @property
     def is_host(self) -> bool:
-        return self.program is None
+        return self.block < 0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.block, self.warp
 
     # Polling: if a task has read every word of its loop again and no value was new, it need not run until one of
     # these words changes.
@@ -146,12 +165,8 @@ class Task:
             self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
-        """True if the task polls one of `addresses`."""
-        low, high = addresses.min(), addresses.max()
-        for poll in self.polls.values():
-            mine = poll.access.addresses
-            if mine[0] <= high and mine[-1] >= low and np.isin(mine, addresses).any():
-                return True
-            if mine.min() <= high and mine.max() >= low:  # other sizes, or not in ascending order
-                return True
-        return False
+        """True if the task, or another warp of its block, may poll one of `addresses`."""
+        low, high = int(addresses.min()), int(addresses.max())
+        return any(
+            poll.low <= high and poll.high >= low for task in self.mates or (self,) for poll in task.polls.values()
+        )

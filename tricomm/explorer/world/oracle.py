@@ -39,11 +39,12 @@ class Oracle:
         self._calls: dict[int, ObservedCall] = {}
 
     def watched(
-        self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool]
+        self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool],
+        in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
     ) -> LaunchPlan:  # fmt: skip
         """`plan`, which shows this oracle every call that `rank` makes by it; `aborted` says, after one, whether its
-        output is undefined."""
-        if request.collective in _NOT_SHOWN:
+        output is undefined. `in_order(look)` calls `look` when what has been launched by then has run."""
+        if request.collective in _NOT_SHOWN or plan.mode == "graph":  # a replay has its capture's call number
             return plan
         choice = plan.choice
         cube = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy).needs_cube
@@ -52,11 +53,18 @@ class Oracle:
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
             made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
             shown = self._calls.setdefault(call >> 32, made)
-            shown.inputs[rank] = x.detach().reshape(-1).clone()
-            plan.run(x, y, count, call, rows)
             gets = request.root < 0 or request.collective in _FEWER or request.root == rank
-            if gets and not aborted():
-                shown.outputs[rank] = y.detach().reshape(-1).clone()
+
+            def before() -> None:
+                shown.inputs[rank] = x.detach().reshape(-1).clone()
+
+            def after() -> None:
+                if gets and not aborted():
+                    shown.outputs[rank] = y.detach().reshape(-1).clone()
+
+            in_order(before)
+            plan.run(x, y, count, call, rows)
+            in_order(after)
 
         return replace(plan, run=run)
 

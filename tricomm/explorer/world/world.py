@@ -18,7 +18,9 @@ import torch
 from tricomm.communicator import Communicator
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
+from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
+from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.kernels import layout
@@ -38,14 +40,18 @@ class Turns(Protocol):
 
     def wait(self, rank: int) -> None: ...
 
+    def give_way(self, rank: int) -> None: ...
+
     def wake_hosts(self) -> None: ...
+
+    def in_host(self) -> int | None: ...
 
 
 class World:
     """The state that the ranks of one execution share.
 
     `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
-    the calls of `request`.
+    the calls of `request`. `runtime(world, rank)` makes a rank's runtime, by default one whose kernels are interpreted.
     """
 
     def __init__(
@@ -57,9 +63,11 @@ class World:
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
         planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
+        runtime: Callable[[World, int], Runtime] | None = None,
     ) -> None:
         self.world_size, self.options, self.memory = world_size, options, memory
         self.turns, self.run, self.met, self.planned = turns, run, met, planned
+        self._runtime = runtime or RankRuntime
         self.now = 0.0
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
@@ -93,7 +101,7 @@ class World:
         """In a rank's host code: its communicator."""
         return Communicator.over(
             self.controls[rank], self.arenas[rank], self.plan, CPU, self.options.timeout, self.options,
-            RankRuntime(self, rank),
+            self._runtime(self, rank),
         )  # fmt: skip
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Arena:
@@ -223,6 +231,9 @@ class RankRuntime:
 
     def gpu(self, device: torch.device) -> None:
         """None: the kernels are interpreted."""
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        return device_facts(device)
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

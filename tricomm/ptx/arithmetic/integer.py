@@ -87,7 +87,7 @@ def _product(form: Form, mode: str) -> tuple[str, tuple[str, str], str]:
     if mode == "lo":
         return "{0} * {1}", (_word(form),) * 2, _word(form)
     if bits == 64:
-        return ("{}_high({{0}}, {{1}})".format("signed" if kind == "i8" else "unsigned"), (kind, kind), kind)
+        return "high_product({0}, {1})", (kind, kind), kind
     double = f"{kind[0]}{bits // 4}"
     inputs, factors = [], []
     for index in (0, 1):
@@ -152,23 +152,28 @@ def mul_high(a: Any, b: Any) -> Any:
     return (a.astype(np.int64) * b.astype(np.int64) >> np.int64(32)).astype(np.int32)
 
 
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LOW, _HALF = {}, {}
+for _kind in ("i8", "u8"):
+    _LOW[_kind[0]], _HALF[_kind[0]] = np.array(0xFFFFFFFF, _kind), np.array(32, _kind)
 
 
 @function
-def unsigned_high(a: Any, b: Any) -> Any:
-    """The high 64 bits of a product of 64-bit numbers."""
-    a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
-    middle = a_high * b_low + (a_low * b_low >> _HALF)
-    other = a_low * b_high + (middle & _LOW)
-    return a_high * b_high + (middle >> _HALF) + (other >> _HALF)
-
-
-@function
-def signed_high(a: Any, b: Any) -> Any:
-    high = unsigned_high(a.view(np.uint64), b.view(np.uint64)).view(np.int64)
-    sign = np.int64(63)
-    return high - ((a >> sign) & b) - ((b >> sign) & a)
+def high_product(a: Any, b: Any) -> Any:
+    """The high 64 bits of a product of 64-bit numbers, by halves: the upper ones have the sign."""
+    kind = a.dtype.kind
+    ones, half = _LOW[kind], _HALF[kind]
+    a_low, a_high, b_low, b_high = a & ones, a >> half, b & ones, b >> half
+    low = a_low * b_low
+    # Of the product of the lower halves, which has no sign.
+    carried = (low >> half) & ones
+    middle = a_high * b_low
+    middle += carried
+    other = a_low * b_high
+    other += middle & ones
+    result = a_high * b_high
+    result += middle >> half
+    result += other >> half
+    return result
 
 
 def _div(form: Form) -> Rule | None:
@@ -183,25 +188,28 @@ def _div(form: Form) -> Rule | None:
     return form.rule((kind,) * 2, (kind,), "signed_quotient({0}, {1})")
 
 
+_nonzero = np.count_nonzero
+
+
 @function
 def unsigned_quotient(a: Any, b: Any) -> Any:
     """Division by zero, which PTX leaves open, gives all ones."""
     quotient = a // b
-    return quotient if b.all() else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
+    return quotient if _nonzero(b) == b.size else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
 
 
 @function
 def signed_quotient(a: Any, b: Any) -> Any:
     """Rounded towards zero. Division by zero, which PTX leaves open, gives all ones."""
     quotient = (a - np.fmod(a, b)) // b
-    return quotient if b.all() else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
+    return quotient if _nonzero(b) == b.size else np.where(b == 0, ~np.zeros((), a.dtype), quotient)
 
 
 @function
 def remainder(a: Any, b: Any) -> Any:
     """With the sign of the dividend. Division by zero, which PTX leaves open, gives the dividend."""
     rest = np.fmod(a, b)
-    return rest if b.all() else np.where(b == 0, a, rest)
+    return rest if _nonzero(b) == b.size else np.where(b == 0, a, rest)
 
 
 def _min(form: Form) -> Rule | None:

@@ -51,8 +51,12 @@ def _unpack(form: Form, word: str) -> Rule | None:
         return None
     if word == "V16" or count == 4:
         return form.rule((word,), (part,) * count, f"unpacked({{0}}, {part})")
-    shift = form.constant(width(form.type) // 2, word)
-    return form.rule((word,), (part,) * 2, f"({{0}}.astype({part}), ({{0}} >> {shift}).astype({part}))")
+    low, high = form.destinations
+    first = f"{{0}}.astype({part})" if low is not None else "None"
+    second = "None"
+    if high is not None:
+        second = f"({{0}} >> {form.constant(width(form.type) // 2, word)}).astype({part})"
+    return form.rule((word,), (part,) * 2, f"({first}, {second})")
 
 
 def _packed(parts: tuple[Any, ...], dtype: str) -> Any:

@@ -39,12 +39,16 @@ def _spread(form: Form, template: str, part: str, constants: tuple[np.generic, .
 
 
 @function
-def by_parts(operation: Any, part: Any, word: Any, *words: Any) -> Any:
-    shape = words[0].shape
-    if shape and all(x.shape == shape for x in words[1:]):
-        return operation(*(x.view(part) for x in words)).view(word)
-    shape = np.broadcast_shapes(*(x.shape for x in words))
-    spread = (np.ascontiguousarray(np.broadcast_to(x, shape or (1,))).view(part) for x in words)
+def by_parts(operation: Any, part: Any, word: Any, a: Any, *others: Any) -> Any:
+    """The operation on arrays of twice the lanes."""
+    shape = a.shape
+    if shape:
+        if len(others) == 1 and others[0].shape == shape:
+            return operation(a.view(part), others[0].view(part)).view(word)
+        if all(x.shape == shape for x in others):
+            return operation(a.view(part), *(x.view(part) for x in others)).view(word)
+    shape = np.broadcast_shapes(shape, *(x.shape for x in others))
+    spread = (np.ascontiguousarray(np.broadcast_to(x, shape or (1,))).view(part) for x in (a, *others))
     result = operation(*spread).view(word)
     return result if shape else result[0]
 

@@ -16,7 +16,7 @@ class Rule:
                 the caller views registers as these, and makes scalars of literals (`form.literal`). A literal may
                 have another width than a register would have at its place
     outputs     of the destinations, in the order of `form.destinations`; with more than one the expression gives a
-                tuple
+                tuple, in which None may stand for a destination `_`
     template    names the inputs `{0}`, `{1}`, ..., then the constants; may call any function of
                 `arithmetic.FUNCTIONS`. An input need not occur in it
     constants   numpy scalars, numbered behind the inputs

@@ -1,0 +1,177 @@
+"""Every kernel, type and operation through the machine and through the interpreter, compared bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tricomm import simulate
+from tricomm.arguments import DTYPES
+from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import OPS
+from tricomm.options import Options
+
+COUNT = 193  # elements a row: odd, and no multiple of a vector
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel for one type and operation ("" for what does not reduce)."""
+
+    kernel: registry.Kernel
+    dtype: torch.dtype
+    op: str = ""
+
+    @property
+    def name(self) -> str:
+        return "-".join(filter(None, (self.kernel.name, str(self.dtype).removeprefix("torch."), self.op)))
+
+    @property
+    def world_size(self) -> int:
+        return 8 if self.kernel.needs_cube else 3 if self.kernel.algorithm == "one_shot" else 2
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    for kernel in registry.ALL:
+        if kernel.collective == "recv":
+            continue  # the other half of a send
+        if kernel.collective == "barrier":
+            yield Case(kernel, torch.float32)
+            continue
+        for dtype, known in DTYPES.items():
+            if kernel.reduces:
+                yield from (Case(kernel, dtype, op) for op in OPS if op in known.ops)
+            else:
+                yield Case(kernel, dtype)
+
+
+def sample() -> list[Case]:
+    """Each kernel once, each type once, each operation once."""
+    everything, seen = list(cases()), Counter[object]()
+    chosen = []
+    for kernel in dict.fromkeys(case.kernel for case in everything):
+        its = (case for case in everything if case.kernel is kernel)
+        chosen.append(min(its, key=lambda c: (seen[c.dtype] + seen[c.op], seen[c.dtype])))
+        seen.update((chosen[-1].dtype, chosen[-1].op))
+    return chosen
+
+
+def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
+    """Random bits, small numbers, and of floats NaN, infinities, zeros of both signs, subnormals, the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    part = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, dtype)
+    lanes = 2 if part is not dtype else 1
+    size, number = part.itemsize, count * lanes
+    bits = torch.randint(0, 256, (number * size,), dtype=torch.uint8, generator=generator).view(part)
+    if part.is_floating_point:
+        info = torch.finfo(part)
+        least = torch.ones((), dtype=_WORDS[size]).view(part)
+        values = [0.0, -0.0, 1.0, -1.5, info.max, info.min, info.tiny, -info.tiny, math.nan, math.inf, -math.inf]
+        table = torch.cat([torch.tensor(values, dtype=torch.float64).to(part), least.reshape(1)])
+    else:
+        info = torch.iinfo(part)
+        table = torch.tensor([0, 1, 3, info.max, info.min, info.max - 1, info.min + 1], dtype=part)
+    raw = table.view(_WORDS[size])
+    picked = raw[torch.randint(0, len(raw), (number,), generator=generator)].view(part)
+    small = torch.randint(-8 if part.is_signed else 0, 9, (number,), generator=generator).to(part)
+    kind = torch.randint(0, 3, (number,), generator=generator)
+    words = torch.where(kind == 0, bits.view(_WORDS[size]), picked.view(_WORDS[size]))
+    mixed = torch.where(kind == 2, small.view(_WORDS[size]), words).view(part)
+    return torch.view_as_complex(mixed.reshape(-1, 2)) if lanes == 2 else mixed
+
+
+def body(case: Case, calls: int = 2) -> Callable[[Any], list[torch.Tensor]]:
+    """A rank's function: `calls` calls, and what each gives this rank."""
+    kernel = case.kernel
+    forced = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+
+    def run(comm: Any) -> list[torch.Tensor]:
+        size, rank, made = comm.world_size, comm.rank, []
+        for call in range(calls):
+            rows = size if kernel.kind.rows_in(size) > 1 else 1
+            x = special(case.dtype, rows * COUNT, 1000 * call + rank).reshape(rows * COUNT)
+            made.append(_call(comm, case, x, forced))
+        return made
+
+    return run
+
+
+def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> torch.Tensor:
+    kernel, size, rank = case.kernel, comm.world_size, comm.rank
+    name, collective = kernel.collective, getattr(comm, kernel.collective, None)
+    if kernel.zero_copy:
+        handle = comm.symmetric((len(x),), case.dtype)
+        handle.local.copy_(x)
+        comm.barrier()
+        # The result goes to the handle again, which two shots are for, or to a tensor.
+        out = (
+            None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * len(x), dtype=x.dtype)
+        )
+        collective(handle, **({"op": case.op} if case.op else {}), out=out)
+        return (handle.local if out is None else out).clone()
+    if name == "send":
+        protocol = {"protocol": kernel.protocol}
+        y = torch.zeros_like(x)
+        if rank % 2 == 0 and rank + 1 < size:
+            comm.send(x, rank + 1, **protocol)
+        elif rank % 2:
+            comm.recv(y, rank - 1, **protocol)
+        return y
+    if name == "barrier":
+        comm.barrier()
+        return x
+    if name == "all_to_all_v":
+        splits = [(rank + r) % size * 17 for r in range(size)]
+        y = torch.zeros(sum(splits), dtype=case.dtype)
+        collective(x[: sum(splits)], splits, splits, y, **forced)
+        return y
+    arguments: dict[str, Any] = {**forced, **({"op": case.op} if case.op else {})}
+    if name in ("broadcast", "reduce", "gather", "scatter"):
+        arguments["dst" if name in ("reduce", "gather") else "src"] = size - 1
+    result = collective(x, **arguments)
+    return (x if result is None else result).clone()
+
+
+def options_of(case: Case) -> Options:
+    return checked_options(case.world_size, None)
+
+
+def through_machine(case: Case, architecture: str = "sm_90") -> list[list[torch.Tensor]]:
+    return simulate(body(case), case.world_size, options=options_of(case), compiled=architecture)
+
+
+def through_interpreter(case: Case) -> list[list[torch.Tensor]]:
+    return simulate(body(case), case.world_size, options=options_of(case))
+
+
+def difference(case: Case, machine: list[list[torch.Tensor]], interpreter: list[list[torch.Tensor]]) -> str:
+    """What differs, "" for nothing. A NaN equals a NaN where something is computed: PTX keeps no payload."""
+    for rank, (ours, theirs) in enumerate(zip(machine, interpreter, strict=True)):
+        for call, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                return f"rank {rank}, call {call}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+            part = torch.view_as_real(a).dtype if a.is_complex() else a.dtype
+            one, other = (t.contiguous().reshape(-1).view(part) if t.numel() else t for t in (a, b))
+            words = _WORDS[part.itemsize]
+            apart = one.view(words) != other.view(words)
+            if case.op and part.is_floating_point:
+                apart &= ~(one.isnan() & other.isnan())
+            if apart.any():
+                at = int(torch.nonzero(apart)[0])
+                bits = [np.uint64(t.view(words)[at].item() & (1 << 8 * part.itemsize) - 1) for t in (one, other)]
+                return (
+                    f"rank {rank}, call {call}: {int(apart.sum())} of {apart.numel()} elements, the first is {at}: "
+                    f"{one[at].item()} ({bits[0]:#x}) by the machine, {other[at].item()} ({bits[1]:#x}) interpreted"
+                )
+    return ""

@@ -1,0 +1,229 @@
+"""A communicator's calls over compiled kernels: chosen, packed and launched as on a GPU, and equal to torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.explorer.compiled.small_kernels import scaled
+from tricomm import simulate
+from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, PeerDied
+from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import cuda_launcher
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.launch.cuda_launcher import make_launcher
+from tricomm.ptx.global_memory import OutOfBounds
+
+SIZE, COUNT = 2, 300
+
+
+def ran(fn, world_size=SIZE, **more):
+    return simulate(fn, world_size, compiled="sm_90", **more)
+
+
+def inputs(rank, rows=1, call=0):
+    return (torch.arange(rows * COUNT) % 97 - 40 + 7 * rank + call).float()
+
+
+def test_every_collective_equals_torch():
+    everyone = [inputs(rank, SIZE) for rank in range(SIZE)]
+
+    def body(comm):
+        x, rank = inputs(comm.rank, SIZE), comm.rank
+        assert comm.simulated and comm.gpu is not None
+        choice = comm.explain("all_reduce", x.numel() * 4)
+        assert "sm_90" in str(comm.fingerprint) and choice.block == 512 and choice.warps == 8
+        made = {
+            "all_reduce": comm.all_reduce(x.clone()),
+            "all_gather": comm.all_gather(x),
+            "reduce_scatter": comm.reduce_scatter(x),
+            "broadcast": comm.broadcast(x.clone(), 1),
+            "reduce": comm.reduce(x.clone(), 0),
+            "gather": comm.gather(x, 1),
+            "scatter": comm.scatter(x, 0),
+            "all_to_all": comm.all_to_all(x),
+        }
+        splits = [100, 200] if rank == 0 else [50, 60]
+        out = [100, 50] if rank == 0 else [200, 60]
+        made["all_to_all_v"] = comm.all_to_all_v(x[: sum(splits)], splits, out)
+        y = torch.full_like(x, 9.0)
+        if rank == 0:
+            comm.send(x, 1)
+        else:
+            assert comm.recv(y) == 0
+        made["recv"] = y
+        handle = comm.symmetric((COUNT,), torch.float32)
+        handle.local.copy_(x[:COUNT])
+        comm.barrier()
+        made["zero copy"] = comm.all_reduce(handle, out=torch.empty(COUNT))
+        comm.barrier()
+        return made
+
+    results = ran(body)
+    total, rows = sum(everyone), [x.reshape(SIZE, COUNT) for x in everyone]
+    for rank, made in enumerate(results):
+        expected = {
+            "all_reduce": total,
+            "all_gather": torch.cat(everyone),
+            "reduce_scatter": total.reshape(SIZE, COUNT)[rank],
+            "broadcast": everyone[1],
+            "reduce": total if rank == 0 else None,
+            "gather": torch.cat(everyone) if rank == 1 else None,
+            "scatter": rows[0][rank],
+            "all_to_all": torch.cat([rows[source][rank] for source in range(SIZE)]),
+            "all_to_all_v": torch.cat([everyone[0][:100], everyone[1][:50]])
+            if rank == 0
+            else torch.cat([everyone[0][100:300], everyone[1][50:110]]),
+            "recv": everyone[0] if rank == 1 else torch.full_like(total, 9.0),
+            "zero copy": total[:COUNT],
+        }
+        for name, value in expected.items():
+            if value is None:
+                assert made[name] is None, name
+            else:
+                assert torch.equal(made[name], value), name
+
+
+def test_a_call_returns_before_its_kernel_has_run_and_the_result_is_there_when_it_is_looked_at():
+    def body(comm):
+        x = inputs(comm.rank)
+        seen = x.numpy()  # the memory itself, which no stream orders
+        before = seen.copy()
+        work = comm.all_reduce(x, async_op=True)
+        assert (seen == before).all()
+        while not work.is_completed():
+            pass
+        comm.synchronize()
+        assert work.is_completed()
+        return seen.copy(), x
+
+    for seen, x in ran(body):
+        expected = sum(inputs(rank) for rank in range(SIZE))
+        assert torch.equal(x, expected) and (seen == expected.numpy()).all()
+
+
+def test_a_captured_call_is_replayed_with_what_its_tensors_hold_then():
+    def body(comm):
+        x = inputs(comm.rank)
+        comm.all_reduce(x.clone())
+        graph, made = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            y = x * 2
+            comm.all_reduce(y)
+        for call in range(3):
+            x.copy_(inputs(comm.rank, call=call))
+            graph.replay()
+            made.append(y.clone())
+        return made
+
+    for made in ran(body):
+        for call, y in enumerate(made):
+            assert torch.equal(y, 2 * sum(inputs(rank, call=call) for rank in range(SIZE)))
+
+
+def test_a_replay_beside_an_eager_call_is_noticed():
+    """The two kernels of a rank meet, or those of two ranks that began with different ones."""
+
+    def body(comm):
+        x, y = inputs(comm.rank), inputs(comm.rank)
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        comm.all_reduce(x)
+        comm.synchronize()
+        with torch.cuda.graph(graph):
+            comm.all_reduce(y)
+        with torch.cuda.stream(side):
+            graph.replay()
+        comm.all_reduce(x)  # nothing orders it behind the replay
+        comm.synchronize()
+
+    noticed = set()
+    for seed in range(8):
+        with pytest.raises((GroupAborted, CollectiveMismatch)) as error:
+            ran(body, seed=seed)
+        noticed.add("overlapped" if "two launches of this communicator overlapped" in str(error.value) else "mismatch")
+    assert noticed == {"overlapped", "mismatch"}
+
+
+def test_a_users_kernel_runs_with_tritons_own_specialisation():
+    def body(comm):
+        x, pair = torch.zeros(64), torch.arange(65, dtype=torch.float32)
+        comm.launch(scaled, 1, x, (pair, pair[1:], 5), 48, 2.5, True, 1, 1 << 40, N=64, num_warps=2)
+        return x
+
+    (x,) = ran(body, 1)
+    assert torch.equal(x[:48], torch.arange(48) * 2.5 + 1 + 2.0**41) and not x[48:].any()
+
+
+def test_a_wrong_hint_of_alignment_shows():
+    kernel = next(k for k in registry.KERNELS if k.name == "all_reduce_one_shot_ll")
+    constexprs = {**COMPILE_OPTIONS, "WORLD_SIZE": 1, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
+                  "ELEMENT": "float32", "ALIGNED": True, **kernel.fixed}  # fmt: skip
+
+    def body(comm):
+        launch = make_launcher(kernel.function, 1, constexprs, 32, True, (), comm.group_table, comm.gpu.driver)
+        x = torch.zeros(4097)
+        assert x.data_ptr() % 16 == 0
+        with comm.gpu.driver.holding((x, comm.group_table)):
+            launch(x[1:], x[1:], 4096, 1 << 32)
+        comm.synchronize()
+
+    with pytest.raises(OutOfBounds, match="align|divide|multiple"):
+        ran(body, 1)
+
+
+def test_calls_that_do_not_match_are_named():
+    def body(comm):
+        comm.all_reduce(torch.zeros(COUNT + comm.rank))
+        comm.synchronize()
+
+    with pytest.raises(CollectiveMismatch, match="count=301"):
+        ran(body)
+
+
+def test_a_rank_that_ends_in_an_error_is_dead_to_the_others():
+    seen = []
+
+    def body(comm):
+        x = inputs(comm.rank)
+        comm.all_reduce(x)
+        comm.synchronize()
+        if comm.rank == 1:
+            raise KeyError("mine")
+        try:
+            comm.all_reduce(x)
+            comm.synchronize()
+        except PeerDied as error:
+            seen.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="mine"):
+        ran(body)
+    assert "rank 1" in seen[0]
+
+
+def test_an_endless_kernel_of_a_user_and_a_grid_too_large_are_named():
+    def body(comm):
+        x = torch.zeros(64)
+        comm.launch(scaled, (1, 1 << 17), x, (x, x, 5), 16, 1.0, True, 1, 1, N=64)
+
+    with pytest.raises(InvalidArgument, match="scaled: a grid of"):
+        ran(body, 1)
+
+
+def test_a_compile_may_take_longer_than_other_host_code(monkeypatch):
+    compile_kernel = cuda_launcher.compile_kernel
+
+    def slow(*args):
+        time.sleep(1.5)
+        return compile_kernel(*args)
+
+    monkeypatch.setattr(cuda_launcher, "compile_kernel", slow)
+    monkeypatch.setattr(cuda_launcher, "_loaded", {})
+    options = replace(checked_options(1, None), stall_timeout=0.5)
+    assert ran(lambda comm: comm.all_reduce(torch.ones(4)).sum().item(), 1, options=options) == [4.0]
+    with pytest.raises(InvalidArgument, match="has not come back to tricomm for 0.5 s"):
+        ran(lambda comm: time.sleep(1.5), 1, options=options)

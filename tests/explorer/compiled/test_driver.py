@@ -1,0 +1,145 @@
+"""The driver of a simulated GPU: what a launch is given, and CUDA's rules."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+
+import pytest
+import torch
+
+from tests.explorer.compiled.small_kernels import scaled
+from tests.explorer.compiled.stub_executor import StubExecutor, gpu
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.explorer.compiled import user_launch
+from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
+from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import compiler
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.launch.cuda_launcher import make_launcher
+from tricomm.options import Options
+
+KERNEL = registry.KERNELS[0]
+CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
+              "ELEMENT": "float32", "ALIGNED": True, **KERNEL.fixed}  # fmt: skip
+GROUP = torch.zeros(512, dtype=torch.int64)
+_ranks = itertools.count(100)
+
+
+def device():
+    """One whose context no other test has loaded anything into."""
+    return gpu(StubExecutor(), rank=next(_ranks))
+
+
+def bound(device):
+    return make_launcher(KERNEL.function, 8, CONSTEXPRS, 32, True, (), GROUP, device.driver)
+
+
+def test_the_launch_path_of_a_gpu_gives_the_machine_the_ptx_of_the_cubin_and_its_parameters():
+    simulated = device()
+    x, y = torch.zeros(64), torch.zeros(64)
+    bound(simulated)(x, y, 64, 5 << 32 | 0xFFFFFFFF)
+    (launch,) = simulated.streams.executor.started
+    assert launch.loaded.kernel.name == launch.loaded.name == KERNEL.function.fn.__name__
+    assert launch.loaded.kernel.target.startswith("sm_90")
+    words = struct.unpack("<7Q", launch.parameters)
+    assert words == (x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), 64, 5 << 32 | 0xFFFFFFFF, 0, 0)
+    assert [(p.offset, p.size) for p in launch.loaded.kernel.parameters] == list(launch.loaded.layout)
+    assert (launch.grid, launch.threads, launch.stream) == ((8, 1, 1), (256, 1, 1), 0)
+
+
+def test_a_users_kernel_is_specialised_and_packed_as_tritons_dispatch_does():
+    simulated = device()
+    x = torch.zeros(64)
+    args = (x, (x, x[1:], 5), 16, 2.5, True, 1, 1 << 40)
+    run = user_launch.prepare(simulated.driver, scaled, 3, args, {"N": 64, "num_warps": 2})
+    side = simulated.new_stream()
+    with side:
+        run()
+    (launch,) = simulated.streams.executor.started
+    assert (launch.grid, launch.threads, launch.stream) == ((3, 1, 1), (64, 1, 1), side.cuda_stream)
+    values = struct.unpack("<3Q2If?3xQ", launch.parameters[:48])
+    assert values == (x.data_ptr(), x.data_ptr(), x.data_ptr() + 4, 5, 16, 2.5, True, 1 << 40), "the 1 is compiled in"
+    assert all(any(t is given for t in launch.tensors) for given in (x,))
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    with pytest.raises(InvalidArgument, match="scaled: its arguments do not fit"):
+        user_launch.prepare(device().driver, scaled, 1, (torch.zeros(4),), {"N": 64})
+    with pytest.raises(InvalidArgument, match="grid"):
+        user_launch.prepare(device().driver, scaled, 0, (), {"N": 64})
+
+
+def launched(driver, function, threads=(256, 1, 1), shared=0, stream=0, grid=(1, 1, 1)):
+    words = (ctypes.c_uint64 * 7)()
+    table = (ctypes.c_void_p * 7)(*range(ctypes.addressof(words), ctypes.addressof(words) + 56, 8))
+    stream = driver.CUstream(stream)
+    return driver.cuLaunchKernel(function, *grid, *threads, shared, stream, ctypes.addressof(table), 0)[0]
+
+
+def test_cudas_rules_are_enforced():
+    simulated = device()
+    driver = simulated.driver
+    bound(simulated)
+    function = next(iter(driver._table.functions))
+    assert launched(driver, function) is CudaResult.CUDA_SUCCESS
+    assert launched(driver, function + 1) is CudaResult.CUDA_ERROR_INVALID_HANDLE
+    assert launched(driver, function, stream=77) is CudaResult.CUDA_ERROR_INVALID_HANDLE
+    for wrong, said in (
+        ({"threads": (128, 1, 1)}, "reqntid"),
+        ({"grid": (1, 65536, 1)}, "grid of"),
+        ({"shared": 228 * 1024}, "bytes of shared memory"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"all_reduce_one_shot: .*{said}"):
+            launched(driver, function, **wrong)
+    assert launched(driver, function, shared=60_000) is CudaResult.CUDA_ERROR_INVALID_VALUE
+    most = FunctionAttribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    assert driver.cuFuncSetAttribute(function, most, 228 * 1024) == (CudaResult.CUDA_ERROR_INVALID_VALUE,)
+    assert driver.cuFuncSetAttribute(function, most, 60_000) == (CudaResult.CUDA_SUCCESS,)
+    assert launched(driver, function, shared=60_000) is CudaResult.CUDA_SUCCESS
+    driver.cuCtxPopCurrent()
+    assert launched(driver, function) is CudaResult.CUDA_ERROR_INVALID_CONTEXT
+    driver.cuCtxPushCurrent(driver.context + 1)
+    assert launched(driver, function) is CudaResult.CUDA_ERROR_INVALID_HANDLE
+
+
+def test_a_launch_outside_of_the_devices_context_is_made_in_it():
+    simulated = device()
+    run = bound(simulated)
+    simulated.driver.cuCtxPushCurrent(1)
+    run(GROUP, GROUP, 1, 1)
+    assert len(simulated.streams.executor.started) == 1 and simulated.driver.cuCtxGetCurrent()[1] == 1
+
+
+def test_a_cubin_without_ptx_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(compiler, "_by_cubin", {})
+    with pytest.raises(InvalidArgument, match="all_reduce_one_shot: .* its PTX is not known"):
+        made = compiler.compile_kernel(KERNEL.function, CONSTEXPRS, 32, True, 90)
+        driver = device().driver
+        driver._table.load(image := made.asm["cubin"])
+        monkeypatch.setattr(compiler, "_by_cubin", {})
+        assert image[:4] == b"\x7fELF"
+        driver.cuModuleGetFunction(0, made.metadata.name.encode())
+
+
+@pytest.mark.parametrize("architecture", ["sm_91", "gfx90a", "90", 90])
+def test_an_architecture_that_triton_does_not_know_is_refused(architecture):
+    with pytest.raises(InvalidArgument, match="is no architecture that Triton compiles for"):
+        capability_of(architecture)
+
+
+def test_an_arena_too_small_for_a_gpus_tiles_is_refused_with_the_bytes_that_are_needed():
+    least = checked_options(2, None)
+    assert checked_options(2, least) is least
+    with pytest.raises(InvalidArgument, match=f"Options\\(arena_bytes={least.arena_bytes}\\)"):
+        checked_options(2, Options(arena_bytes=128 * 1024))
+
+
+def test_a_refused_launch_is_named():
+    simulated = device()
+    run = bound(simulated)
+    simulated.driver._table.functions.clear()
+    with pytest.raises(ResourceError, match="cuLaunchKernel on simulated sm_90 of rank .* CUDA_ERROR_INVALID_HANDLE"):
+        run(GROUP, GROUP, 1, 1)

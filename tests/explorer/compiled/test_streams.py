@@ -1,0 +1,163 @@
+"""Streams, events and graphs: what begins when, and what is told to be ordered."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.explorer.compiled.stub_executor import SetOrders, StubExecutor, gpu
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled.stream_queues import KernelLaunch
+
+
+def launch(name):
+    return KernelLaunch(0, name, b"", (1, 1, 1), (32, 1, 1), 0, 0)
+
+
+@pytest.fixture
+def device():
+    executor, orders = StubExecutor(), SetOrders()
+    made = gpu(executor, orders)
+    made.executor, made.orders = executor, orders
+    return made
+
+
+def queues(device, number):
+    return [device.driver.queue_of(device.new_stream().cuda_stream) for _ in range(number)]
+
+
+def names(launches):
+    return [one.loaded for one in launches]
+
+
+def test_a_stream_runs_one_kernel_at_a_time_and_each_knows_the_one_before(device):
+    (queue,) = queues(device, 1)
+    one, two = launch("one"), launch("two")
+    queue.launch(one)
+    device.orders.known = {"host"}
+    queue.launch(two)
+    assert device.executor.started == [one] and one.after == frozenset()
+    device.executor.end(one)
+    assert device.executor.started == [two] and two.after == {one, "host"}
+
+
+def test_two_streams_overlap_and_nothing_orders_them(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    second.launch(two)
+    assert device.executor.started == [one, two]
+    device.executor.end(one)
+    three = launch("three")
+    second.launch(three)
+    device.executor.end(two)
+    assert three.after == {two}
+
+
+def test_an_event_orders_two_streams(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    mark = first.record()
+    first.launch(launch("behind the event"))
+    second.wait(mark)
+    second.launch(two)
+    assert device.executor.started == [one] and not mark.done
+    device.executor.end(one)
+    assert mark.done and two in device.executor.started and two.after == {one}
+
+
+def test_an_event_that_is_recorded_again_does_not_hold_back_what_waits_for_its_first_record(device):
+    stream, other = device.new_stream(), device.new_stream()
+    event = device.recorded(stream)
+    event.wait(other)
+    device.driver.queue_of(stream.cuda_stream).launch(launch("later"))
+    event.record(stream)
+    device.driver.queue_of(other.cuda_stream).launch(launch("beside"))
+    assert names(device.executor.started) == ["later", "beside"] and not event._done()
+
+
+def test_host_code_learns_what_it_waits_for_and_nothing_else(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    second.launch(two)
+    device.executor.end(one)
+    device.executor.end(two)
+    device.finish([first])
+    assert device.orders.known == {one}
+    device.synchronize()
+    assert device.orders.known == {one, two}
+
+
+def test_a_kernels_error_ends_the_device(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    second.launch(two)
+    first.launch(launch("never"))
+    device.executor.end(one, ValueError("out of bounds"))
+    with pytest.raises(ValueError, match="out of bounds"):
+        device.synchronize()
+    with pytest.raises(ValueError, match="out of bounds"):
+        second.launch(launch("neither"))
+    assert device.executor.started == [two]
+
+
+def test_a_graph_is_replayed_in_the_order_of_its_capture_beside_other_streams(device):
+    stream, side = device.new_stream(), device.new_stream()
+    with stream:
+        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+        assert device.capturing()
+        device.driver.queue_of(stream.cuda_stream).launch(launch("one"))
+        side.wait_stream(stream)
+        device.driver.queue_of(side.cuda_stream).launch(launch("left"))
+        device.driver.queue_of(stream.cuda_stream).launch(launch("right"))
+        stream.wait_stream(side)
+        device.driver.queue_of(stream.cuda_stream).launch(launch("last"))
+        _, graph = device.driver.cuStreamEndCapture(stream.cuda_stream)
+    assert device.executor.started == [] and not device.capturing()
+    for _ in range(2):
+        device.driver.cuGraphLaunch(graph, stream.cuda_stream)
+        beside = launch("beside")
+        device.driver.queue_of(side.cuda_stream).launch(beside)
+        assert names(device.executor.started) == ["one", "beside"]
+        (one,) = [x for x in device.executor.started if x.loaded == "one"]
+        device.executor.end(one)
+        left, right = (x for x in device.executor.started if x is not beside)
+        assert {left.loaded, right.loaded} == {"left", "right"} and one in left.after
+        device.executor.end(right)
+        assert "last" not in names(device.executor.started)
+        device.executor.end(left)
+        (last,) = [x for x in device.executor.started if x.loaded == "last"]
+        assert {one, left, right} <= last.after and beside not in last.after
+        device.executor.end(last)
+        device.executor.end(beside)
+    assert device.streams.idle
+
+
+def test_a_capture_that_is_not_joined_is_refused(device):
+    stream, side = device.new_stream(), device.new_stream()
+    with stream:
+        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+        side.wait_stream(stream)
+        device.driver.queue_of(side.cuda_stream).launch(launch("lost"))
+        with pytest.raises(InvalidArgument, match="has not been joined"):
+            device.driver.cuStreamEndCapture(stream.cuda_stream)
+    assert not device.streams.capturing
+
+
+def test_waiting_for_a_stream_in_capture_is_refused(device):
+    stream = device.new_stream()
+    device.driver.cuStreamBeginCapture(stream.cuda_stream)
+    with pytest.raises(InvalidArgument, match="being captured"):
+        device.synchronize()
+    with pytest.raises(InvalidArgument, match="outside of the capture"):
+        stream.wait_event(device.recorded(device.new_stream()))
+
+
+def test_nothing_waits_for_what_was_abandoned(device):
+    (queue,) = queues(device, 1)
+    queue.launch(launch("one"))
+    queue.launch(launch("two"))
+    device.streams.abandon()
+    device.synchronize()

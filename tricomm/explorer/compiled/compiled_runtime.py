@@ -1,0 +1,227 @@
+"""A simulated rank whose kernels take the launch path of a GPU: compiled, packed, launched on a stream, executed by the
+PTX machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from tricomm.core.launch_plan import LaunchPlan, Request
+from tricomm.core.monitor import Monitor
+from tricomm.core.topology_agreement import DeviceFacts
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled import torch_cuda, user_launch
+from tricomm.explorer.compiled.driver import SimulatedDriver
+from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
+from tricomm.explorer.compiled.stream_queues import Executor, Orders, Streams
+from tricomm.explorer.world.world import RankRuntime, World
+from tricomm.kernels import layout
+from tricomm.kernels.launch import compiler, kernel_launch
+from tricomm.kernels.launch.cuda_launcher import make_launcher
+from tricomm.options import Options
+from tricomm.policy import selection
+from tricomm.ptx import limits
+from tricomm.store.arena import Arena
+from tricomm.store.control import ControlPage
+from tricomm.topology.model import Topology
+
+# Of a common GPU of each architecture; a group's grids are no larger than these.
+_PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
+
+
+def capability_of(architecture: str) -> int:
+    """90 of "sm_90". Raises `InvalidArgument` for an architecture that no kernel can be compiled for."""
+    number = limits.capability(str(architecture))
+    if (reason := compiler.refused()) is not None:
+        raise InvalidArgument(f"nothing can be compiled: {reason}")
+    return number
+
+
+def checked_options(world_size: int, options: Options | None) -> Options:
+    """`options`, or those with the smallest arena, for kernels with a GPU's tiles.
+
+    Raises `InvalidArgument` with the bytes that are needed if the arena of `options` is too small for them.
+    """
+    smallest = _smallest(world_size)
+    if options is None:
+        return smallest
+    try:
+        selection.check_device("cuda", layout.plan(world_size, options.arena_bytes), options.tile)
+    except InvalidArgument as error:
+        raise InvalidArgument(
+            f"{error}; compiled kernels have a GPU's tiles, which Options(arena_bytes={smallest.arena_bytes}) holds "
+            f"for {world_size} ranks"
+        ) from None
+    return options
+
+
+def _smallest(world_size: int) -> Options:
+    nbytes = layout.MIN_ARENA
+    while True:
+        try:
+            selection.check_device("cuda", layout.plan(world_size, nbytes), None)
+            return Options(arena_bytes=nbytes)
+        except InvalidArgument:
+            if nbytes > 1 << 30:  # a world size that cannot be
+                raise
+            nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
+
+
+class CompiledRanks:
+    """The ranks of one execution whose kernels are compiled for `architecture`, such as "sm_90".
+
+    `executor` runs their kernels, `orders` is told what orders what.
+    """
+
+    def __init__(self, architecture: str, executor: Executor, orders: Orders) -> None:
+        self.capability = capability_of(architecture)
+        self._executor, self._orders = executor, orders
+        self._gpus: dict[int, SimulatedGpu] = {}
+        self._at_compiler = 0
+
+    def runtime(self, world: World, rank: int) -> CompiledRuntime:
+        """What a rank's communicator needs; also the rank's GPU, from here on."""
+        if rank not in self._gpus:
+            turns = _RankTurns(world, rank)
+            streams = Streams(rank, self._executor, self._orders, turns.changed)
+            self._gpus[rank] = SimulatedGpu(SimulatedDriver(streams, self.capability), turns)
+        return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
+
+    def compiling(self) -> float:
+        """Changes all the time while a rank's host code has a kernel compiled, which may take longer than anything
+        else that it does."""
+        return time.monotonic() if self._at_compiler else 0.0
+
+    @contextmanager
+    def at_compiler(self) -> Iterator[None]:
+        self._at_compiler += 1
+        try:
+            yield
+        finally:
+            self._at_compiler -= 1
+
+    def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
+        """`torch.cuda`, and torch's work, as the ranks' host code has them inside. `in_host()` is the rank whose host
+        code runs, or None."""
+
+        def current() -> SimulatedGpu | None:
+            rank = in_host()
+            return None if rank is None else self._gpus.get(rank)
+
+        return torch_cuda.installed(current)
+
+    def in_order(self, rank: int, look: Callable[[], None]) -> None:
+        """Call `look` when the rank's current stream has come to it; no part of what is executed."""
+        driver = self._gpus[rank].driver
+        driver.queue_of(driver.current_stream).then(look)
+
+    def finish(self, rank: int) -> None:
+        """In the host code of a rank: wait for all that its GPU has to do. Raises what a kernel has raised."""
+        if rank in self._gpus:
+            self._gpus[rank].synchronize()
+
+    def abandon(self) -> None:
+        """The execution is over: what has not run never will, and nothing waits for it."""
+        for gpu in self._gpus.values():
+            gpu.streams.abandon()
+
+
+class _RankTurns:
+    """How a rank's host code waits; as a clock, the world's time in host code and this machine's elsewhere."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self._changes, self._looked_at = 0, -1
+
+    def changed(self) -> None:
+        self._changes += 1
+        self._world.turns.wake_hosts()
+
+    @property
+    def _here(self) -> bool:
+        return self._world.turns.in_host() == self._rank
+
+    def wait(self) -> None:
+        if self._here:
+            self._world.turns.wait(self._rank)
+
+    def give_way(self) -> None:
+        if not self._here:
+            return
+        if self._looked_at == self._changes:  # a loop that does nothing else
+            self._world.turns.wait(self._rank)
+        else:
+            self._looked_at = self._changes
+            self._world.turns.give_way(self._rank)
+
+    def monotonic(self) -> float:
+        return self._world.now if self._here else time.monotonic()
+
+    def sleep(self, seconds: float, /) -> None:
+        if self._here:
+            self._world.turns.wait(self._rank)
+        else:
+            time.sleep(seconds)
+
+
+class CompiledRuntime:
+    """One rank's end of a world, with a GPU."""
+
+    no_symmetric: str | None = None
+
+    def __init__(
+        self, world: World, rank: int, gpu: SimulatedGpu, at_compiler: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._interpreted, self._rank, self._gpu, self._at_compiler = RankRuntime(world, rank), rank, gpu, at_compiler
+
+    def gpu(self, device: torch.device) -> Any:
+        """As `tricomm.gpu.Gpu`, over the simulated driver."""
+        return self._gpu
+
+    def facts(self, device: torch.device) -> DeviceFacts:
+        capability = self._gpu.driver.capability
+        return DeviceFacts(
+            f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+        )
+
+    def prepare(
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float,
+    ) -> Callable[[], None]:  # fmt: skip
+        with self._at_compiler():
+            return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
+
+    def bind(
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
+        driver = self._gpu.driver
+        with self._at_compiler():
+            launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
+        tables = (group, *(m for m in more if isinstance(m, torch.Tensor)))
+
+        def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
+            with driver.holding(tables if bits is None else (x, y, *tables)):
+                launch(x, y, count, call, rows)
+
+        return run
+
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        return self._interpreted.planned(request, plan)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return self._interpreted.monitor(control, timeout, stall_timeout)
+
+    def symmetric(
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
+    ) -> Arena:
+        return self._interpreted.symmetric(control, shape, dtype, device, timeout)
+
+    def table(
+        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
+    ) -> None:
+        """None: what is explored must not depend on what somebody has measured on this machine."""

@@ -1,0 +1,91 @@
+"""Modules and functions of a simulated GPU: cubins, the PTX that they were assembled from, and what a launch needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.launch import cubin
+from tricomm.kernels.launch.compiler import ptx_of
+from tricomm.ptx import grid
+from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.parser import parse
+
+
+@dataclass(eq=False)
+class DeviceFunction:
+    """A kernel that a context can launch.
+
+    kernel      its PTX
+    layout      (offset, size) in bytes of each parameter, as the cubin has them
+    shared      bytes of static shared memory
+    most_shared bytes of dynamic shared memory that a launch may ask for
+    registers   of a thread
+    """
+
+    name: str
+    kernel: Kernel = field(repr=False)
+    layout: tuple[tuple[int, int], ...]
+    shared: int
+    most_shared: int
+    registers: int | None
+
+    @property
+    def parameter_bytes(self) -> int:
+        return max((offset + size for offset, size in self.layout), default=0)
+
+
+@dataclass
+class ModuleTable:
+    """What has been loaded into one context: as long as the process lives, as the launcher's own table of functions."""
+
+    modules: list[bytes] = field(default_factory=list)
+    functions: dict[int, DeviceFunction] = field(default_factory=dict)
+
+    def load(self, image: bytes) -> int:
+        if image[:4] != b"\x7fELF":
+            raise InvalidArgument("cuModuleLoadData: a cubin is needed, and this is no ELF file")
+        self.modules.append(image)
+        return len(self.modules) - 1
+
+    def function(self, module: int, name: str, most_shared: int) -> int | None:
+        """The handle of a kernel; None if the module has none of that name.
+
+        Raises `InvalidArgument` if the PTX of the module is not known, or holds what the machine does not know.
+        """
+        image = self.modules[module]
+        layout = cubin.parameters(image, name)
+        if layout is None:
+            return None
+        handle = 0x1000 + 16 * len(self.functions)
+        shared = cubin.static_shared(image, name)
+        self.functions[handle] = DeviceFunction(
+            name, _kernel(image, name), tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
+        )
+        return handle
+
+
+def _kernel(image: bytes, name: str) -> Kernel:
+    text = ptx_of(image)
+    if text is None:
+        raise InvalidArgument(
+            f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
+        )
+    return _parsed(text, name)
+
+
+@lru_cache(256)
+def _parsed(text: str, name: str) -> Kernel:
+    """One object a kernel, whatever rank loads it: what the machine makes of it is kept with it."""
+    kernel = parse(text, name)
+    grid.refuse_unknown(kernel)
+    return kernel
+
+
+_contexts: dict[str, ModuleTable] = {}
+
+
+def table_of(device: str) -> ModuleTable:
+    """What has been loaded into the primary context of the device of that name."""
+    return _contexts.setdefault(device, ModuleTable())

@@ -1,0 +1,256 @@
+"""A rank's GPU as its host code sees it: `tricomm.gpu.Gpu` and the streams, events and graphs of `torch.cuda`.
+
+Tensors are the CPU's. A torch operation in host code stands for work on the rank's current stream: it is done when
+that stream has come to it, and is ordered as that stream orders it. What gives the host a value, as `item`, waits as
+it does on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from tricomm.deadline import TimeSource
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
+from tricomm.explorer.compiled.stream_queues import StreamQueue
+
+# Of these operations the host waits for the result; it knows then what the stream knew.
+_GIVES_A_VALUE = {
+    "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
+    "__repr__", "__format__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select", "isclose",
+}  # fmt: skip
+
+
+class HostTurns(TimeSource, Protocol):
+    """What a rank's host code can do while others get on. Outside of host code nothing waits."""
+
+    def wait(self) -> None:
+        """Returns when something may have changed."""
+
+    def give_way(self) -> None:
+        """The same; once also if nobody else can get on."""
+
+
+class SimulatedStream:
+    """As `torch.cuda.Stream`."""
+
+    def __init__(self, gpu: SimulatedGpu, handle: int) -> None:
+        self._gpu, self.cuda_stream, self.device = gpu, handle, gpu.device
+        self._before: list[int] = []
+
+    def query(self) -> bool:
+        return self._gpu.passed(lambda: bool(self._gpu.driver.cuStreamQuery(self.cuda_stream)[0] == 0))
+
+    def synchronize(self) -> None:
+        self._gpu.finish([self._gpu.driver.queue_of(self.cuda_stream)])
+
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = event or SimulatedEvent(self._gpu)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        event.wait(self)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.wait_event(other.record_event())
+
+    def __enter__(self) -> SimulatedStream:
+        self._before.append(self._gpu.driver.current_stream)
+        self._gpu.driver.current_stream = self.cuda_stream
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._gpu.driver.current_stream = self._before.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SimulatedStream) and (self._gpu, self.cuda_stream) == (other._gpu, other.cuda_stream)
+
+    def __hash__(self) -> int:
+        return hash((id(self._gpu), self.cuda_stream))
+
+
+class SimulatedEvent:
+    """As `torch.cuda.Event`. Times between events are 0: nothing here has a speed."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        _, self._handle = gpu.driver.cuEventCreate(0)
+
+    def record(self, stream: SimulatedStream | None = None) -> None:
+        raw = self._gpu.driver.current_stream if stream is None else stream.cuda_stream
+        checked("cuEventRecord", self._gpu.driver.cuEventRecord(self._handle, raw))
+
+    def wait(self, stream: SimulatedStream | None = None) -> None:
+        raw = self._gpu.driver.current_stream if stream is None else stream.cuda_stream
+        checked("cuStreamWaitEvent", self._gpu.driver.cuStreamWaitEvent(raw, self._handle, 0))
+
+    def query(self) -> bool:
+        return self._gpu.passed(self._done)
+
+    def synchronize(self) -> None:
+        self._gpu.until(self._done)
+        mark = self._gpu.driver.mark_of(self._handle)
+        self._gpu.learn(None if mark is None else mark.order)
+
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        return 0.0
+
+    def _done(self) -> bool:
+        result = self._gpu.driver.cuEventQuery(self._handle)
+        if result[0] != CudaResult.CUDA_ERROR_NOT_READY:
+            checked("cuEventQuery", result)
+        return bool(result[0] == 0)
+
+
+class SimulatedGraph:
+    """As `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self._graph: int | None = None
+        self._origin = 0
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self._origin = self._gpu.driver.current_stream
+        checked("cuStreamBeginCapture", self._gpu.driver.cuStreamBeginCapture(self._origin))
+
+    def capture_end(self) -> None:
+        (graph,) = checked("cuStreamEndCapture", self._gpu.driver.cuStreamEndCapture(self._origin))
+        (self._graph,) = checked("cuGraphInstantiate", self._gpu.driver.cuGraphInstantiate(graph))
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise InvalidArgument("this graph has not been captured")
+        driver = self._gpu.driver
+        checked("cuGraphLaunch", driver.cuGraphLaunch(self._graph, driver.current_stream))
+
+    def reset(self) -> None:
+        self._graph = None
+
+
+class SimulatedGpu:
+    """What `tricomm.gpu.Gpu` is on a machine with GPUs."""
+
+    def __init__(self, driver: SimulatedDriver, turns: HostTurns) -> None:
+        self.driver, self.streams, self.device = driver, driver.streams, torch.device("cpu")
+        self.clock: TimeSource = turns
+        self._turns = turns
+
+    # As tricomm.gpu.Gpu
+
+    def elsewhere(self) -> bool:
+        return False
+
+    def raw_stream(self) -> int:
+        return self.driver.current_stream
+
+    def capturing(self) -> bool:
+        return bool(self.driver.cuStreamIsCapturing(self.driver.current_stream)[1])
+
+    def here(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        return method
+
+    def stream(self) -> SimulatedStream:
+        return SimulatedStream(self, self.driver.current_stream)
+
+    def new_stream(self) -> SimulatedStream:
+        return SimulatedStream(self, checked("cuStreamCreate", self.driver.cuStreamCreate(1))[0])
+
+    def default_stream(self) -> SimulatedStream:
+        return SimulatedStream(self, 0)
+
+    def set_stream(self, stream: SimulatedStream) -> None:
+        self.driver.current_stream = stream.cuda_stream
+
+    def recorded(self, stream: SimulatedStream | None = None, timing: bool = False) -> SimulatedEvent:
+        return (stream or self.stream()).record_event()
+
+    def synchronize(self) -> None:
+        self.finish(list(self.streams.queues.values()))
+
+    # Waiting in host code
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Let others run until `done()`. Raises what a kernel of this rank has raised."""
+        while not done():
+            self.streams.raise_error()
+            self._turns.wait()
+        self.streams.raise_error()
+
+    def passed(self, done: Callable[[], bool]) -> bool:
+        """`done()`; if it is not, others get on first, because host code may ask in a loop."""
+        if not done():
+            self.streams.raise_error()
+            self._turns.give_way()
+        return done()
+
+    def finish(self, queues: list[StreamQueue]) -> None:
+        """Wait for all that these streams have to do."""
+        if self.streams.capturing:
+            raise InvalidArgument("a stream that is being captured cannot be waited for on the host")
+        self.until(lambda: all(queue.idle for queue in queues))
+        for queue in queues:
+            self.learn(queue.order)
+
+    def learn(self, order: Any) -> None:
+        self.streams.orders.learn(self.streams.rank, order)
+
+    def reach(self) -> None:
+        """Wait until the current stream has done what it has to do by now."""
+        queue = self.driver.queue_of(self.driver.current_stream)
+        if queue.capture is None:
+            self.until(lambda: queue.idle)
+
+    def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A torch operation of host code, in the place that it has on the current stream, which `reach` has reached."""
+        queue, streams = self.driver.queue_of(self.driver.current_stream), self.streams
+        if queue.capture is not None:
+            return _captured(queue, function, args, kwargs)
+        after = streams.orders.join(queue.order, streams.orders.host(streams.rank))
+        with streams.orders.operation(streams.rank, after) as end:
+            result = function(*args, **kwargs)
+            queue.order = end()
+        if getattr(function, "__name__", "") in _GIVES_A_VALUE:
+            self.learn(queue.order)
+        return result
+
+
+def _captured(queue: StreamQueue, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Note an operation in a graph. It is run for the tensors that it returns; what it has changed is taken back."""
+    given = [t for t in _tensors((args, kwargs)) if t.numel()]
+    before = [(t, t._version, t.clone()) for t in given]
+    result = function(*args, **kwargs)
+    for tensor, version, value in before:
+        if tensor._version != version:
+            tensor.copy_(value)
+    made = _tensors(result)
+
+    def again() -> None:
+        for old, new in zip(made, _tensors(function(*args, **kwargs)), strict=True):
+            if old.numel() and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    assert queue.capture is not None
+    queue.capture.add(queue, None, again)
+    return result
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def checked(call: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values of a driver's answer; raises `InvalidArgument` for a refusal, as torch raises its own error."""
+    result, *values = answer
+    if result != 0:
+        raise InvalidArgument(f"{call} failed: {result.name}")
+    return tuple(values)

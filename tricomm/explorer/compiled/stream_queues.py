@@ -1,0 +1,369 @@
+"""Streams, events and graphs of a simulated GPU: work in the order that CUDA gives it, and no other order.
+
+A launch is enqueued, and host code runs on. The head of a stream begins as soon as what it comes behind has ended;
+which of the kernels that run is next is the scheduler's choice. What orders two pieces of work is handed on as a
+token of `Orders`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled.module_table import DeviceFunction
+
+Ended = Callable[[BaseException | None], None]
+
+
+@dataclass(eq=False)
+class KernelLaunch:
+    """One launch as the driver was given it.
+
+    parameters  the kernel's parameter space
+    shared      bytes of dynamic shared memory
+    stream      the handle that it was launched on
+    tensors     what it was launched with; they live as long as it runs
+    after, end  tokens of `Orders`: what it knows when it begins; what is known at its end, set by the executor
+    """
+
+    rank: int
+    loaded: DeviceFunction
+    parameters: bytes
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    stream: int
+    tensors: tuple[Any, ...] = ()
+    after: Any = None
+    end: Any = None
+
+    def again(self) -> KernelLaunch:
+        """The same, to be launched once more."""
+        return KernelLaunch(
+            self.rank, self.loaded, self.parameters, self.grid, self.threads, self.shared, self.stream, self.tensors
+        )
+
+
+class Executor(Protocol):
+    """Runs kernels."""
+
+    def start(self, launch: KernelLaunch, ended: Ended) -> None:
+        """Make the launch's threads runnable; `ended` is called when all have run, with the first error or None."""
+
+
+class Orders(Protocol):
+    """What happens before what. A token stands for all that has happened before one moment."""
+
+    def host(self, rank: int) -> Any:
+        """What this rank's host code has done and knows by now."""
+
+    def learn(self, rank: int, token: Any) -> None:
+        """Host code has waited for it."""
+
+    def join(self, one: Any, other: Any) -> Any:
+        """Both; either may be None, which is nothing."""
+
+    def operation(self, rank: int, after: Any) -> AbstractContextManager[Callable[[], Any]]:
+        """Around an operation that is a stream's work: gives a function for the token at its end, called inside."""
+
+
+class NoOrders:
+    """Where nothing looks at the order."""
+
+    def host(self, rank: int) -> None:
+        return None
+
+    def learn(self, rank: int, token: Any) -> None:
+        pass
+
+    def join(self, one: Any, other: Any) -> None:
+        return None
+
+    def operation(self, rank: int, after: Any) -> AbstractContextManager[Callable[[], Any]]:
+        return nullcontext(lambda: None)
+
+
+@dataclass(eq=False)
+class Mark:
+    """One record of an event. `nodes`: of a capture, what it stands behind there."""
+
+    done: bool = False
+    order: Any = None
+    capture: Capture | None = None
+    nodes: frozenset[int] = frozenset()
+
+
+@dataclass(eq=False)
+class StreamItem:
+    """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
+
+    `ready` says whether it may begin; `known` is what host code knew when it was enqueued.
+    """
+
+    begin: Callable[[Any, Callable[[BaseException | None, Any], None]], None]
+    known: Any
+    ready: Callable[[], bool] = lambda: True
+
+
+@dataclass(eq=False)
+class Node:
+    """Of a captured graph: what it does, and the nodes that it comes behind. Exactly one of the first two is there."""
+
+    launch: KernelLaunch | None
+    operation: Callable[[], None] | None
+    behind: frozenset[int]
+
+
+@dataclass(eq=False)
+class Capture:
+    """A graph while it is captured: `last` has, by stream, the nodes that its next one comes behind."""
+
+    origin: StreamQueue
+    nodes: list[Node] = field(default_factory=list)
+    last: dict[StreamQueue, frozenset[int]] = field(default_factory=dict)
+
+    def add(self, queue: StreamQueue, launch: KernelLaunch | None, operation: Callable[[], None] | None) -> None:
+        self.nodes.append(Node(launch, operation, self.last[queue]))
+        self.last[queue] = frozenset({len(self.nodes) - 1})
+
+    def joined(self) -> bool:
+        """Whether all that was captured on other streams comes before the end of the origin."""
+        found, left = set(), list(self.last[self.origin])
+        while left:
+            if (number := left.pop()) not in found:
+                found.add(number)
+                left += self.nodes[number].behind
+        return len(found) == len(self.nodes)
+
+
+class StreamQueue:
+    """A stream: what is enqueued runs in order. `order` is the token at the end of what has run."""
+
+    def __init__(self, handle: int, streams: Streams) -> None:
+        self.handle = handle
+        self.capture: Capture | None = None
+        self.order: Any = None
+        self.running = False
+        self.work: deque[StreamItem] = deque()
+        self._streams = streams
+
+    @property
+    def idle(self) -> bool:
+        return not self.work and not self.running
+
+    def launch(self, launch: KernelLaunch) -> None:
+        if self.capture is not None:
+            self.capture.add(self, launch, None)
+            return
+
+        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
+            launch.after = after
+            self._streams.executor.start(launch, lambda error: ended(error, launch.end))
+
+        self._put(begin)
+
+    def record(self) -> Mark:
+        if self.capture is not None:
+            return Mark(capture=self.capture, nodes=self.capture.last[self])
+        mark = Mark()
+
+        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
+            mark.done, mark.order = True, after
+            ended(None, after)
+
+        self._put(begin)
+        return mark
+
+    def wait(self, mark: Mark) -> None:
+        if mark.capture is not None:
+            if self.capture not in (None, mark.capture):
+                raise InvalidArgument("two captures of graphs cannot wait for each other (an event of another capture)")
+            self.capture = mark.capture
+            self.capture.last[self] = self.capture.last.get(self, frozenset()) | mark.nodes
+            return
+        if self.capture is not None:
+            raise InvalidArgument(
+                "a stream that is being captured cannot wait for an event that was recorded outside of the capture"
+            )
+        join = self._streams.orders.join
+        self._put(lambda after, ended: ended(None, join(after, mark.order)), lambda: mark.done)
+
+    def then(self, look: Callable[[], None]) -> None:
+        """Call `look` in its place; it orders nothing."""
+
+        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
+            with self._streams.at_work():
+                look()
+            ended(None, after)
+
+        self._put(begin)
+
+    def replay(self, nodes: list[Node]) -> None:
+        if self.capture is not None:
+            raise InvalidArgument("a graph cannot be replayed on a stream that is being captured")
+        self._put(lambda after, ended: _Replay(nodes, self._streams, after, ended).advance())
+
+    def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True) -> None:
+        self._streams.raise_error()
+        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready))
+        self._streams.advance()
+
+    def advance(self) -> bool:
+        """Begin the next item if it can; True if it has."""
+        if self.running or not self.work or not self.work[0].ready():
+            return False
+        work = self.work.popleft()
+        self.running = True
+        work.begin(self._streams.orders.join(self.order, work.known), self._ended)
+        return True
+
+    def _ended(self, error: BaseException | None, token: Any) -> None:
+        self.running, self.order = False, token
+        self._streams.ended(error)
+
+
+class _Replay:
+    """A graph that runs: nodes begin when those that they come behind have ended."""
+
+    def __init__(self, nodes: list[Node], streams: Streams, after: Any, ended: Any) -> None:
+        self._nodes, self._streams, self._after, self._ended = nodes, streams, after, ended
+        self._left = dict(enumerate(nodes))
+        self._ends: dict[int, Any] = {}
+        self._advancing = False
+
+    def advance(self) -> None:
+        if self._advancing:  # a node that ends at once
+            return
+        self._advancing = True
+        while able := [n for n, node in self._left.items() if node.behind <= self._ends.keys()]:
+            for number in able:
+                self._begin(number, self._left.pop(number))
+        self._advancing = False
+        if len(self._ends) == len(self._nodes):
+            self._ended(None, self._joined(range(len(self._nodes))))
+
+    def _joined(self, numbers: Any) -> Any:
+        token = self._after
+        for number in numbers:
+            token = self._streams.orders.join(token, self._ends[number])
+        return token
+
+    def _begin(self, number: int, node: Node) -> None:
+        after = self._joined(node.behind)
+        if node.operation is not None:
+            with self._streams.orders.operation(self._streams.rank, after) as end:
+                with self._streams.at_work():
+                    node.operation()
+                self._ends[number] = end()
+        elif node.launch is not None:
+            launch = node.launch.again()
+            launch.after = after
+            self._streams.executor.start(launch, lambda error: self._node_ended(number, launch, error))
+
+    def _node_ended(self, number: int, launch: KernelLaunch, error: BaseException | None) -> None:
+        self._ends[number] = launch.end
+        if error is not None:
+            self._ended(error, None)
+        else:
+            self.advance()
+
+
+class Streams:
+    """Those of one rank's device.
+
+    executor   runs the kernels
+    orders     is told what orders what
+    changed    is called when a piece of work has ended: host code may go on
+    error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
+    working    torch's operations now are a stream's, though host code may be what made it advance
+    """
+
+    def __init__(self, rank: int, executor: Executor, orders: Orders, changed: Callable[[], None]) -> None:
+        self.rank, self.executor, self.orders, self._changed = rank, executor, orders, changed
+        self.error: BaseException | None = None
+        self.queues: dict[int, StreamQueue] = {}
+        self.working = False
+        self._advancing = False
+        self.queue(0)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self.working = True
+        try:
+            yield
+        finally:
+            self.working = False
+
+    def queue(self, handle: int) -> StreamQueue:
+        """The stream of a handle; 0 is the default one."""
+        if handle not in self.queues:
+            self.queues[handle] = StreamQueue(handle, self)
+        return self.queues[handle]
+
+    def new(self) -> StreamQueue:
+        return self.queue(max(self.queues) + 1 if len(self.queues) > 1 else 0x5000 + 64 * self.rank)
+
+    @property
+    def idle(self) -> bool:
+        return all(queue.idle for queue in self.queues.values())
+
+    @property
+    def capturing(self) -> bool:
+        return any(queue.capture is not None for queue in self.queues.values())
+
+    def begin_capture(self, queue: StreamQueue) -> None:
+        if queue.capture is not None:
+            raise InvalidArgument("this stream is being captured already")
+        queue.capture = Capture(queue, last={})
+        queue.capture.last[queue] = frozenset()
+
+    def end_capture(self, queue: StreamQueue) -> list[Node]:
+        """The nodes of the graph. Raises `InvalidArgument` if a stream that was drawn into the capture has not come
+        back to it."""
+        capture = queue.capture
+        if capture is None or capture.origin is not queue:
+            raise InvalidArgument("no capture has begun on this stream")
+        for other in self.queues.values():
+            if other.capture is capture:
+                other.capture = None
+        if not capture.joined():
+            raise InvalidArgument(
+                "a stream that was drawn into the capture of a graph has not been joined: the stream that the capture "
+                "began on must wait for it before the end"
+            )
+        return capture.nodes
+
+    def advance(self) -> None:
+        """Begin whatever can begin."""
+        if self._advancing:
+            return
+        self._advancing = True
+        try:
+            while any([queue.advance() for queue in list(self.queues.values())]):
+                pass
+        finally:
+            self._advancing = False
+
+    def ended(self, error: BaseException | None) -> None:
+        if error is not None and self.error is None:
+            self.error = error
+            for queue in self.queues.values():
+                queue.work.clear()
+        if self.error is None:
+            self.advance()
+        self._changed()
+
+    def abandon(self) -> None:
+        """Forget what has not run; nothing is left to wait for."""
+        self.error = None
+        for queue in self.queues.values():
+            queue.work.clear()
+            queue.running, queue.capture = False, None
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,91 @@
+"""`torch.cuda` as a rank's host code has it over a simulated GPU: its streams, events and graphs, and torch's own work.
+
+In place while an execution lasts; outside of a rank's host code everything is torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from tricomm.explorer.compiled.simulated_gpu import SimulatedEvent, SimulatedGpu, SimulatedGraph
+
+Current = Callable[[], SimulatedGpu | None]
+
+# What looks at a tensor, or makes another view of it, without its elements.
+_NO_DATA = {
+    "__get__", "data_ptr", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous",
+    "storage_offset", "is_complex", "is_floating_point", "is_signed", "untyped_storage", "__len__", "__hash__", "view",
+    "view_as", "view_as_real", "view_as_complex", "detach", "narrow", "select", "unsqueeze", "squeeze", "expand",
+    "transpose", "permute", "t", "unbind", "split", "chunk", "movedim", "diagonal", "unfold", "get_device", "is_cuda",
+    "empty", "empty_like", "is_tensor", "is_storage", "requires_grad_", "is_inference", "type", "__iter__",
+    "_conj", "resolve_conj", "resolve_neg", "is_conj", "is_neg", "is_set_to", "is_same_size", "frombuffer",
+}  # fmt: skip
+
+
+class InStreamOrder(TorchFunctionMode):
+    """Makes each torch operation of host code a piece of work of its rank's current stream."""
+
+    def __init__(self, current: Current) -> None:
+        super().__init__()
+        self._current = current
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gpu = self._current()
+        if gpu is None or gpu.streams.working or getattr(func, "__name__", "") in _NO_DATA:
+            return func(*args, **(kwargs or {}))
+        # Torch takes the mode away for as long as this runs. Other ranks' host code, which may run while this one
+        # waits, needs it; and it is gone again when this one goes on.
+        _push_mode(self)
+        try:
+            gpu.reach()
+        finally:
+            _pop_mode()
+        return gpu.operation(func, args, kwargs or {})
+
+
+@contextmanager
+def installed(current: Current) -> Iterator[None]:
+    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code."""
+
+    def on(simulated: Callable[[SimulatedGpu], Callable[..., Any]], real: Any) -> Callable[..., Any]:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            gpu = current()
+            return real(*args, **kwargs) if gpu is None else simulated(gpu)(*args, **kwargs)
+
+        return either
+
+    replaced: dict[str, Callable[[SimulatedGpu], Callable[..., Any]]] = {
+        "Stream": lambda gpu: lambda device=None, priority=0: gpu.new_stream(),
+        "stream": lambda gpu: lambda stream: nullcontext() if stream is None else stream,
+        "current_stream": lambda gpu: lambda device=None: gpu.stream(),
+        "default_stream": lambda gpu: lambda device=None: gpu.default_stream(),
+        "set_stream": lambda gpu: gpu.set_stream,
+        "Event": lambda gpu: lambda *args, **kwargs: SimulatedEvent(gpu),
+        "synchronize": lambda gpu: lambda device=None: gpu.synchronize(),
+        "is_current_stream_capturing": lambda gpu: gpu.capturing,
+        "CUDAGraph": lambda gpu: lambda *args, **kwargs: SimulatedGraph(gpu),
+        "graph": lambda gpu: lambda graph, pool=None, stream=None, **more: _capturing(gpu, graph, stream),
+    }
+    with ExitStack() as undo:
+        for name, simulated in replaced.items():
+            undo.enter_context(patch.object(torch.cuda, name, on(simulated, getattr(torch.cuda, name))))
+        undo.enter_context(InStreamOrder(current))
+        yield
+
+
+@contextmanager
+def _capturing(gpu: SimulatedGpu, graph: SimulatedGraph, stream: Any) -> Iterator[None]:
+    """As `torch.cuda.graph`: on a stream of its own, behind all that the device has to do."""
+    gpu.synchronize()
+    with stream or gpu.new_stream():
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()

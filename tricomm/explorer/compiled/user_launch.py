@@ -1,0 +1,105 @@
+"""A user's own kernel, compiled and launched as Triton's dispatch does it, through the driver of a simulated GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.explorer.compiled.driver import SimulatedDriver
+from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
+from tricomm.kernels.specialization import specialized
+
+_FORMATS = {
+    "i1": "<b", "u1": "<b", "i8": "<b", "u8": "<B", "i16": "<h", "u16": "<H", "i32": "<i", "u32": "<I", "i64": "<q",
+    "u64": "<Q", "fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d",
+}  # fmt: skip
+_SCRATCH = 2  # pointers that Triton adds at the end
+_functions: dict[tuple[Any, ...], tuple[int, Any]] = {}
+
+
+def prepare(
+    driver: SimulatedDriver, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any]
+) -> Callable[[], None]:
+    """Compile and load a kernel; what is returned enqueues it on the current stream.
+
+    Arguments are specialised as Triton does: multiples of 16, ones, integers of 32 or 64 bits. Raises
+    `InvalidArgument` if grid or arguments do not fit, `ResourceError` if Triton cannot compile the kernel.
+    """
+    blocks = (*kernel_launch.grid_size(grid, constexprs), 1, 1)[:3]
+    known = {p.name for p in triton_adapter.parameters(kernel)}
+    options = specialized(known, constexprs, compiled=True)
+    compiled, values, types = jit_dispatch.compile_for(kernel, args, options, driver.capability)
+    metadata = compiled.metadata
+    if metadata.num_ctas != 1:
+        raise InvalidArgument(
+            f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; num_ctas=1 is"
+        )
+    scratch = [torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
+               for size in (metadata.global_scratch_size, metadata.profile_scratch_size)]  # fmt: skip
+    packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
+    packed += [struct.pack("<Q", s.data_ptr() if s.numel() else 0) for s in scratch]
+    tensors = [*_tensors(args), *scratch]
+
+    def run() -> None:
+        function = _function(driver, compiled)
+        cells = [ctypes.create_string_buffer(value, len(value)) for value in packed]
+        table = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
+        stream = driver.CUstream(driver.stream())
+        threads = (metadata.num_warps * 32, 1, 1)
+        with driver.holding(tensors):
+            (result,) = driver.cuLaunchKernel(
+                function, *blocks, *threads, metadata.shared, stream, ctypes.addressof(table), 0
+            )
+        if result != 0:
+            raise ResourceError(f"cuLaunchKernel of {metadata.name} on {driver.name} failed: {result.name}")
+
+    return run
+
+
+def _function(driver: SimulatedDriver, compiled: Any) -> int:
+    """Loaded once a device and process."""
+    key = (driver.name, compiled.metadata.hash, compiled.metadata.name)
+    if key not in _functions:
+        result, module = driver.cuModuleLoadData(compiled.asm["cubin"])
+        if result == 0:
+            result, function = driver.cuModuleGetFunction(module, compiled.metadata.name.encode())
+        if result == 0 and compiled.metadata.shared > 48 * 1024:
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            (result,) = driver.cuFuncSetAttribute(function, most, compiled.metadata.shared)
+        if result != 0:
+            raise ResourceError(f"{compiled.metadata.name} cannot be loaded on {driver.name}: {result.name}")
+        _functions[key] = function, compiled
+    return _functions[key][0]
+
+
+def _flat(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
+    """Arguments and their types in the order of the parameters: tuples are passed element by element."""
+    if isinstance(kind, tuple | list):
+        for one, its in zip(value, kind, strict=True):
+            yield from _flat(one, its)
+    elif kind != "constexpr":
+        yield value, kind
+
+
+def _packed(value: Any, kind: str, name: str) -> bytes:
+    if kind.startswith("*"):
+        return struct.pack("<Q", value.data_ptr() if hasattr(value, "data_ptr") else int(value or 0))
+    if kind == "bf16":
+        return struct.pack("<f", value)[2:]
+    if kind not in _FORMATS:
+        raise InvalidArgument(f"{name}: an argument of type {kind} is not simulated; tensors, numbers and tuples are")
+    try:
+        return struct.pack(_FORMATS[kind], value)
+    except struct.error as error:
+        raise InvalidArgument(f"{name}: {value!r} does not fit {kind}: {error}") from None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []

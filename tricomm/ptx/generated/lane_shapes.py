@@ -1,0 +1,95 @@
+"""What is known before a kernel runs about how a register's value differs between the lanes of a unit.
+
+Most of what a kernel computes is addresses: a number that all lanes share, or one that grows by the same step from
+lane to lane. Such values are held as one Python number, that of lane 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+WIDTHS = {
+    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64, "b128": 128,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LaneShape:
+    """Of a value of `width` bits.
+
+    stride      lane n holds (that of lane 0) + n * stride modulo 2^width; None: nothing is known
+    low, high   the least and greatest value of any lane, unsigned
+    zeros       as many of the lowest bits of lane 0's value are 0
+    flag        1 where a predicate is true and else 0, held as that predicate; `stride` is None then
+    """
+
+    width: int
+    stride: int | None
+    low: int
+    high: int
+    zeros: int = 0
+    flag: bool = False
+
+    @property
+    def uniform(self) -> bool:
+        return self.stride == 0
+
+    @property
+    def constant(self) -> bool:
+        return self.stride == 0 and self.low == self.high
+
+    def span(self, lanes: int) -> int:
+        """Lane n's value less lane 0's at most, for a stride that is not negative."""
+        assert self.stride is not None
+        return self.stride * (lanes - 1)
+
+    def fits(self, lanes: int, bits: int) -> bool:
+        """True if no lane's value, reached from lane 0 by steps, leaves 0 to 2^bits - 1."""
+        return self.stride is not None and self.stride >= 0 and self.high + self.span(lanes) < 1 << bits
+
+
+def anything(width: int) -> LaneShape:
+    return LaneShape(width, None, 0, (1 << width) - 1)
+
+
+def uniform(width: int, low: int = 0, high: int | None = None, zeros: int = 0) -> LaneShape:
+    return LaneShape(width, 0, low, (1 << width) - 1 if high is None else high, zeros)
+
+
+def literal(value: int, width: int) -> LaneShape:
+    value &= (1 << width) - 1
+    return uniform(width, value, value, trailing_zeros(value))
+
+
+def trailing_zeros(value: int) -> int:
+    return (value & -value).bit_length() - 1 if value else 128
+
+
+def ranged(width: int, stride: int, low: int, high: int, zeros: int) -> LaneShape:
+    """Of a known stride; the range is given up if it leaves what `width` bits hold."""
+    most = (1 << width) - 1
+    half = 1 << (width - 1)
+    stride = ((stride + half) & most) - half
+    if low < 0 or high > most:
+        low, high = 0, most
+    return LaneShape(width, stride, low, high, min(zeros, 128))
+
+
+def join(one: LaneShape | None, other: LaneShape, visits: int) -> LaneShape:
+    """Either of two; after some visits the range is given up, so that loops come to an end."""
+    if one is None or one == other:
+        return other
+    if one.flag and other.flag:
+        return one
+    stride = one.stride if one.stride == other.stride else None
+    if one.flag or other.flag or one.width != other.width:
+        stride = None
+    low, high = min(one.low, other.low), max(one.high, other.high)
+    if visits > 4:
+        low, high = 0, (1 << one.width) - 1
+    return LaneShape(one.width, stride, low, high, min(one.zeros, other.zeros))
+
+
+def as_vector(shape: LaneShape) -> LaneShape:
+    return replace(shape, stride=None, flag=False)
