@@ -15,7 +15,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 
 from tricomm.kernels.collectives import registry
-from tricomm.perf.machine_code.compile_variant import Variant, compile_variant
+from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
 from tricomm.ptx.instructions import Kernel
 from tricomm.ptx.parser import parse
 

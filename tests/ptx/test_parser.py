@@ -7,7 +7,7 @@ import pytest
 from tests.ptx.corpus import parsed
 from tests.ptx.texts import HEAD, module
 from tricomm.errors import InvalidArgument
-from tricomm.perf.machine_code.compile_variant import Variant
+from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.ptx.instructions import (
     Address,
     Float,
