@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ptx.arithmetic_cases import instruction
+from tests.ptx.arithmetic.arithmetic_cases import instruction
 from tests.ptx.corpus import parsed, shipped
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry

@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, instruction, run
-from tests.ptx.float_model import F32, F64, KINDS, NAN, float_rows, flushed, negative, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, instruction, run
+from tests.ptx.arithmetic.float_model import F32, F64, KINDS, NAN, float_rows, flushed, negative, value
 
 MODES = ("rn", "rz", "rm", "rp")
 KIND_OF = {"f32": F32, "f64": F64}

@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, instruction, rows, run, signed
-from tests.ptx.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, instruction, rows, run, signed
+from tests.ptx.arithmetic.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")

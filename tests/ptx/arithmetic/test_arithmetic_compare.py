@@ -4,9 +4,9 @@ import operator
 
 import pytest
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, rows, signed
-from tests.ptx.float_model import KINDS, float_rows, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, rows, signed
+from tests.ptx.arithmetic.float_model import KINDS, float_rows, value
 
 ORDER = {
     "eq": operator.eq,
