@@ -163,6 +163,16 @@ def test_wider_floats(to, of):
         check("cvt.f32.bf16 d, a", [(0x7F81,), (0xFFC0,), (0x7FFF,)], lambda a: a << 16, d="b32", a="b16")
 
 
+@pytest.mark.parametrize("to, of", (("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f32", "f16"), ("f64", "f32")))
+def test_unit_range(to, of):
+    def unit(a):
+        if value(a, KINDS[of]) == NAN or negative(a, KINDS[of]):
+            return 0
+        return min(converted(a, to, of), KINDS[to].bias << KINDS[to].digits)
+
+    check(f"cvt.sat.{to}.{of} d, a", float_rows(KINDS[of], 1), unit, d=register(to), a=register(of))
+
+
 @pytest.mark.parametrize("kind", FLOATS)
 def test_whole_numbers(kind):
     form = KINDS[kind]
@@ -186,6 +196,7 @@ def test_flushing_conversions():
     given = [*float_rows(F32, 1), (1,), (0x80400000,)]
     check("cvt.rn.ftz.f16.f32 d, a", given, lambda a: converted(flushed(a, F32), "f16", "f32"), d="b16", a="b32")
     check("cvt.ftz.f64.f32 d, a", [(1,), (0x80400000,)], lambda a: a >> 31 << 63, d="b64", a="b32")
+    check("cvt.ftz.f32.f32 d, a", given, lambda a: flushed(a, F32), d="b32", a="b32")
     tiny = model.encode(Fraction(1, 2**140), model.F64)
     check("cvt.rn.ftz.f32.f64 d, a", [(tiny,), (tiny | 1 << 63,)], lambda a: a >> 63 << 31, d="b32", a="b64")
 
