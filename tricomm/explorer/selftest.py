@@ -52,8 +52,8 @@ def _kinds(flag: bool, compiled: str | None) -> set[str]:
 
 @functools.cache
 def require(compiled: str | None = None) -> None:
-    """Raise `ResourceError` if the detector misses accesses: a hook of Triton's interpreter is not called any more, or
-    the code that is compiled for that architecture has changed."""
+    """Raise `ResourceError` if the detector misses accesses: a hook of Triton's interpreter is not called, or what is
+    compiled for that architecture is not what it was."""
     racy, clean = _kinds(False, compiled), _kinds(True, compiled)
     if "race" not in racy or clean:
         raise ResourceError(

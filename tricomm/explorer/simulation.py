@@ -64,8 +64,8 @@ def prepared(
     fn: Any, world_size: int, options: Options | None, residency: int | None = None, most_steps: int = 1_000_000_000,
     compiled: str | None = None,
 ) -> Subject:  # fmt: skip
-    """The checked subject of an execution. Raises `InvalidArgument` for bad arguments. For compiled kernels, `options`
-    may be None: the smallest arena that has room for a GPU's tiles."""
+    """The checked subject of an execution. `options` may be None for compiled kernels: the smallest arena that has room
+    for a GPU's tiles. Raises `InvalidArgument` for bad arguments."""
     reason = interpreter.supported()
     if reason is not None:
         raise InvalidArgument(f"no kernel can be interpreted: {reason}")

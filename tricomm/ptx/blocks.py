@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
-from tricomm.ptx.global_memory import Region
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.global_memory import AddressRange
 
 _SLACK = 128
 
@@ -90,7 +87,7 @@ class BlockState:
         self.shared_region = array_region(static + self.dynamic_shared, "shared memory")
         self.shared = self.shared_region.views[1]
         self.barriers: dict[int, BarrierState] = {}
-        self.units: list[Unit] = []
+        self.units: list[Any] = []  # of `unit.Unit`
         self.exited = 0
 
     def barrier(self, number: int) -> BarrierState:
@@ -111,8 +108,8 @@ class BlockState:
                 self.open_if_full(state)
 
 
-def array_region(nbytes: int, name: str) -> Region:
+def array_region(nbytes: int, name: str) -> AddressRange:
     """Fresh zeros, addressed from 0."""
     memory = np.zeros(nbytes + _SLACK + 16, "u1")
     offset = -memory.ctypes.data % _SLACK
-    return Region(memory[offset : offset + nbytes], 0, name)
+    return AddressRange(memory[offset : offset + nbytes], 0, name)

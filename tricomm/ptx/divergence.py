@@ -7,7 +7,7 @@ of them come to; not for ever, though: if the others only wait, for a barrier or
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +15,10 @@ from tricomm.errors import TricommError
 from tricomm.ptx.access import Array
 from tricomm.ptx.blocks import BarrierRequest
 from tricomm.ptx.control_flow import target
+from tricomm.ptx.generated.kernel_code import Piece
 from tricomm.ptx.instructions import Register
-from tricomm.ptx.special_registers import WARP
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.kernel_code import Piece
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_shape import WARP
+from tricomm.ptx.unit_view import UnitView
 
 _PATIENCE = 64
 
@@ -36,7 +34,7 @@ class Meeting:
 
 
 @dataclass(eq=False)
-class Part:
+class LaneGroup:
     """Lanes that run together. `waiting`: at a barrier; `meets`: at an instruction for which lanes are missing."""
 
     mask: Array
@@ -50,14 +48,14 @@ class Part:
 class Divergence:
     """From instruction `at`, whose branch or guard holds for the lanes `chosen` alone."""
 
-    def __init__(self, unit: Unit, at: int, chosen: Array, registers: list[Any]) -> None:
+    def __init__(self, unit: UnitView, at: int, chosen: Array, registers: list[Any]) -> None:
         self.unit, self.code = unit, unit.code
         self.registers = self.code.to_arrays(registers)
         self.alive = np.ones(unit.shape.lanes, bool)
-        self.parts: list[Part] = []
+        self.parts: list[LaneGroup] = []
         self.meetings: list[Meeting] = []
         self.patience = _PATIENCE
-        self._divide(Part(self.alive.copy(), at, ()), chosen)
+        self._divide(LaneGroup(self.alive.copy(), at, ()), chosen)
 
     def run(self) -> tuple[int, list[Any]] | None:
         """The block at which all lanes go on together and their registers; None if all have ended."""
@@ -84,7 +82,7 @@ class Divergence:
         registers = self.code.from_arrays(self.registers, part.index)
         return None if registers is None else (number, registers)
 
-    def _step(self, part: Part) -> None:
+    def _step(self, part: LaneGroup) -> None:
         """Run a piece of the code for `part`, which comes behind all others then."""
         piece = self.code.piece(part.index, part.passed)
         if piece.stop == "barrier":
@@ -109,7 +107,7 @@ class Divergence:
                 self.unit.turn()
                 self._be_patient()
 
-    def _place(self, part: Part, index: int) -> None:
+    def _place(self, part: LaneGroup, index: int) -> None:
         """`part` goes on at `index`, or waits for others there."""
         part.index, part.passed = index, False
         if index >= len(self.code.kernel.instructions):
@@ -131,9 +129,9 @@ class Divergence:
         """Those that have arrived go on."""
         if meeting.arrived.any():
             lanes, meeting.arrived = meeting.arrived, np.zeros_like(meeting.arrived)
-            self._place(Part(lanes, meeting.place, meeting.outer), meeting.place)
+            self._place(LaneGroup(lanes, meeting.place, meeting.outer), meeting.place)
 
-    def _divide(self, part: Part, chosen: Array | bool) -> None:
+    def _divide(self, part: LaneGroup, chosen: Array | bool) -> None:
         """Lanes `chosen` pass the guard of the instruction at the part's place, the others don't."""
         yes = part.mask & chosen
         no = part.mask & ~yes
@@ -147,11 +145,11 @@ class Divergence:
                 self.meetings.append(meeting)
                 part.meetings = (*part.meetings, meeting)
         if yes.any():
-            self.parts.append(Part(yes, place, part.meetings, passed=True))
+            self.parts.append(LaneGroup(yes, place, part.meetings, passed=True))
         if no.any():
-            self._place(Part(no, place, part.meetings), place + 1)
+            self._place(LaneGroup(no, place, part.meetings), place + 1)
 
-    def _jump(self, part: Part) -> None:
+    def _jump(self, part: LaneGroup) -> None:
         index = target(self.code.kernel, self.code.kernel.instructions[part.index])
         if index <= part.index:
             self.unit.steps -= 1
@@ -159,14 +157,14 @@ class Divergence:
                 self.unit.out_of_steps(part.index)
         self._place(part, index)
 
-    def _leave(self, part: Part) -> None:
+    def _leave(self, part: LaneGroup) -> None:
         self.alive &= ~part.mask
         for meeting in reversed(part.meetings):
             self._no_longer_missing(meeting, part.mask)
         self.unit.block.leave(int(part.mask.sum()))
         self._look_again()
 
-    def _at_barrier(self, part: Part, piece: Piece) -> None:
+    def _at_barrier(self, part: LaneGroup, piece: Piece) -> None:
         unit = self.unit
         if part.waiting is None:
             unit.deferred = True
@@ -181,14 +179,14 @@ class Divergence:
             return
         self._finish_barrier(part, piece, request)
 
-    def _finish_barrier(self, part: Part, piece: Piece, request: BarrierRequest) -> None:
+    def _finish_barrier(self, part: LaneGroup, piece: Piece, request: BarrierRequest) -> None:
         unit, part.waiting = self.unit, None
         unit.opened = request
         piece.run(unit, part.mask, self.registers)
         unit.opened = None
         self._place(part, piece.end)
 
-    def _all_there(self, part: Part) -> bool:
+    def _all_there(self, part: LaneGroup) -> bool:
         """All lanes that an instruction needs are at it: they become one part. Those that have ended are not needed."""
         needed = self._members(part) & self.alive
         if not (needed & ~part.mask).any():
@@ -204,7 +202,7 @@ class Divergence:
             self._join(part, other)
         return True
 
-    def _join(self, part: Part, other: Part) -> None:
+    def _join(self, part: LaneGroup, other: LaneGroup) -> None:
         common = tuple(m for m in part.meetings if m in other.meetings)
         gone = [(m, part.mask) for m in part.meetings if m not in common]
         gone += [(m, other.mask) for m in other.meetings if m not in common]
@@ -212,7 +210,7 @@ class Divergence:
         for meeting, lanes in gone:
             self._no_longer_missing(meeting, lanes)
 
-    def _members(self, part: Part) -> Array:
+    def _members(self, part: LaneGroup) -> Array:
         """Lanes that the instruction's member masks name, those of other warps than the part's left out."""
         operation = self.code.masked_operation(part.index)
         lanes = np.arange(self.unit.shape.lanes)
@@ -226,7 +224,8 @@ class Divergence:
                 named |= (warps == warp) & ((mask >> lane) & 1).astype(bool)
             return named
         mask = getattr(members, "value", -1) & 0xFFFFFFFF
-        return np.isin(warps, warps[part.mask]) & ((mask >> lane) & 1).astype(bool)
+        found: Array = np.isin(warps, warps[part.mask]) & ((mask >> lane) & 1).astype(bool)
+        return found
 
     def _unblock(self) -> None:
         """No part can run: one whose barrier has opened, those that wait for others, or other units."""

@@ -12,11 +12,11 @@ from tricomm.errors import InvalidArgument
 from tricomm.ptx.access import Array
 
 
-class OutOfBounds(InvalidArgument):
+class BadAddress(InvalidArgument):
     """A kernel accessed memory that it was not given, or at an address that the access's width does not divide."""
 
 
-class Region:
+class AddressRange:
     """Addresses from `low` to below `high`. `views` has its elements by size, from the address `starts` of that size:
     the aligned ones that lie in it as a whole."""
 
@@ -37,7 +37,7 @@ class GlobalMemory:
 
     def __init__(self) -> None:
         self._bases: list[int] = []
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, AddressRange] = {}
         self._multicast: list[tuple[int, int, tuple[int, ...]]] = []
         self.last = _NOTHING
 
@@ -47,8 +47,8 @@ class GlobalMemory:
             return
         if base not in self._regions:
             insort(self._bases, base)
-        octets = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(base), np.uint8)
-        self._regions[base] = Region(octets, base, name)
+        octets: Array = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
+        self._regions[base] = AddressRange(octets, base, name)
         self.last = _NOTHING
 
     def remove(self, base: int) -> None:
@@ -57,8 +57,8 @@ class GlobalMemory:
             self._bases.remove(base)
             self.last = _NOTHING
 
-    def find(self, address: int, nbytes: int = 1) -> Region:
-        """The region of all `nbytes` from `address`; raises `OutOfBounds`."""
+    def find(self, address: int, nbytes: int = 1) -> AddressRange:
+        """The region of all `nbytes` from `address`; raises `BadAddress`."""
         region = self.last
         if region.low <= address and address + nbytes <= region.high:
             return region
@@ -68,24 +68,24 @@ class GlobalMemory:
             if address + nbytes <= region.high:
                 self.last = region
                 return region
-            raise OutOfBounds(
+            raise BadAddress(
                 f"{nbytes} bytes at {address:#x} are in no memory that the kernel was given; before them "
                 f"{region.name} ends at {region.high:#x}"
             )
-        raise OutOfBounds(f"{nbytes} bytes at {address:#x} are before all memory that the kernel was given")
+        raise BadAddress(f"{nbytes} bytes at {address:#x} are before all memory that the kernel was given")
 
     def add_multicast(self, base: int, nbytes: int, members: Sequence[int]) -> None:
         """`multimem` on an address from `base` means the same offset from each of `members`, which are in regions."""
         self._multicast.append((base, nbytes, tuple(members)))
 
     def members(self, addresses: Array, mask: Array | None) -> list[Array]:
-        """The addresses behind multicast ones, one array a member. Raises `OutOfBounds`."""
+        """The addresses behind multicast ones, one array a member. Raises `BadAddress`."""
         active = addresses if mask is None else addresses[mask]
         first, last = int(active.min()), int(active.max())
         for base, nbytes, members in self._multicast:
             if base <= first and last < base + nbytes:
                 return [addresses - np.uint64(base) + np.uint64(member) for member in members]
-        raise OutOfBounds(f"no multicast mapping was given for {first:#x} to {last:#x}")
+        raise BadAddress(f"no multicast mapping was given for {first:#x} to {last:#x}")
 
 
-_NOTHING = Region(np.empty(0, "u1"), 0, "nothing")
+_NOTHING = AddressRange(np.empty(0, "u1"), 0, "nothing")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import greenlet
@@ -17,15 +14,16 @@ import numpy as np
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.ptx import arithmetic
 from tricomm.ptx.blocks import BarrierState, BlockState
-from tricomm.ptx.generated.kernel_code import KernelCode
 from tricomm.ptx.generated.operand_code import Operands
-from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.instructions import Kernel
 from tricomm.ptx.limits import check_launch
+from tricomm.ptx.loaded_kernel import STEPS, LoadedKernel
 from tricomm.ptx.operations.memory_forms import unknown_form
 from tricomm.ptx.operations.table import CONTROL, MAKERS, make_operation
-from tricomm.ptx.special_registers import WARP, UnitShape
-from tricomm.ptx.unit import STEPS, Direct, Unit
+from tricomm.ptx.unit import Direct, Unit
+from tricomm.ptx.unit_shape import WARP, UnitShape
+
+__all__ = ["STEPS", "Deadlock", "LoadedKernel", "RoundRobin", "launch", "refuse_unknown", "run"]
 
 Size = tuple[int, int, int]
 
@@ -54,64 +52,6 @@ def refuse_unknown(kernel: Kernel) -> None:
 class _Zeros(dict[str, int]):
     def __missing__(self, name: str) -> int:
         return 0
-
-
-@dataclass
-class LoadedKernel:
-    """A kernel with its variables in memory, ready to be launched. `steps`: how often a unit may go through loops."""
-
-    kernel: Kernel
-    memory: GlobalMemory
-    watch_shared: bool = False
-    steps: int = STEPS
-    addresses: dict[str, int] = field(init=False)
-    static_shared: int = field(init=False, default=0)
-    local_bytes: int = field(init=False, default=0)
-    constants: GlobalMemory = field(init=False, default_factory=GlobalMemory)
-
-    def __post_init__(self) -> None:
-        self.addresses = {p.name: p.offset for p in self.kernel.parameters}
-        self._kept: list[Any] = []
-        variables = sorted(self.kernel.variables.values(), key=lambda v: v.size == 0)  # what is dynamic comes last
-        for variable in variables:
-            if variable.space == "shared":
-                self.static_shared = -(-self.static_shared // variable.align) * variable.align
-                self.addresses[variable.name] = self.static_shared
-                self.static_shared += variable.size
-            elif variable.space == "local":
-                self.local_bytes = -(-self.local_bytes // variable.align) * variable.align
-                self.addresses[variable.name] = self.local_bytes
-                self.local_bytes += variable.size
-            elif variable.space in ("const", "global"):
-                self._place(variable.name, variable.size, variable.align, variable.data, variable.space)
-        self.local_bytes = -(-self.local_bytes // 16) * 16
-
-    def _place(self, name: str, size: int, align: int, data: bytes, space: str) -> None:
-        align = max(align, 16)
-        raw = np.zeros(size + align + 16, "u1")
-        base = -(-raw.ctypes.data // align) * align
-        raw[base - raw.ctypes.data :][: len(data)] = np.frombuffer(data, "u1")
-        self._kept.append(raw)
-        (self.constants if space == "const" else self.memory).add(base, size, f"variable {name}")
-        self.addresses[name] = base
-
-    def code(self, shape: UnitShape) -> KernelCode:
-        own = self if self._kept else None  # its code has the addresses of its variables
-        return _code(self.kernel, shape, self.addresses, own)
-
-
-_codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
-_making = threading.Lock()
-
-
-def _code(kernel: Kernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
-    key = (id(kernel), id(own) if own is not None else 0, shape)
-    with _making:
-        if key not in _codes:
-            _codes[key] = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
-            if own is not None:
-                weakref.finalize(own, _codes.pop, key, None)
-        return _codes[key]
 
 
 def launch(
@@ -144,10 +84,10 @@ def run(launches: Sequence[Sequence[BlockState]], rounds: int | None = None) -> 
 
     Raises `Deadlock`, and what a unit raises.
     """
-    Turns([unit for blocks in launches for block in blocks for unit in block.units], rounds).run()
+    RoundRobin([unit for blocks in launches for block in blocks for unit in block.units], rounds).run()
 
 
-class Turns:
+class RoundRobin:
     """Units as greenlets that take turns."""
 
     def __init__(self, units: Sequence[Callable[[Any], None]], rounds: int | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +13,12 @@ from tricomm.errors import TricommError
 from tricomm.ptx.access import Array, Surroundings, ThreadAccess
 from tricomm.ptx.blocks import BarrierRequest, BarrierState, BlockState, array_region
 from tricomm.ptx.divergence import Divergence
+from tricomm.ptx.global_memory import BadAddress, GlobalMemory
 from tricomm.ptx.instructions import Instruction
-from tricomm.ptx.global_memory import GlobalMemory, OutOfBounds
+from tricomm.ptx.loaded_kernel import LoadedKernel
 from tricomm.ptx.operations.async_copies import Copies
 from tricomm.ptx.operations.memory_forms import MemoryForm, place_of
-from tricomm.ptx.special_registers import WARP, UnitShape
-
-if TYPE_CHECKING:
-    from tricomm.ptx.grid import LoadedKernel
-
-STEPS = 1 << 24
+from tricomm.ptx.unit_shape import WARP, UnitShape
 
 
 class StepLimit(TricommError):
@@ -67,6 +63,7 @@ class Unit:
     def __init__(self, program: LoadedKernel, block: BlockState, threads: Array, shape: UnitShape) -> None:
         self.program, self.block, self.threads, self.shape = program, block, threads, shape
         self.memory: GlobalMemory = program.memory
+        self.constants, self.local_bytes = program.constants, program.local_bytes
         self.code = program.code(shape)
         self.steps = program.steps
         self.watched = {"global": False, "shared": False, "local": False, "const": False}
@@ -79,15 +76,14 @@ class Unit:
     def __call__(self, surroundings: Surroundings | Direct) -> None:
         """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""
         self.surroundings = surroundings
-        watching = not isinstance(surroundings, Direct)
-        self.watched["global"] = watching
+        watching = self.watched["global"] = not isinstance(surroundings, Direct)
         self.watched["shared"] = watching and self.program.watch_shared
-        self.turn = _nothing if watching else surroundings.turn
+        self.turn = surroundings.turn if isinstance(surroundings, Direct) else _nothing
         try:
             with np.errstate(all="ignore"):
                 self._run()
-        except OutOfBounds as error:
-            raise OutOfBounds(f"{self._place(error)}: {error}") from error
+        except BadAddress as error:
+            raise BadAddress(f"{self._place(error)}: {error}") from error
 
     def _run(self) -> None:
         number, registers = 0, self.code.initial()
@@ -105,7 +101,8 @@ class Unit:
         """Kernel, block and instruction of an access: the innermost one among the calls that it went through."""
         place, trace = "", error.__traceback__
         while trace is not None:
-            form = getattr(trace.tb_frame.f_locals.get("self"), "form", None)
+            seen = trace.tb_frame.f_locals
+            form = getattr(seen.get("site", seen.get("self")), "form", None)
             if isinstance(form, MemoryForm):
                 place = f", {place_of(form.instruction)}"
             trace = trace.tb_next
@@ -114,11 +111,11 @@ class Unit:
     @cached_property
     def local_region(self) -> Any:
         """All lanes' local memory, one after another."""
-        return array_region(max(self.program.local_bytes, 16) * self.shape.lanes, "local memory")
+        return array_region(max(self.local_bytes, 16) * self.shape.lanes, "local memory")
 
     @cached_property
     def local_offsets(self) -> Array:
-        return np.arange(self.shape.lanes, dtype="u8") * np.uint64(max(self.program.local_bytes, 16))
+        return np.arange(self.shape.lanes, dtype="u8") * np.uint64(max(self.local_bytes, 16))
 
     def thread_index(self, axis: int) -> Array:
         """`%tid` of every lane."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tricomm.explorer.compiled.events import locate
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.ptx.access import ThreadAccess
 from tricomm.ptx.instructions import Address, Instruction, Kernel, Register, SourceLine

@@ -16,7 +16,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
-from tricomm.ptx.global_memory import OutOfBounds
+from tricomm.ptx.global_memory import BadAddress
 
 SIZE, COUNT = 2, 300
 
@@ -171,7 +171,7 @@ def test_a_wrong_hint_of_alignment_shows():
             launch(x[1:], x[1:], 4096, 1 << 32)
         comm.synchronize()
 
-    with pytest.raises(OutOfBounds, match="align|divide|multiple"):
+    with pytest.raises(BadAddress, match="align|divide|multiple"):
         ran(body, 1)
 
 

@@ -10,8 +10,8 @@ import random
 import numpy as np
 import pytest
 
-from tests.ptx import handwritten
 from tests.ptx.arithmetic.arithmetic_cases import instruction, run
+from tests.ptx.execution import handwritten
 
 THREADS = 32
 WIDTHS = (16, 32, 64)

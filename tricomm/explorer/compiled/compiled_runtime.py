@@ -17,7 +17,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled import torch_cuda, user_launch
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.stream_queues import Executor, Orders, Streams
+from tricomm.explorer.compiled.stream_queues import Executor, Ordering, Streams
 from tricomm.explorer.world.world import RankRuntime, World
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch
@@ -77,7 +77,7 @@ class CompiledRanks:
     `executor` runs their kernels, `orders` is told what orders what.
     """
 
-    def __init__(self, architecture: str, executor: Executor, orders: Orders) -> None:
+    def __init__(self, architecture: str, executor: Executor, orders: Ordering) -> None:
         self.capability = capability_of(architecture)
         self._executor, self._orders = executor, orders
         self._gpus: dict[int, SimulatedGpu] = {}

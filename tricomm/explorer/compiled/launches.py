@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
 from tricomm.explorer.compiled.thread_clocks import Array, Team
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, Task
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
+from tricomm.ptx.instructions import Kernel
 
 _STEPS = 1 << 18  # how often a warp may go through loops without an access to what others reach
 
@@ -58,6 +60,11 @@ class Running:
     private: list[Region] = field(default_factory=list)
 
 
+def code_of(launch: KernelLaunch) -> Kernel:
+    """What a launch executes."""
+    return launch.loaded.kernel
+
+
 class Launches:
     """Runs the kernels of an execution as tasks: the executor of the simulated drivers."""
 
@@ -72,14 +79,15 @@ class Launches:
         memory = GlobalMemory()
         for region in [*self._memory, *private]:
             memory.add(region.base, region.nbytes, region.name)
-        loaded = grid.LoadedKernel(launch.loaded.kernel, memory, self._detector is not None, _STEPS)
+        kernel = code_of(launch)
+        loaded = grid.LoadedKernel(kernel, memory, self._detector is not None, _STEPS)
         blocks = grid.launch(loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit)
         made = self._scheduler.new_launch(launch.rank, launch.loaded.name, private)
         running = Running(launch, made, [], ended, private)
         threads = int(np.prod(launch.threads))
         for number, block in enumerate(blocks):
             shared = BlockMemory(launch.rank, number, len(block.shared))
-            crew = Crew(self._maker(launch, number, threads, made.number), shared)  # type: ignore[arg-type]
+            crew = Crew(self._maker(launch, kernel, number, threads, made.number), shared)  # type: ignore[arg-type]
             for warp, unit in enumerate(block.units):
                 task = Task(launch.rank, number, _nothing, launch=made, warp=warp)
                 task.run = self._run(unit, task, crew)
@@ -104,14 +112,14 @@ class Launches:
 
         return run
 
-    def _maker(self, launch: KernelLaunch, block: int, threads: int, number: int) -> Maker:
+    def _maker(self, launch: KernelLaunch, kernel: Kernel, block: int, threads: int, number: int) -> Maker:
         if self._detector is None:
             team = Team(0, launch.rank, np.arange(threads), [], np.zeros(0, np.int32), threads)
-            return Maker(team, block, number, launch.loaded.kernel)
+            return Maker(team, block, number, kernel)
         token = launch.after or Token(np.zeros(1, np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
-        return Maker(team, block, number, launch.loaded.kernel)
+        return Maker(team, block, number, kernel)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error
@@ -148,7 +156,7 @@ class Launches:
 
 
 class Orders:
-    """What happens before what, in the detector's clocks: see `streams.Orders`."""
+    """What happens before what, in the detector's clocks: see `stream_queues.Ordering`."""
 
     def __init__(self, detector: ThreadDetector) -> None:
         self._detector = detector

@@ -22,6 +22,7 @@ class DeviceFunction:
     shared      bytes of static shared memory
     most_shared bytes of dynamic shared memory that a launch may ask for
     registers   of a thread
+    text        the PTX of its module
     """
 
     name: str
@@ -30,6 +31,7 @@ class DeviceFunction:
     shared: int
     most_shared: int
     registers: int | None
+    text: str = field(default="", repr=False)
 
     @property
     def parameter_bytes(self) -> int:
@@ -61,8 +63,9 @@ class ModuleTable:
         handle = 0x1000 + 16 * len(self.functions)
         shared = cubin.static_shared(image, name)
         self.functions[handle] = DeviceFunction(
-            name, _kernel(image, name), tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
-        )
+            name, _kernel(image, name), tuple(layout), shared, most_shared - shared, cubin.registers(image, name),
+            ptx_of(image) or "",
+        )  # fmt: skip
         return handle
 
 

@@ -2,7 +2,7 @@
 
 A launch is enqueued, and host code runs on. The head of a stream begins as soon as what it comes behind has ended;
 which of the kernels that run is next is the scheduler's choice. What orders two pieces of work is handed on as a
-token of `Orders`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
+token of `Ordering`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class KernelLaunch:
     shared      bytes of dynamic shared memory
     stream      the handle that it was launched on
     tensors     what it was launched with; they live as long as it runs
-    after, end  tokens of `Orders`: what it knows when it begins; what is known at its end, set by the executor
+    after, end  tokens of `Ordering`: what it knows when it begins; what is known at its end, set by the executor
     """
 
     rank: int
@@ -55,7 +55,7 @@ class Executor(Protocol):
         """Make the launch's threads runnable; `ended` is called when all have run, with the first error or None."""
 
 
-class Orders(Protocol):
+class Ordering(Protocol):
     """What happens before what. A token stands for all that has happened before one moment."""
 
     def host(self, rank: int) -> Any:
@@ -282,7 +282,7 @@ class Streams:
     working    torch's operations now are a stream's, though host code may be what made it advance
     """
 
-    def __init__(self, rank: int, executor: Executor, orders: Orders, changed: Callable[[], None]) -> None:
+    def __init__(self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None]) -> None:
         self.rank, self.executor, self.orders, self._changed = rank, executor, orders, changed
         self.error: BaseException | None = None
         self.queues: dict[int, StreamQueue] = {}

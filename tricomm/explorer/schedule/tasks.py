@@ -165,7 +165,7 @@ class Task:
             self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
-        """True if the task, or another warp of its block, may poll one of `addresses`."""
+        """True if `addresses` may be among those that it polls, or another warp of its block."""
         low, high = int(addresses.min()), int(addresses.max())
         return any(
             poll.low <= high and poll.high >= low for task in self.mates or (self,) for poll in task.polls.values()

@@ -51,7 +51,8 @@ class World:
     """The state that the ranks of one execution share.
 
     `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
-    the calls of `request`. `runtime(world, rank)` makes a rank's runtime, by default one whose kernels are interpreted.
+    the calls of `request`. `runtime(world, rank)` is a rank's surroundings, by default those whose kernels are
+    interpreted.
     """
 
     def __init__(

@@ -18,8 +18,9 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
     shapes = operands.shapes
     defined = definitions(operands.kernel)
     readers: dict[str, list[int]] = defaultdict(list)
-    for n, instruction in enumerate(instructions):
-        for name in read(instruction):
+    wanted = [[name for name in read(instruction) if name in defined] for instruction in instructions]
+    for n, names in enumerate(wanted):
+        for name in names:
             readers[name].append(n)
     pending = dict.fromkeys(range(len(instructions)))
     known: set[int] = set()
@@ -27,7 +28,7 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
         n = next(iter(pending))
         del pending[n]
         instruction = instructions[n]
-        if n not in known and not all(name in shapes or name not in defined for name in read(instruction)):
+        if n not in known and not all(name in shapes for name in wanted[n]):
             continue  # once all that it reads is known
         known.add(n)
         for result in code.results(instruction):
@@ -41,9 +42,8 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
 
 def choose_homes(operands: Operands, code: InstructionCode) -> None:
     """The numpy type of each array register: the one that most of its users want."""
-    arrays = {
-        name for name in operands.kernel.registers if (s := operands.shapes.get(name)) is None or s.stride is None
-    }
+    known = {name for name, shape in operands.shapes.items() if shape.stride is not None}
+    arrays = set(operands.kernel.registers) - known
     votes: dict[str, Counter[str]] = defaultdict(Counter)
     for instruction in operands.kernel.instructions:
         if instruction.opcode in CONTROL or not arrays.intersection((*read(instruction), *written(instruction))):

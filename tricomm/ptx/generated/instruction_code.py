@@ -153,16 +153,13 @@ class InstructionCode:
             return []
         variable, wanted = self.operands.variable(target), self.operands.shape(target, 0)
         if wanted.width == 1:
-            return [
-                f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"
-            ]
+            return [f"{variable}={_merged(code, variable) if guarded else code}"]
         if wanted.flag or wanted.stride is not None:
             return [f"{variable}={code}"]
         home = self.operands.home(target)
         word = f"u{home[1:]}" if home[0] != "V" else home
-        return self._keep(
-            target, self.operands.cast(self.operands.spread(code, shape, word), word, home), home, guarded
-        )
+        array = self.operands.cast(self.operands.spread(code, shape, word), word, home)
+        return self._keep(target, array, home, guarded)
 
     def _keep(self, target: Operand | None, code: str, kind: str, guarded: bool) -> list[str]:
         """Write an array (or predicate) of numpy type `kind`."""
@@ -170,9 +167,7 @@ class InstructionCode:
             return []
         variable = self.operands.variable(target)
         if kind == "?":
-            return [
-                f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"
-            ]
+            return [f"{variable}={_merged(code, variable) if guarded else code}"]
         home = self.operands.home(target)
         if home != kind:
             code = f"{code}.view({self.operands.dtype(home)})"
@@ -272,6 +267,11 @@ class InstructionCode:
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
             given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
         return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
+
+
+def _merged(code: str, variable: str) -> str:
+    """A predicate under the guard `g`."""
+    return f"{code} if g is True else _p_merge(g,{code},{variable})"
 
 
 def guard_code(variable: str, negated: bool) -> str:

@@ -24,7 +24,7 @@ from tricomm.ptx.instructions import Instruction, Kernel, Register
 from tricomm.ptx.liveness import Liveness, read, written
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.table import CONTROL
-from tricomm.ptx.special_registers import UnitShape
+from tricomm.ptx.unit_shape import UnitShape
 
 _BLOCKING = ("bar", "barrier")
 
@@ -154,8 +154,8 @@ class KernelCode:
         if to <= number:
             index = self.flow.blocks[number].end - 1
             lines = ["steps-=1", f"if steps<0: u.out_of_steps({index})", *lines]
-            if self._polls(to, number):
-                lines = ["turn()", *lines]
+            # A loop that waits for others need not have a strong access, though it should.
+            lines = ["turn()" if self._polls(to, number) else "if not steps&255: turn()", *lines]
         return lines
 
     def _polls(self, first: int, last: int) -> bool:

@@ -115,9 +115,9 @@ class LaneValues:
             return distance < 0
         if step > 0:
             count = -(distance // step)
-            return count > 0 and (count > last or self.below[count])
+            return False if count <= 0 else count > last or self.below[count]
         count = distance // -step + 1
-        return count <= last and (count <= 0 or self.from_on[count])
+        return False if count > last else count <= 0 or self.from_on[count]
 
     def _equal(self, distance: int, step: int, wanted: bool) -> Predicate:
         if step == 0:
@@ -127,7 +127,8 @@ class LaneValues:
             return not wanted
         if self.lanes == 1:
             return wanted
-        return self.single[lane] if wanted else self.others[lane]
+        found: Array = self.single[lane] if wanted else self.others[lane]
+        return found
 
     def agreed(self, predicate: Predicate) -> Predicate:
         """True or False if all lanes agree."""

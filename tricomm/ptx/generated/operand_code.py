@@ -9,8 +9,9 @@ import numpy as np
 
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, uniform
 from tricomm.ptx.generated.lane_values import lane_values
+from tricomm.ptx.generated.special_registers import special_shape, special_value
 from tricomm.ptx.instructions import Address, Float, Integer, Kernel, Negated, Operand, Register, Special, Symbol
-from tricomm.ptx.special_registers import UnitShape, special_shape, special_value
+from tricomm.ptx.unit_shape import UnitShape
 
 _FLOATS = {"f2": "u2", "f4": "u4", "f8": "u8"}
 

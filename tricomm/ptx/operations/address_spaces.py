@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.operations.lane_memory import LOCAL_WINDOW, SHARED_WINDOW
 from tricomm.ptx.operations.memory_forms import unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
 
@@ -37,7 +33,7 @@ def cvta(instruction: Instruction, operands: Operands, partial: bool) -> Operati
     step = np.uint64(window & (1 << 64) - 1)
     arguments = ((source, "u8"),)
 
-    def call(unit: Unit, mask: Array | None, address: Array) -> Array:
+    def call(unit: UnitView, mask: Array | None, address: Array) -> Array:
         return address + step
 
     return Operation(call, (target,), ("u8",), arguments=arguments)
@@ -49,8 +45,8 @@ def isspacep(instruction: Instruction, operands: Operands, partial: bool) -> Ope
     if space not in ("global", "shared", "local", "const", "param") or instruction.modifiers[0].endswith("cluster"):
         raise unknown_form(instruction, "this space is not known")
 
-    def call(unit: Unit, mask: Array | None, address: Array) -> Array:
-        windows = address & np.uint64(SHARED_WINDOW | LOCAL_WINDOW)
-        return windows == np.uint64(WINDOWS[space]) if space in ("global", "shared", "local") else windows != windows
+    def call(unit: UnitView, mask: Array | None, address: Array) -> Array:
+        found: Array = np.equal(address & np.uint64(SHARED_WINDOW | LOCAL_WINDOW), np.uint64(WINDOWS[space]))
+        return found if space in ("global", "shared", "local") else found & False
 
     return Operation(call, (target,), ("?",), arguments=((source, "u8"),))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Instruction, Integer, Operand, Register
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import MemoryForm, unknown_form
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.transaction_barriers import arrival_site
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _NOT_COMMITTED, _DONE = -1, -2
 
@@ -31,7 +28,7 @@ class Copy:
     sizes: Array | None
     groups: Array
 
-    def perform(self, unit: Unit, lanes: Array) -> None:
+    def perform(self, unit: UnitView, lanes: Array) -> None:
         self.groups[lanes] = _DONE
         self.sites.copy(unit, lanes, self)
 
@@ -45,7 +42,7 @@ class CopySites:
         self.octet = MemorySite(_form("load", "global", 1, 1, instruction), lanes, None)
         self.store = MemorySite(_form("store", "shared", 4, size // 4, instruction), lanes, None)
 
-    def copy(self, unit: Unit, lanes: Array, copy: Copy) -> None:
+    def copy(self, unit: UnitView, lanes: Array, copy: Copy) -> None:
         whole = lanes if copy.sizes is None else lanes & (copy.sizes >= self.size)
         values = [np.zeros(self.lanes, "u4") for _ in range(self.size // 4)]
         if whole.any():
@@ -77,7 +74,7 @@ class Copies:
             copy.groups = np.where(copy.groups == -3, self.committed, copy.groups)
         self.committed[mask] += 1
 
-    def wait(self, unit: Unit, mask: Array, newest: int | None) -> None:
+    def wait(self, unit: UnitView, mask: Array, newest: int | None) -> None:
         """Do those of the lanes `mask`; but not the `newest` groups, nor what is in none unless `newest` is None."""
         for copy in self.pending:
             if newest is None:
@@ -122,7 +119,7 @@ def _copy(instruction: Instruction, lanes: int) -> Operation:
     if rest and not (isinstance(rest[0], Register) and rest[0].kind in ("b64", "u64", "s64")):  # a cache policy
         arguments.append((rest[0], "?" if ignored else "u4"))
 
-    def call(unit: Unit, mask: Array | None, targets: Array, sources: Array, *given: Array) -> None:
+    def call(unit: UnitView, mask: Array | None, targets: Array, sources: Array, *given: Array) -> None:
         sizes = None
         if given:
             sizes = np.where(given[0], 0, size.value) if ignored else given[0]
@@ -139,7 +136,7 @@ def _arrive(instruction: Instruction, operands: Operands, everyone: Array) -> Op
     assert isinstance(target, Address)
     site = arrival_site(instruction, target, operands, "noinc" in instruction.modifiers)
 
-    def call(unit: Unit, mask: Array | None, base: int | Array) -> None:
+    def call(unit: UnitView, mask: Array | None, base: int | Array) -> None:
         unit.copies.wait(unit, everyone if mask is None else mask, None)
         site.call(unit, mask, base, np.ones(len(everyone), "u8"))
 

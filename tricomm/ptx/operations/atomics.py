@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,9 +11,7 @@ from tricomm.ptx.access import Array, ThreadAccess
 from tricomm.ptx.operations.lane_memory import FIND, aligned
 from tricomm.ptx.operations.load_store import MemorySite, resolved
 from tricomm.ptx.operations.memory_forms import MemoryForm, unknown_form
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "add": lambda old, new: old + new, "exch": lambda old, new: new, "min": min, "max": max,
@@ -91,10 +89,10 @@ class AtomicSite:
         self.form, self.site = form, site
         self.change = change_of(form)
 
-    def reduce(self, unit: Unit, mask: Array | None, base: int | Array, *operands: Array) -> None:
+    def reduce(self, unit: UnitView, mask: Array | None, base: int | Array, *operands: Array) -> None:
         self.call(unit, mask, base, *operands)
 
-    def call(self, unit: Unit, mask: Array | None, base: int | Array, *operands: Array) -> Any:
+    def call(self, unit: UnitView, mask: Array | None, base: int | Array, *operands: Array) -> Any:
         """The old values, one array an element."""
         lanes, form = unit.shape.lanes, self.form
         addresses = self.site.addresses(base)
@@ -107,7 +105,9 @@ class AtomicSite:
                 result[chosen] = value
         return results[0] if len(results) == 1 else results
 
-    def _in_space(self, unit: Unit, space: str, active: Array, addresses: Array, operands: list[Array]) -> list[Array]:
+    def _in_space(
+        self, unit: UnitView, space: str, active: Array, addresses: Array, operands: list[Array]
+    ) -> list[Array]:
         count, size, elements = len(addresses), self.form.itemsize, self.form.elements
         found = np.zeros((count, elements * size), "u1")
         given = [[int.from_bytes(v.tobytes(), "little") for v in operand] for operand in operands]
@@ -131,7 +131,7 @@ class AtomicSite:
         table = found.view(operands[0].dtype)
         return [np.ascontiguousarray(table[:, n]) for n in range(elements)]
 
-    def _one(self, unit: Unit, space: str, address: int, given: list[int]) -> Array:
+    def _one(self, unit: UnitView, space: str, address: int, given: list[int]) -> Array:
         """Change memory for one lane; the old octets."""
         size, elements = self.form.itemsize, self.form.elements
         aligned(address, size * elements)

@@ -7,16 +7,13 @@ code is generated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from tricomm.ptx.access import Array
 from tricomm.ptx.operations.load_store import MemorySite
+from tricomm.ptx.unit_view import UnitView
 
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
-
-Load = Callable[["Unit", "Array | None", "int | Array"], "list[Array]"]
-Store = Callable[["Unit", "Array | None", "int | Array", "Sequence[Array]"], None]
+Load = Callable[[UnitView, "Array | None", "int | Array"], "list[Array]"]
+Store = Callable[[UnitView, "Array | None", "int | Array", "Sequence[Array]"], None]
 _MOST_KEPT = 64
 
 
@@ -57,7 +54,7 @@ def _sliced_load(site: MemorySite) -> Load:
     itemsize, space, width, single = site.size[0], site.form.space, site.width - 1, site.size[1] == 1
     in_memory, whole = space == "global", not (site.stride or 0) % site.width
 
-    def load(unit: Unit, mask: Array | None, base: int | Array) -> list[Array]:
+    def load(unit: UnitView, mask: Array | None, base: int | Array) -> list[Array]:
         if mask is not None or unit.watched[space] or not whole or base & width:
             return site.load(unit, mask, base)
         region = unit.memory.last if in_memory else unit.block.shared_region
@@ -77,7 +74,7 @@ def _sliced_store(site: MemorySite) -> Store:
     itemsize, space, width = site.size[0], site.form.space, site.width - 1
     in_memory, whole = space == "global", not (site.stride or 0) % site.width
 
-    def store(unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
+    def store(unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         if mask is not None or unit.watched[space] or not whole or base & width:
             site.store(unit, mask, base, values)
             return
@@ -93,7 +90,7 @@ def _sliced_store(site: MemorySite) -> Store:
     return store
 
 
-def direct_number(site: MemorySite) -> Callable[[Unit, Array | None, int], int | list[int]]:
+def direct_number(site: MemorySite) -> Callable[[UnitView, Array | None, int], int | list[int]]:
     """Like `site.load_number`."""
     itemsize, elements = site.size
     space, width = site.form.space, site.width
@@ -101,7 +98,7 @@ def direct_number(site: MemorySite) -> Callable[[Unit, Array | None, int], int |
         return lambda unit, mask, base: site.load_number(unit, base)
     in_memory, low_bits = space == "global", width - 1
 
-    def load(unit: Unit, mask: Array | None, base: int) -> int | list[int]:
+    def load(unit: UnitView, mask: Array | None, base: int) -> int | list[int]:
         if unit.watched[space] or base & low_bits:
             return site.load_number(unit, base)
         region = unit.memory.last if in_memory else unit.block.shared_region
@@ -112,13 +109,13 @@ def direct_number(site: MemorySite) -> Callable[[Unit, Array | None, int], int |
     return load
 
 
-def _kept_places(site: MemorySite) -> Callable[[Unit, Array], list[Array] | None]:
+def _kept_places(site: MemorySite) -> Callable[[UnitView, Array], list[Array] | None]:
     """Addresses in shared memory come again and again: their checked places, one array an element; None if they are not
     all in the block's memory, or not aligned."""
     kept: dict[tuple[bytes, int], list[Array] | None] = {}
     itemsize, elements = site.size
 
-    def places(unit: Unit, addresses: Array) -> list[Array] | None:
+    def places(unit: UnitView, addresses: Array) -> list[Array] | None:
         size = unit.block.shared_region.high
         key = (addresses.tobytes(), size)
         if key in kept:
@@ -136,7 +133,7 @@ def _kept_places(site: MemorySite) -> Callable[[Unit, Array], list[Array] | None
 def _kept_load(site: MemorySite) -> Load:
     places, itemsize = _kept_places(site), site.size[0]
 
-    def load(unit: Unit, mask: Array | None, base: int | Array) -> list[Array]:
+    def load(unit: UnitView, mask: Array | None, base: int | Array) -> list[Array]:
         if mask is None and not unit.watched["shared"]:
             found = places(unit, base)  # type: ignore[arg-type]
             if found is not None:
@@ -150,7 +147,7 @@ def _kept_load(site: MemorySite) -> Load:
 def _kept_store(site: MemorySite) -> Store:
     places, itemsize = _kept_places(site), site.size[0]
 
-    def store(unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
+    def store(unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         if mask is None and not unit.watched["shared"]:
             found = places(unit, base)  # type: ignore[arg-type]
             if found is not None:

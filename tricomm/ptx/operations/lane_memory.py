@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tricomm.ptx.access import Array
-from tricomm.ptx.global_memory import OutOfBounds, Region
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.global_memory import AddressRange, BadAddress
+from tricomm.ptx.unit_view import UnitView
 
 # Generic addresses from here on are in the block's shared memory, in the lane's local memory.
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
 _TOP = np.uint64(1 << 62)
 
-Find = Callable[["Unit", int, int], Region]
+Find = Callable[[UnitView, int, int], AddressRange]
 
 
-def global_region(unit: Unit, address: int, nbytes: int) -> Region:
+def global_region(unit: UnitView, address: int, nbytes: int) -> AddressRange:
     return unit.memory.find(address, nbytes)
 
 
-def shared_region(unit: Unit, address: int, nbytes: int) -> Region:
+def shared_region(unit: UnitView, address: int, nbytes: int) -> AddressRange:
     region = unit.block.shared_region
     if address < 0 or address + nbytes > region.high:
-        raise OutOfBounds(f"{nbytes} bytes at {address:#x} of shared memory, of which the block has {region.high}")
+        raise BadAddress(f"{nbytes} bytes at {address:#x} of shared memory, of which the block has {region.high}")
     return region
 
 
-def local_region(unit: Unit, address: int, nbytes: int) -> Region:
+def local_region(unit: UnitView, address: int, nbytes: int) -> AddressRange:
     region = unit.local_region
     if address < 0 or address + nbytes > region.high:
-        raise OutOfBounds(f"{nbytes} bytes at {address:#x} of local memory, all of it has {region.high}")
+        raise BadAddress(f"{nbytes} bytes at {address:#x} of local memory, all of it has {region.high}")
     return region
 
 
-def const_region(unit: Unit, address: int, nbytes: int) -> Region:
-    return unit.program.constants.find(address, nbytes)
+def const_region(unit: UnitView, address: int, nbytes: int) -> AddressRange:
+    return unit.constants.find(address, nbytes)
 
 
 FIND: dict[str, Find] = {
@@ -50,10 +47,10 @@ FIND: dict[str, Find] = {
 
 def aligned(address: int, nbytes: int) -> None:
     if address % nbytes:
-        raise OutOfBounds(f"an access of {nbytes} bytes at {address:#x}, which is not a multiple of {nbytes}")
+        raise BadAddress(f"an access of {nbytes} bytes at {address:#x}, which is not a multiple of {nbytes}")
 
 
-def read_steps(region: Region, base: int, stride: int, count: int, size: tuple[int, int]) -> list[Array]:
+def read_steps(region: AddressRange, base: int, stride: int, count: int, size: tuple[int, int]) -> list[Array]:
     """For lanes at `base`, `base + stride`, ...: one array an element; `size` is (itemsize, elements)."""
     itemsize, elements = size
     view = region.views[itemsize]
@@ -63,7 +60,7 @@ def read_steps(region: Region, base: int, stride: int, count: int, size: tuple[i
     return [view[first + n : end + n : step].copy() for n in range(elements)]
 
 
-def write_steps(region: Region, base: int, stride: int, itemsize: int, values: list[Array]) -> None:
+def write_steps(region: AddressRange, base: int, stride: int, itemsize: int, values: list[Array]) -> None:
     view = region.views[itemsize]
     first = (base - region.starts[itemsize]) // itemsize
     step = stride // itemsize
@@ -72,7 +69,7 @@ def write_steps(region: Region, base: int, stride: int, itemsize: int, values: l
         view[first + n : end + n : step] = value
 
 
-def places(region: Region, addresses: Array, itemsize: int) -> Array:
+def places(region: AddressRange, addresses: Array, itemsize: int) -> Array:
     """Indices into `region.views[itemsize]`; those before its start are beyond its end."""
     offsets = addresses - np.uint64(region.starts[itemsize])
     shift = _SHIFT[itemsize]
@@ -83,7 +80,7 @@ def places(region: Region, addresses: Array, itemsize: int) -> Array:
     return offsets.view("i8")
 
 
-def read_lanes(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
+def read_lanes(unit: UnitView, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
     """`addresses` uint64; one array an element."""
     if not len(addresses):
         return [np.empty(0, f"u{size[0]}") for _ in range(size[1])]
@@ -98,14 +95,14 @@ def read_lanes(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]) 
         return _each_region(unit, find, addresses, size)
 
 
-def _check(region: Region, addresses: Array, width: int) -> None:
+def _check(region: AddressRange, addresses: Array, width: int) -> None:
     """All addresses are aligned. Those outside of the region are noticed when they are used."""
     if width > 1 and np.bitwise_or.reduce(addresses).item() & (width - 1):
         bad = addresses[addresses % np.uint64(width) != 0]
         aligned(bad.item(0), width)
 
 
-def _each_region(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
+def _each_region(unit: UnitView, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
     """Lanes of one access reach into several regions."""
     itemsize, elements = size
     result = [np.empty(len(addresses), f"u{itemsize}") for _ in range(elements)]
@@ -117,7 +114,7 @@ def _each_region(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]
     return result
 
 
-def write_lanes(unit: Unit, find: Find, addresses: Array, itemsize: int, values: list[Array]) -> None:
+def write_lanes(unit: UnitView, find: Find, addresses: Array, itemsize: int, values: list[Array]) -> None:
     """Of lanes with the same address the last one's value stays."""
     if not len(addresses):
         return
@@ -146,12 +143,16 @@ def run_of(mask: Array) -> tuple[int, int] | None:
 
 def octets_of(values: list[Array]) -> Array:
     """One array an element -> uint8 [n, width]."""
-    stacked = values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
+    if len(values) == 1:
+        return values[0].view("u1").reshape(len(values[0]), -1)
+    stacked = np.stack(values, axis=1)
     return np.ascontiguousarray(stacked).view("u1")
 
 
 def values_of(octets: Array, size: tuple[int, int]) -> list[Array]:
     """uint8 [n, width] -> one array an element."""
     itemsize, elements = size
+    if elements == 1:
+        return [np.ascontiguousarray(octets).reshape(-1).view(f"u{itemsize}")]
     table = np.ascontiguousarray(octets).view(f"u{itemsize}")
     return [np.ascontiguousarray(table[:, n]) for n in range(elements)]

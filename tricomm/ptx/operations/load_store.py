@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,9 +22,7 @@ from tricomm.ptx.operations.lane_memory import (
     write_steps,
 )
 from tricomm.ptx.operations.memory_forms import MemoryForm
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _MASK = (1 << 64) - 1
 
@@ -54,17 +52,18 @@ class MemorySite:
             return self.steps + np.uint64(base)
         return base if base.dtype == np.uint64 else base.astype("u8")
 
-    def load(self, unit: Unit, mask: Array | None, base: int | Array) -> list[Array]:
+    def load(self, unit: UnitView, mask: Array | None, base: int | Array) -> list[Array]:
         space = self.form.space
         if space in ("", "local"):
-            return self._redirected(unit, mask, base)
+            redirected: list[Array] = self._redirected(unit, mask, base)
+            return redirected
         if unit.watched[space]:
             return self._watched_load(unit, space, mask, self.addresses(base))
         if isinstance(base, int) and self.sliced:
             return self._load_slice(unit, mask, base)
         return self._load_lanes(unit, space, mask, self.addresses(base))
 
-    def _load_slice(self, unit: Unit, mask: Array | None, base: int) -> list[Array]:
+    def _load_slice(self, unit: UnitView, mask: Array | None, base: int) -> list[Array]:
         assert self.stride is not None
         first, last = 0, self.lanes
         if mask is not None:
@@ -83,12 +82,12 @@ class MemorySite:
         result[where] = value
         return result
 
-    def _load_lanes(self, unit: Unit, space: str, mask: Array | None, addresses: Array) -> list[Array]:
+    def _load_lanes(self, unit: UnitView, space: str, mask: Array | None, addresses: Array) -> list[Array]:
         if mask is None:
             return read_lanes(unit, FIND[space], addresses, self.size)
         return [self._spread(value, mask) for value in read_lanes(unit, FIND[space], addresses[mask], self.size)]
 
-    def load_number(self, unit: Unit, base: int) -> int | list[int]:
+    def load_number(self, unit: UnitView, base: int) -> int | list[int]:
         """All lanes read the same address: one number an element, or just the number."""
         space = self.form.space
         if space in ("", "local") or unit.watched[space]:
@@ -101,11 +100,11 @@ class MemorySite:
             itemsize, elements = self.size
             view, first = region.views[itemsize], (base - region.starts[itemsize]) // itemsize
             if elements == 1:
-                return view.item(first)
+                return int(view.item(first))
             numbers = [view.item(first + n) for n in range(elements)]
         return numbers if len(numbers) > 1 else numbers[0]
 
-    def _watched_load(self, unit: Unit, space: str, mask: Array | None, addresses: Array) -> list[Array]:
+    def _watched_load(self, unit: UnitView, space: str, mask: Array | None, addresses: Array) -> list[Array]:
         if mask is not None:
             addresses = addresses[mask]
         found: list[Array] = []
@@ -128,7 +127,7 @@ class MemorySite:
         values = values_of(found[0], self.size)
         return values if mask is None else [self._spread(value, mask) for value in values]
 
-    def _access(self, unit: Unit, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:
+    def _access(self, unit: UnitView, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:
         form = self.form
         addresses, perform, supply, stored = rest
         threads = unit.threads if mask is None else unit.threads[mask]
@@ -139,7 +138,7 @@ class MemorySite:
             form.instruction, perform, supply, stored,
         )  # fmt: skip
 
-    def store(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
+    def store(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         space = self.form.space
         if space in ("", "local"):
             self._redirected(unit, mask, base, values)
@@ -157,7 +156,7 @@ class MemorySite:
         else:
             self._store_lanes(unit, space, mask, self.addresses(base), values)
 
-    def _store_slice(self, unit: Unit, mask: Array | None, base: int, values: Sequence[Array]) -> None:
+    def _store_slice(self, unit: UnitView, mask: Array | None, base: int, values: Sequence[Array]) -> None:
         assert self.stride is not None
         first, last = 0, self.lanes
         if mask is not None:
@@ -173,7 +172,7 @@ class MemorySite:
         write_steps(region, start, self.stride, self.size[0], chosen)
 
     def _store_lanes(
-        self, unit: Unit, space: str, mask: Array | None, addresses: Array, values: Sequence[Array]
+        self, unit: UnitView, space: str, mask: Array | None, addresses: Array, values: Sequence[Array]
     ) -> None:
         chosen = list(values)
         if mask is not None:
@@ -181,7 +180,7 @@ class MemorySite:
         write_lanes(unit, FIND[space], addresses, self.size[0], chosen)
 
     def _watched_store(
-        self, unit: Unit, space: str, mask: Array | None, addresses: Array, values: Sequence[Array]
+        self, unit: UnitView, space: str, mask: Array | None, addresses: Array, values: Sequence[Array]
     ) -> None:
         given = [value.copy() for value in values]
         if mask is not None:
@@ -195,7 +194,7 @@ class MemorySite:
 
         unit.tell(self._access(unit, space, mask, addresses, perform, None, lambda: octets_of(given)))
 
-    def _redirected(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
+    def _redirected(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
         """Local memory has a place a lane; a generic address says by its window which space it is in."""
         addresses = self.addresses(base)
         active = np.ones(self.lanes, bool) if mask is None else mask
@@ -213,7 +212,7 @@ class MemorySite:
         return results
 
 
-def resolved(unit: Unit, space: str, addresses: Array, active: Array) -> list[tuple[str, Array, Array]]:
+def resolved(unit: UnitView, space: str, addresses: Array, active: Array) -> list[tuple[str, Array, Array]]:
     """(space, active lanes that are in it, addresses there) for each space that active lanes' addresses are in."""
     if space not in ("", "local"):
         return [(space, active, addresses)]
@@ -233,8 +232,8 @@ def resolved(unit: Unit, space: str, addresses: Array, active: Array) -> list[tu
     return [part for part in parts if part[1].any()]
 
 
-def _check_local(unit: Unit, addresses: Array) -> None:
-    if len(addresses) and addresses.max() >= unit.program.local_bytes:
-        from tricomm.ptx.global_memory import OutOfBounds
+def _check_local(unit: UnitView, addresses: Array) -> None:
+    if len(addresses) and addresses.max() >= unit.local_bytes:
+        from tricomm.ptx.global_memory import BadAddress
 
-        raise OutOfBounds(f"local memory has {unit.program.local_bytes} bytes; the access is at {addresses.max():#x}")
+        raise BadAddress(f"local memory has {unit.local_bytes} bytes; the access is at {addresses.max():#x}")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Float, Instruction, Integer, Operand, Register, Symbol, Vector
 from tricomm.ptx.operations.atomics import AtomicSite
 from tricomm.ptx.operations.direct_access import direct_load, direct_number, direct_store
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b128": 16}
 
@@ -49,7 +47,7 @@ def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[.
         return direct_number(site)
     half, most = 1 << (bits - 1), (1 << width) - 1
 
-    def extended(unit: Unit, mask: Array | None, base: int) -> Any:
+    def extended(unit: UnitView, mask: Array | None, base: int) -> Any:
         found = site.load_number(unit, base)
         if isinstance(found, int):
             return (found ^ half) - half & most
@@ -67,7 +65,7 @@ def _load(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any
             return direct
         return lambda unit, mask, base: direct(unit, mask, base)[0]
 
-    def extended(unit: Unit, mask: Array | None, base: Any) -> Any:
+    def extended(unit: UnitView, mask: Array | None, base: Any) -> Any:
         found = direct(unit, mask, base)
         if signed:
             found = [
@@ -104,17 +102,17 @@ def store(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     word, direct = f"u{form.itemsize}", direct_store(site)
     if form.itemsize == 16:
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
             direct(unit, mask, base, [half for value in values for half in _halves(value)])
 
     elif all(kind == word for kind in kinds):
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
             direct(unit, mask, base, values)
 
     else:
 
-        def call(unit: Unit, mask: Array | None, base: Any, *values: Array) -> None:
+        def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
             direct(unit, mask, base, [value.astype(word) for value in values])
 
     arguments = tuple((o, k) for o, k in zip(form.sources, kinds, strict=True) if o is not None)
@@ -159,7 +157,7 @@ def _parameter(instruction: Instruction, operands: Operands) -> Operation:
     places = range(0, size * len(targets), size)
     sizes = [register_size(t) if isinstance(t, Register) else size for t in targets]
 
-    def call(unit: Unit, mask: Array | None, offset: int) -> Any:
+    def call(unit: UnitView, mask: Array | None, offset: int) -> Any:
         given = unit.block.parameters
         found = [
             int.from_bytes(given[offset + p : offset + p + size], "little", signed=signed) & (1 << 8 * s) - 1

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.operations.atomics import AtomicSite
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import MemoryForm, flat, memory_form, unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor")
 _REDUCE: dict[str, Any] = {
@@ -56,7 +54,7 @@ def _load(form: MemoryForm, op: str, instruction: Instruction, lanes: int) -> Op
     site = MemorySite(form, lanes, None)
     wide = "acc::f32" in instruction.modifiers or form.type.startswith("bf16")
 
-    def call(unit: Unit, mask: Array | None, addresses: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, addresses: Array) -> Any:
         parts = [
             [_decoded(value, form.type, wide) for value in site.load(unit, mask, at)]
             for at in unit.memory.members(addresses, mask)
@@ -92,7 +90,7 @@ def _encoded(values: Array, kind: str, itemsize: int) -> Array:
 def _store(form: MemoryForm, lanes: int) -> Operation:
     site = MemorySite(form, lanes, None)
 
-    def call(unit: Unit, mask: Array | None, addresses: Array, *values: Array) -> None:
+    def call(unit: UnitView, mask: Array | None, addresses: Array, *values: Array) -> None:
         for at in unit.memory.members(addresses, mask):
             site.store(unit, mask, at, values)
 
@@ -103,7 +101,7 @@ def _reduce(form: MemoryForm, op: str, lanes: int) -> Operation:
     form = replace(form, kind="red", op=op, sem=form.sem or "relaxed", scope=form.scope or "sys")
     site = AtomicSite(form, MemorySite(form, lanes, None))
 
-    def call(unit: Unit, mask: Array | None, addresses: Array, *values: Array) -> None:
+    def call(unit: UnitView, mask: Array | None, addresses: Array, *values: Array) -> None:
         for at in unit.memory.members(addresses, mask):
             site.call(unit, mask, at, *values)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.operations import (
     address_spaces,
     async_copies,
+    matrix_access,
     memory_calls,
     multicast,
     synchronisation,
@@ -17,10 +18,7 @@ from tricomm.ptx.operations import (
 )
 from tricomm.ptx.operations.operation import Operation
 
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-
-Maker = Callable[[Instruction, "Operands", bool], Operation | None]
+Maker = Callable[[Instruction, Operands, bool], Operation | None]
 
 MAKERS: dict[str, Maker] = {
     "ld": memory_calls.load, "ldu": memory_calls.load, "st": memory_calls.store, "atom": memory_calls.atomic,
@@ -31,7 +29,9 @@ MAKERS: dict[str, Maker] = {
     "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
     "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
     "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
-    "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep, "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
+    "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
+    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,
+    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 

@@ -6,20 +6,18 @@ next phases, 40 to 61 the bytes that are missing (signed), 63 the parity of the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Instruction, Integer, Operand
 from tricomm.ptx.operations.atomics import AtomicSite
 from tricomm.ptx.operations.load_store import MemorySite
 from tricomm.ptx.operations.memory_forms import SCOPES, MemoryForm, unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _COUNT, _BYTES = (1 << 20) - 1, (1 << 22) - 1
 
@@ -72,7 +70,7 @@ def _init(instruction: Instruction, operands: Operands) -> Operation:
     form = MemoryForm("store", "", space, "b64", 8, 1, None, None, address, (), tuple(rest), instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(address)[1])
 
-    def call(unit: Unit, mask: Array | None, base: int | Array, *count: Array) -> None:
+    def call(unit: UnitView, mask: Array | None, base: int | Array, *count: Array) -> None:
         words = count[0].astype("u8") if count else np.zeros(unit.shape.lanes, "u8")
         site.store(unit, mask, base, [words | (words << np.uint64(20))])
 
@@ -94,7 +92,7 @@ def _arrive(instruction: Instruction, operands: Operands) -> Operation:
     site = _site(instruction, address, operands, change, (state,))
     count = rest[0] if rest else Integer(1)
 
-    def call(unit: Unit, mask: Array | None, base: int | Array, number: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, base: int | Array, number: Array) -> Any:
         return site.call(unit, mask, base, number.astype("u8"))
 
     return Operation(call, (state,), ("u8",), address, ((count, "u4"),), strong=True)
@@ -106,7 +104,7 @@ def _bytes(instruction: Instruction, operands: Operands) -> Operation:
     sign = 1 if instruction.modifiers[0] == "expect_tx" else -1
     site = _site(instruction, address, operands, lambda old, given: _change(old, 0, sign * given[0]))
 
-    def call(unit: Unit, mask: Array | None, base: int | Array, number: Array) -> None:
+    def call(unit: UnitView, mask: Array | None, base: int | Array, number: Array) -> None:
         site.call(unit, mask, base, number.astype("u8"))
 
     return Operation(call, address=address, arguments=((octets, "u4"),), strong=True)
@@ -124,10 +122,11 @@ def _wait(instruction: Instruction, operands: Operands) -> Operation:
     site = MemorySite(form, operands.unit.lanes, operands.address(address)[1])
     by_parity = "parity" in instruction.modifiers
 
-    def call(unit: Unit, mask: Array | None, base: int | Array, wanted: Array) -> Array:
+    def call(unit: UnitView, mask: Array | None, base: int | Array, wanted: Array) -> Array:
         parity = site.load(unit, mask, base)[0] >> np.uint64(63)
         phase = wanted.astype("u8") & np.uint64(1) if by_parity else wanted >> np.uint64(63)
-        return parity != phase
+        found: Array = np.not_equal(parity, phase)
+        return found
 
     return Operation(call, (target,), ("?",), address, ((given, "u4" if by_parity else "u8"),), strong=True)
 

@@ -7,18 +7,16 @@ take no part; what is read from them is not defined, and here the reader's own v
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tricomm.ptx.access import Array
+from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Instruction, Integer, Operand, Pair
 from tricomm.ptx.operations.memory_forms import unknown_form
 from tricomm.ptx.operations.operation import Operation
-
-if TYPE_CHECKING:
-    from tricomm.ptx.generated.operand_code import Operands
-    from tricomm.ptx.unit import Unit
+from tricomm.ptx.unit_view import UnitView
 
 _WARP = 32
 _ALL = (1 << _WARP) - 1
@@ -48,7 +46,7 @@ class WarpLanes:
 
     def taking_part(self, mask: Array | None, members: Array) -> Array:
         """Active lanes that the member mask (one a lane) names."""
-        named = (members.astype("u8") & self.bits) != 0
+        named: Array = np.not_equal(members.astype("u8") & self.bits, 0)
         return named if mask is None else named & mask
 
     def ballot(self, chosen: Array) -> Array:
@@ -80,7 +78,7 @@ def shfl(instruction: Instruction, operands: Operands, partial: bool) -> Operati
     value, step, clamp, members = instruction.operands[1:5]
     kept: dict[tuple[bytes, bytes], tuple[Array, Array]] = {}
 
-    def call(unit: Unit, mask: Array | None, a: Array, b: Array, c: Array, named: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, a: Array, b: Array, c: Array, named: Array) -> Any:
         key = (b.tobytes(), c.tobytes())
         if key not in kept:
             if len(kept) > 64:
@@ -117,13 +115,13 @@ def vote(instruction: Instruction, operands: Operands, partial: bool) -> Operati
     rows = WarpLanes(operands.unit.lanes)
     target, value, members = instruction.operands
 
-    def ballot(unit: Unit, mask: Array | None, p: Array, named: Array) -> Array:
+    def ballot(unit: UnitView, mask: Array | None, p: Array, named: Array) -> Array:
         return rows.ballot(rows.taking_part(mask, named) & p)
 
-    def decide(unit: Unit, mask: Array | None, p: Array, named: Array) -> Array:
+    def decide(unit: UnitView, mask: Array | None, p: Array, named: Array) -> Array:
         part = rows.taking_part(mask, named)
-        any_set = rows.rows(part & p, False).any(axis=1)
-        any_clear = rows.rows(part & ~p, False).any(axis=1)
+        any_set: Array = np.any(rows.rows(part & p, False), axis=1)
+        any_clear: Array = np.any(rows.rows(part & ~p, False), axis=1)
         by_warp = {"any": any_set, "all": ~any_clear, "uni": ~(any_set & any_clear)}[mode[0]]
         return rows.spread(by_warp)
 
@@ -153,6 +151,10 @@ _REDUCE: dict[str, Any] = {
 }  # fmt: skip
 
 
+_INTEGER_FORMS = {(kind, name) for kind in ("u32", "s32") for name in ("add", "min", "max")}
+_INTEGER_FORMS |= {("b32", name) for name in ("and", "or", "xor")}
+
+
 def redux(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     mode = _modifiers(instruction)
     name, kind, extra = mode[0], mode[-1], mode[1:-1]
@@ -162,9 +164,7 @@ def redux(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     if kind == "f32" and name in ("min", "max") and set(extra) <= {"abs", "NaN"}:
         given = ((value, "f4"), (members, "u4"))
         function = _redux_float(rows, name, "abs" in extra, "NaN" in extra)
-    elif (
-        kind in ("u32", "s32") and name in ("add", "min", "max") or kind == "b32" and name in ("and", "or", "xor")
-    ) and (not extra):
+    elif not extra and (kind, name) in _INTEGER_FORMS:
         given = ((value, "i4" if kind == "s32" else "u4"), (members, "u4"))
         function = _redux_integer(rows, name, kind)
     else:
@@ -179,7 +179,7 @@ def _redux_integer(rows: WarpLanes, name: str, kind: str) -> Callable[..., Array
     info = np.iinfo("i4" if kind == "s32" else "u4")
     neutral = {"min": info.max, "max": info.min, "and": info.max}.get(name, 0)
 
-    def call(unit: Unit, mask: Array | None, a: Array, named: Array) -> Array:
+    def call(unit: UnitView, mask: Array | None, a: Array, named: Array) -> Array:
         part = rows.taking_part(mask, named)
         chosen = np.where(part, a, a.dtype.type(neutral))
         by_warp = reduce(rows.rows(chosen, neutral), axis=1).astype(a.dtype)
@@ -191,7 +191,7 @@ def _redux_integer(rows: WarpLanes, name: str, kind: str) -> Callable[..., Array
 def _redux_float(rows: WarpLanes, name: str, absolute: bool, nan: bool) -> Callable[..., Array]:
     reduce = (np.fmin if name == "min" else np.fmax).reduce
 
-    def call(unit: Unit, mask: Array | None, a: Array, named: Array) -> Array:
+    def call(unit: UnitView, mask: Array | None, a: Array, named: Array) -> Array:
         part = rows.taking_part(mask, named)
         values = np.abs(a) if absolute else a
         table = rows.rows(np.where(part, values, np.float32("nan")), np.float32("nan"))
@@ -211,7 +211,7 @@ def match(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     rows = WarpLanes(operands.unit.lanes)
     value, members = instruction.operands[1:3]
 
-    def call(unit: Unit, mask: Array | None, a: Array, named: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, a: Array, named: Array) -> Any:
         part = rows.rows(rows.taking_part(mask, named), False)
         table = rows.rows(a, 0)
         same = (table[:, :, None] == table[:, None, :]) & part[:, None, :]
@@ -243,7 +243,7 @@ def elect(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     rows, targets = WarpLanes(operands.unit.lanes), _targets(instruction)
     members = instruction.operands[1]
 
-    def call(unit: Unit, mask: Array | None, named: Array) -> Any:
+    def call(unit: UnitView, mask: Array | None, named: Array) -> Any:
         part = rows.rows(rows.taking_part(mask, named), False)
         leader = rows.spread(part.argmax(axis=1))
         return _one(targets, (leader.astype("u4"), rows.lane == leader))

@@ -3,35 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tricomm.ptx.access import Array
 from tricomm.ptx.generated.lane_shapes import LaneShape, anything, uniform
-
-if TYPE_CHECKING:
-    from tricomm.ptx.unit import Unit
-
-WARP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class UnitShape:
-    """What code is generated for: units of `lanes` threads (the last one of a block may have fewer: its own shape).
-
-    warp      the unit is a warp, else the whole block
-    threads   of a block, (x, y, z)
-    """
-
-    lanes: int
-    warp: bool
-    threads: tuple[int, int, int]
-
-    @property
-    def flat(self) -> bool:
-        return self.threads[1] == self.threads[2] == 1
+from tricomm.ptx.unit_shape import WARP, UnitShape
+from tricomm.ptx.unit_view import UnitView
 
 
 def special_shape(name: str, unit: UnitShape) -> LaneShape:
@@ -55,7 +33,7 @@ def special_shape(name: str, unit: UnitShape) -> LaneShape:
     return uniform(width)
 
 
-def special_value(name: str) -> Callable[[Unit], int | Array] | None:
+def special_value(name: str) -> Callable[[UnitView], int | Array] | None:
     """How a unit gives it: a number, or an array of 32-bit integers where `special_shape` knows nothing; None for a
     special register that is not known."""
     base, _, part = name.partition(".")
@@ -67,26 +45,26 @@ def special_value(name: str) -> Callable[[Unit], int | Array] | None:
     return _PLAIN.get(name)
 
 
-def _tid(unit: Unit, axis: int) -> int | Array:
+def _tid(unit: UnitView, axis: int) -> int | Array:
     if unit.shape.flat:
         return int(unit.threads[0]) if axis == 0 else 0
     return unit.thread_index(axis)
 
 
-def _laneid(unit: Unit) -> int | Array:
+def _laneid(unit: UnitView) -> int | Array:
     return 0 if unit.shape.lanes <= WARP else (unit.threads % WARP).astype("u4")
 
 
-def _warpid(unit: Unit) -> int | Array:
+def _warpid(unit: UnitView) -> int | Array:
     return int(unit.threads[0]) // WARP if unit.shape.lanes <= WARP else (unit.threads // WARP).astype("u4")
 
 
-def _lanemask(of: Callable[[Array], Array]) -> Callable[[Unit], Array]:
+def _lanemask(of: Callable[[Array], Array]) -> Callable[[UnitView], Array]:
     return lambda unit: of((unit.threads % WARP).astype("u8")).astype("u4")
 
 
 _ONE = np.uint64(1)
-_AXES: dict[str, Callable[[Unit, int], int | Array]] = {
+_AXES: dict[str, Callable[[UnitView, int], int | Array]] = {
     "%tid": _tid,
     "%ntid": lambda unit, axis: unit.shape.threads[axis],
     "%ctaid": lambda unit, axis: unit.block.index[axis],
@@ -97,7 +75,7 @@ _AXES: dict[str, Callable[[Unit, int], int | Array]] = {
     "%cluster_ctaid": lambda unit, axis: 0,
     "%cluster_nctaid": lambda unit, axis: 1,
 }
-_PLAIN: dict[str, Callable[[Unit], int | Array]] = {
+_PLAIN: dict[str, Callable[[UnitView], int | Array]] = {
     "%laneid": _laneid,
     "%warpid": _warpid,
     "%nwarpid": lambda unit: -(-unit.block.threads // WARP),

@@ -81,5 +81,5 @@ def run(code, arguments, threads=32, blocks=1, unit="warp", shared=0, watched=Fa
 
         return call
 
-    grid.Turns([body(u) for block in made for u in block.units]).run()
+    grid.RoundRobin([body(u) for block in made for u in block.units]).run()
     return seen

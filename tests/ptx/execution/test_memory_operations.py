@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 from tricomm.errors import InvalidArgument
 from tricomm.ptx import grid
-from tricomm.ptx.global_memory import GlobalMemory, OutOfBounds
+from tricomm.ptx.global_memory import BadAddress, GlobalMemory
 
 HOW = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])
 TID = "mov.u32 %r0, %tid.x;"
@@ -21,16 +21,15 @@ def octets(count, seed=1):
     return memory[-memory.ctypes.data % 32 :][:count]
 
 
+WIDTHS = [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
+FORMS = [(*w, mode) for w in WIDTHS for mode in MODES if w[0] != "b128" or mode in ("", ".relaxed.sys")]
+
+
 @HOW
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "kind, register", [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
-)
+@pytest.mark.parametrize("kind, register, mode", FORMS)
 def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
     size = int(kind[1:]) // 8
     source, target = octets(64 * size), octets(64 * size, 2)
-    if kind == "b128" and mode not in ("", ".relaxed.sys"):
-        pytest.skip("not a form of PTX")
     loads = mode if "no_allocate" in mode or mode != ".cg" else ".cg"
     text = f"""{TID} mul.wide.u32 %rd10, %r0, {size}; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %rd1, %rd10;
         ld{_between(loads, "global")}.{kind} {register}, [%rd11];
@@ -58,7 +57,8 @@ def test_vectors_in_every_order(elements, kind, order, unit, watched):
     names = ", ".join(f"{letter}{20 + n}" for n in range(elements))
     place = {
         "tid": "mov.u32 %r1, %r0;", "31 - tid": "sub.u32 %r1, 31, %r0;", "same": "mov.u32 %r1, 3;",
-        "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;", "masked": "mov.u32 %r1, %r0;",
+        "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;",
+        "masked": "mov.u32 %r1, %r0;",
     }[order]  # fmt: skip
     f = {
         "tid": lambda n: n, "31 - tid": lambda n: 31 - n, "same": lambda n: 3, "scattered": lambda n: (n * 5 ^ 9) & 31,
@@ -223,6 +223,35 @@ def test_an_mbarrier_by_state_and_by_parity(unit, watched):
     assert set(target.tolist()) == {5}
 
 
+@HOW
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices(count, transposed, unit, watched):
+    """Rows lie in reversed order; what is loaded is stored again elsewhere."""
+    source, loaded, back = octets(128 * count), np.zeros(32 * count, "u4"), np.zeros(32 * count, "u4")
+    names = ", ".join(f"%r{20 + n}" for n in range(count))
+    copy = "".join(
+        f"st.global.u32 [%rd12+{128 * n}], %r{20 + n}; add.u32 %r3, %r1, {2048 + 128 * n}; " for n in range(count)
+    )
+    mode = ".trans" if transposed else ""
+    text = f"""{TID} mul.wide.u32 %rd9, %r0, {4 * count}; add.s64 %rd10, %rd0, %rd9; mul.lo.u32 %r1, %r0, {4 * count};
+        {"".join(f"ld.global.u32 %r2, [%rd10+{4 * n}]; st.shared.u32 [%r1+{4 * n}], %r2;" for n in range(count))}
+        bar.sync 0; and.b32 %r4, %r0, {8 * count - 1}; sub.u32 %r5, {8 * count - 1}, %r4; shl.b32 %r5, %r5, 4;
+        ldmatrix.sync.aligned.m8n8.x{count}{mode}.shared.b16 {{{names}}}, [%r5];
+        mul.wide.u32 %rd11, %r0, 4; add.s64 %rd12, %rd1, %rd11; {copy}
+        add.u32 %r6, %r5, 1024; stmatrix.sync.aligned.m8n8.x{count}{mode}.shared.b16 [%r6], {{{names}}}; bar.sync 0;
+        add.s64 %rd13, %rd2, %rd9; add.u32 %r7, %r1, 1024;
+        {"".join(f"ld.shared.u32 %r2, [%r7+{4 * n}]; st.global.u32 [%rd13+{4 * n}], %r2;" for n in range(count))}"""
+    run(kernel(text, 3), [source, loaded, back], unit=unit, watched=watched, shared=4096)
+    assert back.tobytes() == source.tobytes()
+    rows = source.view("u2").reshape(count, 8, 8)[::-1, ::-1]
+    for lane in range(32):
+        for n in range(count):
+            i, j = lane // 4, 2 * (lane % 4)
+            pair = (rows[n][j][i], rows[n][j + 1][i]) if transposed else (rows[n][i][j], rows[n][i][j + 1])
+            assert loaded[32 * n + lane] == int(pair[0]) | int(pair[1]) << 16
+
+
 def test_multimem_reads_and_writes_every_member():
     members = [np.arange(32, dtype="u4") + 100 * k for k in range(3)]
     out, memory = np.zeros(32, "u4"), GlobalMemory()
@@ -254,7 +283,7 @@ def test_what_is_outside_is_an_error(what, unit, watched):
     source = np.zeros(31, "u4")
     body = f"{TID} mul.wide.u32 %rd9, %r0, 4; add.s64 %rd10, %rd0, %rd9; shl.b32 %r9, %r0, 2; {text}"
     with pytest.raises(
-        OutOfBounds, match=f"{text.split()[0]}.*PTX line.*" + ("shared memory" if what == "shared" else "argument 0")
+        BadAddress, match=f"{text.split()[0]}.*PTX line.*" + ("shared memory" if what == "shared" else "argument 0")
     ):
         run(kernel(body), [source], unit=unit, watched=watched, shared=124)
 
@@ -264,7 +293,7 @@ def test_misaligned_addresses_are_errors():
         "ld.global.u32 %r1, [%rd0+2];",
         f"{TID} cvt.u64.u32 %rd9, %r0; add.s64 %rd9, %rd9, %rd0; ld.u32 %r1, [%rd9];",
     ):
-        with pytest.raises(OutOfBounds, match="not a multiple of 4"):
+        with pytest.raises(BadAddress, match="not a multiple of 4"):
             run(kernel(text), [np.zeros(64, "u4")])
 
 
@@ -273,7 +302,8 @@ def test_misaligned_addresses_are_errors():
     ["mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%fd0, %fd1}, {%fd2}, {%fd3}, {%fd0, %fd1};",
      "mapa.shared::cluster.u64 %rd1, %rd0, 0;", "wgmma.fence.sync.aligned;", "barrier.cluster.arrive;",
      "cp.async.bulk.commit_group;", "ld.global.u32.strange %r0, [%rd0];", "atom.global.mul.u32 %r0, [%rd0], 3;",
-     "shfl.idx.b32 %r0, %r1, 0, 31;", "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
+     "shfl.idx.b32 %r0, %r1, 0, 31;",
+     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(text):
     code = kernel(text)

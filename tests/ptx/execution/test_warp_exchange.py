@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 
 UNITS = pytest.mark.parametrize("unit", ["warp", "block"])
 TID = "mov.u32 %r0, %tid.x;"
@@ -109,8 +109,9 @@ def test_redux(op, kind, model, unit):
 def test_redux_of_floats(unit):
     values = np.arange(32, dtype="f4") - 20
     values[7] = np.nan
-    body = """redux.sync.min.f32 %r2, %r1, -1; redux.sync.max.abs.f32 %r3, %r1, -1; redux.sync.max.NaN.f32 %r4, %r1, -1;
-        setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 1; mov.u32 %r9, %r4; @%p0 mov.u32 %r9, %r2; @%p1 mov.u32 %r9, %r3;"""
+    body = """redux.sync.min.f32 %r2, %r1, -1; redux.sync.max.abs.f32 %r3, %r1, -1;
+        redux.sync.max.NaN.f32 %r4, %r1, -1; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 1; mov.u32 %r9, %r4;
+        @%p0 mov.u32 %r9, %r2; @%p1 mov.u32 %r9, %r3;"""
     found, _ = result(body, unit, values.view("u4"), threads=32)
     assert np.array(found[:2], "u4").view("f4").tolist() == [-20, 20] and set(found[2:]) == {0x7FFFFFFF}
 
@@ -134,7 +135,8 @@ def test_special_registers(unit):
     out = np.zeros(2 * 3 * 2 * 24 * 8, "u4")
     names = ["%tid.x", "%tid.y", "%tid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%laneid", "%lanemask_lt"]
     stores = "".join(f"mov.u32 %r9, {name}; st.global.u32 [%rd11+{4 * n}], %r9;" for n, name in enumerate(names))
-    body = f"""mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z; mov.u32 %r4, %ntid.x; mov.u32 %r5, %ntid.y;
+    body = f"""mov.u32 %r1, %tid.x; mov.u32 %r2, %tid.y; mov.u32 %r3, %tid.z; mov.u32 %r4, %ntid.x;
+        mov.u32 %r5, %ntid.y;
         mad.lo.u32 %r1, %r2, %r4, %r1; mul.lo.u32 %r6, %r4, %r5; mad.lo.u32 %r1, %r3, %r6, %r1;
         mov.u32 %r2, %ctaid.x; mov.u32 %r3, %nctaid.x; mov.u32 %r5, %ctaid.y; mad.lo.u32 %r2, %r5, %r3, %r2;
         mov.u32 %r5, %nctaid.y; mul.lo.u32 %r5, %r5, %r3; mov.u32 %r6, %ctaid.z; mad.lo.u32 %r2, %r6, %r5, %r2;
@@ -171,10 +173,19 @@ def test_what_the_surroundings_are_told():
     ]  # fmt: skip
 
 
+def test_hints_have_no_effect():
+    out = np.zeros(1, "u4")
+    body = """prefetch.global.L2 [%rd0]; discard.global.L2 [%rd0], 128;
+        applypriority.global.L2::evict_normal [%rd0], 128;
+        griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 20; fence.proxy.async.shared::cta;
+        createpolicy.fractional.L2::evict_last.b64 %rd1, 1.0;
+        st.global.L1::evict_last.L2::cache_hint.u32 [%rd0], 5, %rd1; fence.mbarrier_init.release.cluster;"""
+    assert run(kernel(body), [out], 32, watched=True)[0].told == [] and out[0] == 5
+
+
 def test_clocks_come_from_the_surroundings():
     out = np.zeros(2, "u8")
-    body = (
-        "mov.u64 %rd1, %globaltimer; st.global.b64 [%rd0], %rd1; mov.u64 %rd2, %clock64; st.global.b64 [%rd0+8], %rd2;"
-    )
+    body = """mov.u64 %rd1, %globaltimer; st.global.b64 [%rd0], %rd1; mov.u64 %rd2, %clock64;
+        st.global.b64 [%rd0+8], %rd2;"""
     run(kernel(body), [out], 32, watched=True)
     assert out.tolist() == [12345, 12345]

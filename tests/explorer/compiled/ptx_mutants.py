@@ -1,0 +1,72 @@
+"""Mutants of compiled kernels: a small change to the PTX, made when a kernel is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import tricomm
+from tests.explorer.mutation import _keep
+from tests.ptx.mutations import Mutation, mutations
+from tricomm.explorer import Report, campaign, shipped
+from tricomm.explorer.compiled import launches
+from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.kernels.collectives import registry
+from tricomm.options import Options
+from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.parser import parse
+
+Key = tuple[str, str, str]
+SIZES = (520, 1, 36)
+_parsed: dict[tuple[int, str], tuple[Kernel, Kernel]] = {}
+
+
+@contextmanager
+def changed(name: str, change: Callable[[str], str], kernel: str | None = None) -> Iterator[None]:
+    """Launches (of `kernel`, if one is named) execute their PTX after `change`; `name` is the change's own."""
+
+    def code_of(launch: KernelLaunch) -> Kernel:
+        original = launch.loaded.kernel
+        if kernel not in (None, original.name):
+            return original
+        key = id(original), name
+        if key not in _parsed:
+            _parsed[key] = original, parse(change(launch.loaded.text), original.name)
+        return _parsed[key][1]
+
+    with patch.object(launches, "code_of", code_of):
+        yield
+    for key in [k for k in _parsed if k[1] == name]:
+        del _parsed[key]
+
+
+def options(world_size: int, blocks: int = 1, **others: Any) -> Options:
+    return replace(shipped.options(world_size, blocks, compiled="sm_90"), **others)
+
+
+def explore(key: Key, schedules: int = 4, world_size: int = 2, blocks: int = 1, **settings: Any) -> Report:
+    """Check a shipped kernel, compiled, for a few calls; without looking for simpler schedules."""
+    fn = shipped.body(registry.find(*key), settings.pop("sizes", SIZES))
+    given = settings.pop("options", None) or options(world_size, blocks)
+    with patch.object(campaign.Campaign, "_keep", _keep):
+        return tricomm.check(fn, world_size, schedules, options=given, compiled="sm_90", **settings)
+
+
+def text_of(key: Key, world_size: int = 2, blocks: int = 1) -> str:
+    """The PTX that `explore` executes."""
+    texts: dict[str, str] = {}
+
+    def code_of(launch: KernelLaunch) -> Kernel:
+        texts[launch.loaded.name] = launch.loaded.text
+        return launch.loaded.kernel
+
+    with patch.object(launches, "code_of", code_of):
+        explore(key, 1, world_size, blocks, faults=())
+    return texts[registry.find(*key).function.__name__]
+
+
+def all_of(key: Key, *kinds: str, world_size: int = 2, blocks: int = 1) -> list[Mutation]:
+    return [m for m in mutations(text_of(key, world_size, blocks)) if m.kind in kinds]

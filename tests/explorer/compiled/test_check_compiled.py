@@ -1,0 +1,172 @@
+"""`check` and `simulate` over compiled kernels: shipped ones, public ones, a user's; reports, replay, bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+import tricomm
+from tests.explorer import public
+from tests.explorer.compiled import ptx_mutants
+from tests.marks import some
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import Report, replay, shipped
+
+_KERNELS = {k.name: k for k in shipped.kernels(None, None, None)}
+
+
+@pytest.mark.parametrize("name", _KERNELS)
+def test_a_shipped_kernel_is_passed(name):
+    kernel = _KERNELS[name]
+    world_size = 8 if kernel.needs_cube else 2
+    sizes = (36, 1) if kernel.needs_cube else ptx_mutants.SIZES
+    body = shipped.body(kernel, sizes)
+    report = tricomm.check(
+        body, world_size, 3 if world_size == 2 else 1, options=ptx_mutants.options(world_size), compiled="sm_90"
+    )
+    assert report.ok, report
+    assert report.compiled == "sm_90"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("name", _KERNELS)
+def test_a_shipped_kernel_is_passed_at_length(name, architecture):
+    kernel = _KERNELS[name]
+    world_size = 8 if kernel.needs_cube else 3
+    options = shipped.options(world_size, 1 if kernel.needs_cube else 2, compiled=architecture)
+    body = shipped.body(kernel, shipped.COMPILED_SIZES)
+    for strategy in ("random", "pct"):
+        report = tricomm.check(body, world_size, 100, strategy, options=options, compiled=architecture)
+        assert report.ok, report
+
+
+@pytest.mark.parametrize("family", public.FAMILIES)
+def test_a_right_public_kernel_is_passed(family):
+    report = tricomm.check(public.body(family), 2, 3, compiled="sm_90")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("family", "mistake"),
+    some(((name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes), 12),
+    ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
+)
+def test_a_mistake_in_a_public_kernel_is_named_where_it_is(family, mistake):
+    report = tricomm.check(public.body(family, mistake.name), mistake.world_size, 12, compiled="sm_90")
+    assert not report.ok, "passed"
+    finding = report.findings[0]
+    assert finding.kind in mistake.kinds.split(), report
+
+
+@triton.jit
+def _hand_over(data, flags, out_ptr, rank, scale, WORLD: tl.constexpr, FLAG: tl.constexpr):
+    lane = tl.arange(0, 64)
+    for r in tl.static_range(WORLD):
+        if (r == 1) & (rank == 0):
+            tl.store(data[r] + lane, lane * scale)  # @ put
+            tl.debug_barrier()
+            if FLAG:
+                tl.atomic_xchg(flags[r], 1, sem="release", scope="sys")
+        elif (r == 1) & (rank == 1):
+            if FLAG:
+                while tl.atomic_cas(flags[r], 1, 0, sem="acquire", scope="sys") != 1:
+                    pass
+                tl.debug_barrier()
+            tl.store(out_ptr + lane, tl.load(data[r] + lane))  # @ take
+
+
+def handed_over(flag: bool, **launch_options: int):
+    def fn(comm):
+        data, flags = comm.symmetric((64,), torch.float32), comm.symmetric((1,), torch.int32)
+        out = torch.zeros(64)
+        comm.launch(_hand_over, 1, data.peers, flags.peers, out, comm.rank, 0.5, WORLD=2, FLAG=flag, **launch_options)
+        return out
+
+    return fn
+
+
+@pytest.mark.parametrize("launch_options", [{}, {"num_warps": 1}, {"num_warps": 8}])
+def test_a_users_kernel(launch_options):
+    first, second = tricomm.simulate(handed_over(True, **launch_options), 2, compiled="sm_90")
+    assert torch.equal(second, torch.arange(64) * 0.5) and not first.any()
+    assert tricomm.check(handed_over(True, **launch_options), 2, 3, compiled="sm_90").ok
+
+
+def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
+    report = tricomm.check(handed_over(False), 2, 20, compiled="sm_90", identical=False)
+    assert {f.kind for f in report.findings} <= {"race", "uninitialised"} and not report.ok
+    finding = next(f for f in report.findings)
+    lines = Path(__file__).read_text().splitlines()
+    assert all("# @" in lines[int(where.rpartition(":")[2]) - 1] for where in finding.where)
+    assert "PTX line" in finding.text and ".global" in finding.text and "thread" in finding.text
+    report.save(tmp_path / "found.json")
+    again = Report.load(tmp_path / "found.json")
+    assert again.compiled == "sm_90"
+    assert [f.key for f in replay(again, handed_over(False))[0]] == [f.key for f in report.findings]
+
+
+def test_the_command_checks_and_replays(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "from tests.explorer.compiled.test_check_compiled import handed_over\n"
+        "def body(comm):\n    return handed_over(False)(comm)\n"
+    )
+    found = tmp_path / "found.json"
+    check = [sys.executable, "-m", "tricomm", "check"]
+    one = subprocess.run(
+        [*check, f"{file}:body", "--world-size", "2", "--compiled", "sm_90", "--schedules", "4", "--report", found],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert one.returncode == 1, one.stderr
+    assert "compiled for sm_90" in one.stdout
+    assert json.loads(found.read_text())["compiled"] == "sm_90"
+    two = subprocess.run([*check, "--replay", found], capture_output=True, text=True, timeout=300)
+    assert two.returncode == 1 and "1. repeated" in two.stdout, two.stdout + two.stderr
+
+
+@pytest.mark.parametrize("architecture", ["sm_42", "90", "", 90])
+def test_an_unknown_architecture_is_refused(architecture):
+    with pytest.raises(InvalidArgument, match="architecture"):
+        tricomm.check(handed_over(True), 2, 1, compiled=architecture)
+
+
+@triton.jit
+def _endless(x_ptr, N):
+    i = 0
+    while i != N:
+        i = (i * 5 + 1) % 8 + 8
+    tl.store(x_ptr, i)
+
+
+def test_a_kernel_that_never_ends_is_stopped_with_its_lines():
+    def fn(comm):
+        comm.launch(_endless, 1, torch.zeros(1, dtype=torch.int32), 3)
+
+    report = tricomm.check(fn, 1, 1, compiled="sm_90")
+    assert [f.kind for f in report.findings] == ["exception"]
+    assert "StepLimit" in report.findings[0].text and Path(__file__).name in report.findings[0].text
+
+
+@triton.jit
+def _lonely(flag_ptr):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != 1:
+        pass
+
+
+def test_a_deadlock_names_the_word_that_is_polled():
+    def fn(comm):
+        flags = comm.symmetric((1,), torch.int32)
+        comm.launch(_lonely, 1, flags.local)
+
+    report = tricomm.check(fn, 1, 1, compiled="sm_90")
+    assert [f.kind for f in report.findings] == ["deadlock"]
+    assert "symmetric memory" in report.findings[0].text and "_lonely" in report.findings[0].text
