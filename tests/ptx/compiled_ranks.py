@@ -6,6 +6,7 @@ import struct
 from functools import cache
 
 from tests.kernels.arenas import Block, Rank
+from tests.ptx.corpus import without_assembler
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.launch.compiler import extras
 from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
@@ -17,7 +18,8 @@ from tricomm.ptx.parser import parse
 @cache
 def parsed(kernel, variant: Variant):
     """(the parsed kernel, dynamic shared bytes, threads)"""
-    compiled = compile_variant(kernel.function, variant, kernel.fixed)
+    with without_assembler():
+        compiled = compile_variant(kernel.function, variant, kernel.fixed)
     return parse(compiled.asm["ptx"]), compiled.metadata.shared, 32 * compiled.metadata.num_warps
 
 

@@ -224,6 +224,35 @@ def test_an_mbarrier_by_state_and_by_parity(unit, watched):
     assert set(target.tolist()) == {5}
 
 
+@HOW
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices(count, transposed, unit, watched):
+    """Rows lie in reversed order; what is loaded is stored again elsewhere."""
+    source, loaded, back = octets(128 * count), np.zeros(32 * count, "u4"), np.zeros(32 * count, "u4")
+    names = ", ".join(f"%r{20 + n}" for n in range(count))
+    copy = "".join(
+        f"st.global.u32 [%rd12+{128 * n}], %r{20 + n}; add.u32 %r3, %r1, {2048 + 128 * n}; " for n in range(count)
+    )
+    mode = ".trans" if transposed else ""
+    text = f"""{TID} mul.wide.u32 %rd9, %r0, {4 * count}; add.s64 %rd10, %rd0, %rd9; mul.lo.u32 %r1, %r0, {4 * count};
+        {"".join(f"ld.global.u32 %r2, [%rd10+{4 * n}]; st.shared.u32 [%r1+{4 * n}], %r2;" for n in range(count))}
+        bar.sync 0; and.b32 %r4, %r0, {8 * count - 1}; sub.u32 %r5, {8 * count - 1}, %r4; shl.b32 %r5, %r5, 4;
+        ldmatrix.sync.aligned.m8n8.x{count}{mode}.shared.b16 {{{names}}}, [%r5];
+        mul.wide.u32 %rd11, %r0, 4; add.s64 %rd12, %rd1, %rd11; {copy}
+        add.u32 %r6, %r5, 1024; stmatrix.sync.aligned.m8n8.x{count}{mode}.shared.b16 [%r6], {{{names}}}; bar.sync 0;
+        add.s64 %rd13, %rd2, %rd9; add.u32 %r7, %r1, 1024;
+        {"".join(f"ld.shared.u32 %r2, [%r7+{4 * n}]; st.global.u32 [%rd13+{4 * n}], %r2;" for n in range(count))}"""
+    run(kernel(text, 3), [source, loaded, back], unit=unit, watched=watched, shared=4096)
+    assert back.tobytes() == source.tobytes()
+    rows = source.view("u2").reshape(count, 8, 8)[::-1, ::-1]
+    for lane in range(32):
+        for n in range(count):
+            i, j = lane // 4, 2 * (lane % 4)
+            pair = (rows[n][j][i], rows[n][j + 1][i]) if transposed else (rows[n][i][j], rows[n][i][j + 1])
+            assert loaded[32 * n + lane] == int(pair[0]) | int(pair[1]) << 16
+
+
 def test_multimem_reads_and_writes_every_member():
     members = [np.arange(32, dtype="u4") + 100 * k for k in range(3)]
     out, memory = np.zeros(32, "u4"), GlobalMemory()

@@ -153,6 +153,16 @@ class Program:
         return lines, result
 
 
+@pytest.mark.parametrize("kind, bits", [("s8", 0xFFFFFFF2), ("u8", 0xF2), ("s16", 0xFFFF80F2), ("u16", 0x80F2)])
+def test_a_narrow_result_is_extended_to_its_register(kind, bits):
+    out = np.zeros(2, "u4")
+    body = f"""ld.param.u32 %r4, [p1]; cvt.{kind}.u32 %r1, %r4; mov.u32 %r2, %tid.x; add.u32 %r2, %r2, 0x780F2;
+        cvt.{kind}.u32 %r3, %r2;"""
+    guard = "setp.eq.u32 %p0, %r2, 0x780F2; st.global.u32 [%rd0], %r1; @%p0 st.global.u32 [%rd0+4], %r3;"
+    run(kernel(body + guard, 2), [out, 0x780F2])
+    assert out.tolist() == [bits, bits]
+
+
 @pytest.mark.parametrize("unit", ["warp", "block"])
 @pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(6, 120, 6))])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from tests.ptx.compiled_ranks import CompiledRanks
 from tricomm.kernels.collectives import registry
+from tricomm.ptx import grid
+from tricomm.ptx.divergence import Divergence, LaneGroup
+from tricomm.ptx.unit import StepLimit, Unit
 
 KERNELS = [("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple")]
 
@@ -29,10 +33,30 @@ def test_all_reduce(algorithm, protocol, unit):
         ranks.close()
 
 
-def test_a_rank_that_does_not_come_is_a_step_limit():
-    from tricomm.ptx import grid
-    from tricomm.ptx.unit import StepLimit
+def test_in_pieces(monkeypatch):
+    """As if lanes had parted at the first instruction and never met: the other half of the generated code."""
 
+    def run(unit):
+        apart = Divergence.__new__(Divergence)
+        apart.unit, apart.code, apart.meetings, apart.patience = unit, unit.code, [], 64
+        apart.registers = unit.code.to_arrays(unit.code.initial())
+        apart.alive = np.ones(unit.shape.lanes, bool)
+        apart.parts = [LaneGroup(apart.alive.copy(), 0, ())]
+        assert apart.run() is None
+
+    monkeypatch.setattr(Divergence, "_together", lambda self: None)
+    monkeypatch.setattr(Unit, "_run", run)
+    ranks = CompiledRanks(2)
+    try:
+        xs = [torch.arange(77, dtype=torch.float32) / 3 + rank for rank in range(2)]
+        ys = [torch.full((77,), float("nan")) for _ in range(2)]
+        ranks.call(registry.find("all_reduce", "one_shot", "ll"), xs, ys)
+        assert all(torch.equal(y, xs[0] + xs[1]) for y in ys)
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_does_not_come_is_a_step_limit():
     ranks = CompiledRanks(2)
     kernel = registry.find("all_reduce", "one_shot", "simple")
     try:

@@ -62,14 +62,19 @@ class LoadedKernel:
 
 
 _codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
+_MOST_KEPT = 256
 _making = threading.Lock()
 
 
 def _code(kernel: Kernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
     key = (id(kernel), id(own) if own is not None else 0, shape)
     with _making:
-        if key not in _codes:
-            _codes[key] = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
+        found = _codes.pop(key, None)
+        if found is None:
+            found = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
             if own is not None:
                 weakref.finalize(own, _codes.pop, key, None)
-        return _codes[key]
+        _codes[key] = found  # the last one is the newest
+        if len(_codes) > _MOST_KEPT:
+            del _codes[next(iter(_codes))]
+        return found

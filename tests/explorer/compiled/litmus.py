@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tricomm.explorer.compiled.events import locate
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.ptx.access import ThreadAccess
 from tricomm.ptx.instructions import Address, Instruction, Kernel, Register, SourceLine
@@ -50,7 +51,9 @@ class Block:
     litmus: Litmus
     maker: Maker
 
-    def __call__(self, lanes: int | list[int], name: str, at: int | list[int], value: int | list[int] | None = None) -> list[int]:
+    def __call__(
+        self, lanes: int | list[int], name: str, at: int | list[int], value: int | list[int] | None = None
+    ) -> list[int]:
         """`name` is a PTX name such as "st.release.sys.b32" or "atom.add.relaxed.gpu.b32"; returns what was read."""
         opcode, *rest = name.split(".")
         sems = ("volatile", "relaxed", "acquire", "release", "acq_rel")

@@ -87,9 +87,7 @@ def handed_over(flag: bool, **launch_options: int):
     def fn(comm):
         data, flags = comm.symmetric((64,), torch.float32), comm.symmetric((1,), torch.int32)
         out = torch.zeros(64)
-        comm.launch(
-            _hand_over, 1, data.peers, flags.peers, out, comm.rank, 0.5, WORLD=2, FLAG=flag, **launch_options
-        )
+        comm.launch(_hand_over, 1, data.peers, flags.peers, out, comm.rank, 0.5, WORLD=2, FLAG=flag, **launch_options)
         return out
 
     return fn

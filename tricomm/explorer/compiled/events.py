@@ -78,7 +78,6 @@ class Event:
 def locate(access: ThreadAccess, memory: Memory, private: list[Region]) -> list[Elements] | int:
     """Where the elements lie, one entry a region; the first address that lies nowhere, if there is one."""
     addresses, lanes = access.addresses, np.arange(len(access.addresses))
-    numbers = np.zeros(len(addresses), np.int64)
     whole = memory.region(int(addresses.min()), int(addresses.max()) + access.width, private)
     if whole is not None:
         regions = [(whole, lanes)]

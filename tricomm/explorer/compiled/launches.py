@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
 from tricomm.explorer.compiled.thread_clocks import Array, Team
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.scheduler import Scheduler
@@ -80,9 +81,7 @@ class Launches:
             memory.add(region.base, region.nbytes, region.name)
         kernel = code_of(launch)
         loaded = grid.LoadedKernel(kernel, memory, self._detector is not None, _STEPS)
-        blocks = grid.launch(
-            loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit
-        )
+        blocks = grid.launch(loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit)
         made = self._scheduler.new_launch(launch.rank, launch.loaded.name, private)
         running = Running(launch, made, [], ended, private)
         threads = int(np.prod(launch.threads))

@@ -36,7 +36,7 @@ _FIRST_SLOTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, whose scope it is."""
+    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
 
     slot: int
     rank: int
@@ -94,7 +94,7 @@ class Team:
 def distinct(values: Array) -> list[int]:
     """Its different numbers; most often all are the same."""
     first = values[0]
-    return [int(first)] if (values == first).all() else np.unique(values).tolist()  # type: ignore[no-any-return]
+    return [int(first)] if (values == first).all() else np.unique(values).tolist()
 
 
 def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:

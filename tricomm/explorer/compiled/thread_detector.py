@@ -8,17 +8,14 @@ that changes nothing is a read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event, site_of
-from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, Team, distinct
-from tricomm.explorer.compiled.thread_shadow import Clash, ThreadShadow, kind_of
-from tricomm.explorer.compiled.unused_loads import UnusedLoads
+from tricomm.explorer.compiled.race_checks import Maker, RaceChecks
+from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, distinct
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow, kind_of
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.regions import Region
@@ -32,20 +29,6 @@ _MOST = 20
 _AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 _SHARED_GRANULE = 4
 RELEASES = ("release", "acq_rel")
-
-
-@dataclass(slots=True)
-class Maker:
-    """Who makes accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1)."""
-
-    team: Team
-    block: int = -1
-    launch: int = 0
-    kernel: Any = None
-
-    @property
-    def rank(self) -> int:
-        return self.team.rank
 
 
 @dataclass(slots=True)
@@ -67,12 +50,11 @@ class ThreadDetector:
         self.step = 0
         self.clocks = Clocks()
         self.words = WordRule()
-        self.unused = UnusedLoads(self.report)
+        self.checks = RaceChecks(self.clocks, self.events, self.words, self.report)
         self.acting: dict[int, Maker] = {}  # by rank: what makes the host's accesses, if it is a stream's operation
         self._hosts: dict[int, Maker] = {}
         self._meetings: dict[int, list[tuple[Array, Array]]] = {}
         self._shadowed: list[Region] = []
-        self._pairs: dict[tuple[int, int], int] = {}  # (a strong write's event, the reader's team): the read's event
 
     @property
     def records(self) -> list[Record]:
@@ -113,7 +95,7 @@ class ThreadDetector:
             for n, place in enumerate(places):
                 self._read(maker, access, place, slots, record, None if messages is None else messages[n])
             return
-        self.unused.ran(access.instruction, slots, record)
+        self.checks.stored(access, slots, record)
         if access.kind == "store":
             stamp = self._stamp(maker, access, places, slots, record)
             self._stored(maker, access, places, stamp)
@@ -128,7 +110,7 @@ class ThreadDetector:
     def stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> Stamp:
         """A store that its threads have made, and that has not reached memory yet, or not all of it."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
-        self.unused.ran(access.instruction, slots, record)
+        self.checks.stored(access, slots, record)
         return self._stamp(maker, access, places, slots, record)
 
     def arrived(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: Stamp) -> None:
@@ -147,10 +129,10 @@ class ThreadDetector:
         slots = np.broadcast_to(maker.team.slots[0], pieces.shape)
         times = self.clocks.time[slots]
         if write:
-            self._check_write(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
+            self.checks.write(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
             shadow.note_write(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
         else:
-            self._check_read(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
+            self.checks.read(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
 
     def messages(self, place: Elements, itemsize: int) -> Array:
@@ -215,11 +197,11 @@ class ThreadDetector:
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
         kind = kind_of(scope, access.itemsize)
         times = self.clocks.time[slots]
-        self._check_read(maker, shadow, pieces, slots, record, kind)
+        self.checks.read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
             if place.region.shared and (never := shadow.writer[pieces] == 0).any():
                 for slot in np.unique(slots[never]).tolist():
-                    self._if_used(record, slot, lambda: diagnosis.uninitialised(self.events[record].record()))
+                    self.checks.if_used(record, slot, lambda: diagnosis.uninitialised(self.events[record].record()))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind)
             return
         messages = shadow.message[pieces] if past is None else past[elements]
@@ -235,7 +217,7 @@ class ThreadDetector:
         self.clocks.observe(maker.team, slots, messages, sem, scope)
         self.words.saw(maker.rank, maker.block, shadow.word[pieces])
         for write in distinct(shadow.record[pieces]):
-            self._pairs.setdefault((write, maker.team.number), record)
+            self.checks.pairs.setdefault((write, maker.team.number), record)
 
     def _stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int) -> Stamp:
         times = self.clocks.time[slots]
@@ -280,11 +262,11 @@ class ThreadDetector:
             pieces, elements = shadow.pieces(place.offsets, access.itemsize)
             which = place.lanes[elements]
             slots, times = lanes[which], stamp.times[which]
-            self._check_write(maker, shadow, pieces, slots, stamp.record, kind)
-            copies = self._copies(access, place, pieces, elements, slots, times, stamp.record, kind)
-            again = self._again(shadow, pieces, stamp.record) if scope else None
+            self.checks.write(maker, shadow, pieces, slots, stamp.record, kind)
+            copies = self.checks.copies(access, place, pieces, elements, slots, times, stamp.record, kind)
+            again = self.checks.again(shadow, pieces, stamp.record) if scope else None
             if words:
-                self._overwritten(maker, shadow, pieces, slots, stamp.record, again)
+                self.checks.overwritten(maker, shadow, pieces, slots, stamp.record, again)
             before = shadow.waiting[pieces]
             shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind)
             if copies is not None:
@@ -304,7 +286,7 @@ class ThreadDetector:
         scope, sem = SCOPES[access.scope or "gpu"], access.sem or "relaxed"
         kind = kind_of(scope, access.itemsize)
         times = self.clocks.time[slots]
-        self._check_read(maker, shadow, pieces, slots, record, kind)
+        self.checks.read(maker, shadow, pieces, slots, record, kind)
         messages = shadow.message[pieces].copy()
         self._observe(maker, shadow, pieces, slots, messages, sem, scope, record)
         self.words.took(maker.rank, maker.block, shadow, pieces)
@@ -315,133 +297,11 @@ class ThreadDetector:
         message = self.clocks.publish(maker.team, int(slots[0]), sem, scope, before)
         word = self.words.vector(maker.rank, maker.block)
         if alters:
-            self._check_write(maker, shadow, pieces, slots, record, kind)
+            self.checks.write(maker, shadow, pieces, slots, record, kind)
             shadow.note_write(maker.team, pieces, slots, times, record, kind)
             # A counter's last ticket need not be read by anybody; a signal must be.
             shadow.waiting[pieces] = access.op == "exch"
         shadow.message[pieces], shadow.word[pieces] = message, word
-
-    # Checks
-
-    def _check_read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                    kind: int) -> None:  # fmt: skip
-        unordered = shadow.unordered_write(maker.team, pieces, slots)
-        weak = kind >> 5 == 0
-        if unordered.any():
-            if weak:
-                for at in np.flatnonzero(unordered).tolist():
-                    clash = shadow.clash_with_write(pieces, at)
-                    self._unless_unused(record, int(slots[at]), clash, record)
-            else:
-                at = self._misfit(shadow, pieces, slots, unordered, kind)
-                if at is not None:
-                    self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
-        if shadow.displaced.used:
-            clash = shadow.displaced.late(maker.team, pieces, slots, None if weak else shadow.fits(kind, slots))
-            if clash is not None:
-                clash.written = True
-                self._race(clash, int(slots[clash.at]), record)
-
-    def _check_write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                     kind: int) -> None:  # fmt: skip
-        unordered = shadow.unordered_write(maker.team, pieces, slots)
-        strong = kind >> 5 > 0
-        if unordered.any():
-            at = self._misfit(shadow, pieces, slots, unordered, kind)
-            if at is not None:
-                self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
-        fits = shadow.fits(kind, slots) if strong else None
-        if shadow.plain.late(maker.team, pieces, slots) is not None:
-            for clash in shadow.plain.all_late(maker.team, pieces, slots):
-                self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
-        for epochs in (shadow.strong, shadow.displaced):
-            clash = epochs.late(maker.team, pieces, slots, fits)
-            if clash is not None:
-                clash.written = epochs is shadow.displaced
-                self._race(clash, int(slots[clash.at]), record)
-
-    def _copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
-                times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
-        """Lanes of one weak store that store to one place: a race, unless they store the same. Then the last lane's
-        stands for all, and here are the first ones of each place, which have to be ordered as well."""
-        if kind >> 5 or len(pieces) == 1 or (np.diff(pieces) > 0).all():
-            return None
-        _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
-        before = first[inverse]
-        other = before != np.arange(len(pieces))
-        if not other.any():
-            return None
-        assert access.stored is not None
-        values = access.stored().reshape(len(access.threads), access.elements, -1)
-        values = values[place.lanes, place.numbers][elements]
-        if len(pieces) != len(place.offsets):  # an element has several pieces
-            part = np.arange(len(pieces)) % (len(pieces) // len(place.offsets))
-            width = values.shape[1] // (int(part.max()) + 1)
-            values = values[np.arange(len(pieces))[:, None], part[:, None] * width + np.arange(width)]
-        differ = np.flatnonzero(other & (values != values[before]).any(axis=1))
-        if len(differ):
-            at = int(differ[0])
-            one = int(before[at])
-            self._race(Clash(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
-        found: Array = np.unique(before[other])
-        return found
-
-    def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
-        """The first element whose last write may not meet this access unordered."""
-        at = np.flatnonzero(unordered)
-        if kind >> 5:
-            fits = shadow.fits(kind, slots)(shadow.kind[pieces[at]], shadow.writer[pieces[at]], slots[at])
-            at = at[~fits]
-        return int(at[0]) if len(at) else None
-
-    def _race(self, clash: Clash, slot: int, record: int) -> None:
-        self.report(self._described(clash, slot, record))
-
-    def _described(self, clash: Clash, slot: int, record: int) -> Finding:
-        first, second = self.events[clash.record], self.events[record]
-        pair = thread_diagnosis.pair(self._pairs, self.events, clash.record, record)
-        return thread_diagnosis.race(first, second, clash, (self._thread(clash.slot), self._thread(slot)), pair)
-
-    def _thread(self, slot: int) -> str:
-        number = self.clocks.thread[slot]
-        return f", thread {number}" if number >= 0 else ""
-
-    def _unless_unused(self, load: int, reader: int, clash: Clash, record: int, slot: int | None = None) -> None:
-        """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
-        self._if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
-
-    def _if_used(self, load: int, reader: int, found: Callable[[], Finding]) -> None:
-        event = self.events[load]
-        if event.instruction is None:
-            self.report(found())
-        else:
-            self.unused.judge(event.kernel, event.instruction, reader, load, found)
-
-    def _again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
-        """bool per piece: the same instruction of the same block has stored there last, as copies of one lane do."""
-        event = self.events[record]
-        known: dict[int, bool] = {}
-        for number in distinct(shadow.record[pieces]):
-            other = self.events[number]
-            known[number] = other.instruction is event.instruction and other.team == event.team
-        if not any(known.values()):
-            return np.zeros(len(pieces), bool)
-        return np.array([known[n] for n in shadow.record[pieces].tolist()])
-
-    def _overwritten(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                     again: Array | None) -> None:  # fmt: skip
-        never, early = self.words.lost(maker.rank, maker.block, shadow, pieces)
-        for which, unread in ((never, True), (early, False)):
-            which = which if again is None else which & ~again
-            if which.any():
-                first = self.events[shadow.record[pieces[int(np.flatnonzero(which)[0])]]]
-                self.report(diagnosis.ll_overwritten(first.record(), self.events[record].record(), unread))
-                return
-        late = shadow.cleared[pieces] & shadow.unordered_write(maker.team, pieces, slots)
-        late = late if again is None else late & ~again
-        if late.any():
-            first = self.events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]
-            self.report(diagnosis.zero_may_come_late(first.record(), self.events[record].record()))
 
     def _busy(self, place: Elements, site: Site) -> bool:
         return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY

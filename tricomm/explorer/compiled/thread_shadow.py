@@ -23,7 +23,7 @@ def kind_of(scope: int, itemsize: int) -> int:
 
 @dataclass(slots=True)
 class Clash:
-    """Two accesses that nothing orders: element `at` of the later one, and the earlier one's thread, time and record."""
+    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record."""
 
     at: int
     slot: int
@@ -101,9 +101,7 @@ class Epochs:
             late &= ~fits(self.kind[pieces], self.slot[pieces], slots)
         if late.any():
             at = int(np.flatnonzero(late)[0])
-            piece = pieces[at]
-            values = (int(a[piece]) for a in (self.slot, self.time, self.record, self.kind))
-            return Clash(at, *values, written=False)
+            return self._alone(int(pieces[at]), at)
         rows = self.row[pieces]
         if not rows.any():
             return None
@@ -116,26 +114,29 @@ class Epochs:
             unknown[one, other] = ~fits(self._kinds[rows[which[one]], other], other, slots[which[one]])
         if not unknown.any():
             return None
-        one, other = (int(v[0]) for v in np.nonzero(unknown))
-        row, at = int(rows[which[one]]), int(which[one])
-        return Clash(
-            at, other, int(times[one, other]), int(self._records[row, other]), int(self._kinds[row, other]), False
-        )
+        first, thread = (int(v[0]) for v in np.nonzero(unknown))
+        return self._among(int(rows[which[first]]), thread, int(which[first]))
+
+    def _alone(self, piece: int, at: int) -> Clash:
+        slot, time, record, kind = (int(a[piece]) for a in (self.slot, self.time, self.record, self.kind))
+        return Clash(at, slot, time, record, kind, False)
+
+    def _among(self, row: int, slot: int, at: int) -> Clash:
+        time, record, kind = (int(a[row, slot]) for a in (self._times, self._records, self._kinds))
+        return Clash(at, slot, time, record, kind, False)
 
     def all_late(self, team: Team, pieces: Array, slots: Array) -> list[Clash]:
         """Every one that the slots do not know of: for loads whose values may never be used."""
         found = []
         late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
         for at in np.flatnonzero(late & (self.row[pieces] == 0)).tolist():
-            values = (int(a[pieces[at]]) for a in (self.slot, self.time, self.record, self.kind))
-            found.append(Clash(at, *values, written=False))
+            found.append(self._alone(int(pieces[at]), at))
         self._fit()
         for at in np.flatnonzero(self.row[pieces]).tolist():
             row = int(self.row[pieces[at]])
             known = self._clocks.known_of_all(team, slots[at : at + 1])[0]
             for other in np.flatnonzero(self._times[row] > known).tolist():
-                values = (int(a[row, other]) for a in (self._times, self._records, self._kinds))
-                found.append(Clash(at, other, *values, written=False))
+                found.append(self._among(row, other, at))
         return found
 
     def refine(self, times: int) -> None:
@@ -167,7 +168,8 @@ class Epochs:
         if self._rows == len(self._times):
             for name in ("_times", "_records", "_kinds"):
                 values = getattr(self, name)
-                setattr(self, name, np.concatenate([values, np.zeros((max(8, len(values)), values.shape[1]), values.dtype)]))
+                more = np.zeros((max(8, len(values)), values.shape[1]), values.dtype)
+                setattr(self, name, np.concatenate([values, more]))
         self._rows += 1
         return self._rows - 1
 
@@ -220,8 +222,8 @@ class ThreadShadow:
 
     def clash_with_write(self, pieces: Array, at: int) -> Clash:
         piece = pieces[at]
-        values = (int(a[piece]) for a in (self.writer, self.written, self.record, self.kind))
-        return Clash(at, *values, written=True)
+        slot, time, record, kind = (int(a[piece]) for a in (self.writer, self.written, self.record, self.kind))
+        return Clash(at, slot, time, record, kind, True)
 
     def fits(self, kind: int, slots: Array) -> Any:
         """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong)."""

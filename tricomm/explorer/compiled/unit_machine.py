@@ -1,4 +1,4 @@
-"""What happens at an access of a warp: others may go first, then it is done, looked at, and those who wait are woken."""
+"""What happens at a warp's access: others may go first, then it is done, looked at, and those that wait are woken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
-from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.weak_memory import Held, WeakMemory, words_of
 from tricomm.explorer.memory_model.machine import OutOfBounds
 from tricomm.explorer.memory_model.regions import Memory, Region
@@ -164,11 +165,11 @@ class UnitMachine:
             if late is not None:
                 self._hold(task, crew, access, places, *late)
                 return
-        messages = self._early(task, access, places) if weak is not None and access.kind == "load" else None
+        old, changed, messages = None, None, None
+        if weak is not None and access.kind == "load":
+            old, messages = self._early(task, access, places)
         if messages is None:
             old, changed = self._perform(access, places)
-        else:
-            old, changed, messages = messages[0], None, messages[1]
         if self.detector is not None:
             self.detector.access(crew.maker, access, places, changed, messages)
         if weak is not None:
@@ -211,13 +212,13 @@ class UnitMachine:
 
     def _early(
         self, task: Task, access: ThreadAccess, places: list[Elements]
-    ) -> tuple[Array, list[Array]] | None:
+    ) -> tuple[Array | None, list[Array] | None]:
         assert self.weak is not None and self.detector is not None
         if access.supply is None:
-            return None
+            return None, None
         found = [self.weak.early(task, access, place) for place in places]
         if not any(found):
-            return None
+            return None, None
         values, messages = _values(access, places).reshape(len(access.threads), access.elements, -1), []
         for place, past in zip(places, found, strict=True):
             now = self.detector.messages(place, access.itemsize)
@@ -368,5 +369,3 @@ def _constant(place: Elements, itemsize: int) -> bool:
 
 def _nothing(lanes: Array | None) -> Array | None:
     return None
-
-

@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.events import Elements
+from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import Array
-from tricomm.explorer.compiled.thread_detector import Maker, Stamp
+from tricomm.explorer.compiled.thread_detector import Stamp
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
 
-_OFTEN = 0.25
+_OFTEN, _EARLY = 0.25, 0.5
 _LONGEST = 40
 _KEPT = 128  # overwritten elements' stores
 MAY_WAIT = (None, "relaxed", "volatile")
@@ -39,7 +40,7 @@ class Held:
     access: ThreadAccess
     elements: Elements
     values: Array
-    stamp: Stamp | None
+    stamp: Stamp
     until: int
     words: frozenset[int]
     block_wide: bool = False
@@ -143,13 +144,14 @@ class WeakMemory:
     def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
         """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
         past = self._past.get(place.region)
-        if not past or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
+        if not past or access.sem not in MAY_WAIT or self._random.random() >= _EARLY:
             return None
         floor = self._of(task).floor
         if past[-1].moment <= floor:
             return None
         moment = self._random.randint(floor, self.moment)
-        seen = self._at(task, place.region)[pieces_of(place, access.itemsize)].reshape(len(place.offsets), -1).max(axis=1)
+        looked = self._at(task, place.region)[pieces_of(place, access.itemsize)]
+        seen = looked.reshape(len(place.offsets), -1).max(axis=1)
         willing = np.array([self._random.random() < 0.75 for _ in place.offsets])
         chosen = np.zeros(len(place.offsets), bool)
         values, messages = place.bytes(access.itemsize), np.zeros(len(place.offsets), np.int32)

@@ -35,7 +35,8 @@ class WordRule:
     # The host
 
     def row(self, rank: int, block: int = -1) -> Array:
-        return self._now[self.index(rank, block)].copy()
+        found: Array = self._now[self.index(rank, block)].copy()
+        return found
 
     def learn(self, rank: int, block: int, known: Array) -> None:
         me = self.index(rank, block)

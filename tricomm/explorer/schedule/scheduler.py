@@ -40,7 +40,7 @@ class Scheduler:
     def __init__(
         self,
         strategy: Strategy,
-        director: Director,
+        director: Director | None,
         residency: int | None = None,
         most_steps: int = 1_000_000,
         interpreter_timeout: float = 600.0,
@@ -256,6 +256,7 @@ class Scheduler:
             self._disengage()
             return
         if not self._engaged:
+            assert self._director is not None
             interpreter.engage(self._director, self._timeout)
             self._engaged = True
         task.program.select()

@@ -85,8 +85,9 @@ class Ranks:
         self._machine, delays = _machine(self._memory, self._detector, contention, execution, compiled)
         # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
         hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
+        director = self._machine if isinstance(self._machine, Machine) else None
         self._scheduler = Scheduler(
-            strategy, self._machine, subject.residency, subject.most_steps, subject.options.timeout, hosts.of
+            strategy, director, subject.residency, subject.most_steps, subject.options.timeout, hosts.of
         )
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck

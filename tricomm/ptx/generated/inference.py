@@ -18,8 +18,9 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
     shapes = operands.shapes
     defined = definitions(operands.kernel)
     readers: dict[str, list[int]] = defaultdict(list)
-    for n, instruction in enumerate(instructions):
-        for name in read(instruction):
+    wanted = [[name for name in read(instruction) if name in defined] for instruction in instructions]
+    for n, names in enumerate(wanted):
+        for name in names:
             readers[name].append(n)
     pending = dict.fromkeys(range(len(instructions)))
     known: set[int] = set()
@@ -27,7 +28,7 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
         n = next(iter(pending))
         del pending[n]
         instruction = instructions[n]
-        if n not in known and not all(name in shapes or name not in defined for name in read(instruction)):
+        if n not in known and not all(name in shapes for name in wanted[n]):
             continue  # once all that it reads is known
         known.add(n)
         for result in code.results(instruction):

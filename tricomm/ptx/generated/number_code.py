@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, ranged, uniform
-from tricomm.ptx.instructions import Instruction
+from tricomm.ptx.instructions import Instruction, Register
 from tricomm.ptx.operations.address_spaces import window_of
 
 _COMPARE = {
@@ -261,8 +261,9 @@ def _cvt(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
     if len(kinds) != 2 or kinds[0] not in _INTEGER or kinds[1] not in _INTEGER or a.stride is None:
         return None
     to, of = WIDTHS[kinds[0]], WIDTHS[kinds[1]]
-    if a.width != of:
-        return None
+    target = instruction.operands[0]
+    if a.width != of or not isinstance(target, Register) or WIDTHS[target.kind] != to:
+        return None  # a narrower result is extended to its register
     if to <= of:
         high = a.high if a.high < 1 << to else (1 << to) - 1
         low = a.low if a.high < 1 << to else 0

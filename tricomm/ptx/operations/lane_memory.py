@@ -143,12 +143,16 @@ def run_of(mask: Array) -> tuple[int, int] | None:
 
 def octets_of(values: list[Array]) -> Array:
     """One array an element -> uint8 [n, width]."""
-    stacked = values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
+    if len(values) == 1:
+        return values[0].view("u1").reshape(len(values[0]), -1)
+    stacked = np.stack(values, axis=1)
     return np.ascontiguousarray(stacked).view("u1")
 
 
 def values_of(octets: Array, size: tuple[int, int]) -> list[Array]:
     """uint8 [n, width] -> one array an element."""
     itemsize, elements = size
+    if elements == 1:
+        return [np.ascontiguousarray(octets).reshape(-1).view(f"u{itemsize}")]
     table = np.ascontiguousarray(octets).view(f"u{itemsize}")
     return [np.ascontiguousarray(table[:, n]) for n in range(elements)]

@@ -9,6 +9,7 @@ from tricomm.ptx.instructions import Instruction
 from tricomm.ptx.operations import (
     address_spaces,
     async_copies,
+    matrix_access,
     memory_calls,
     multicast,
     synchronisation,
@@ -28,6 +29,7 @@ MAKERS: dict[str, Maker] = {
     "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
     "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
     "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
+    "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
     "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep, "pmevent": synchronisation.nothing,
     "nanosleep": synchronisation.nanosleep,
 }  # fmt: skip
