@@ -62,7 +62,7 @@ class LoadedKernel:
 
 
 _codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
-_MOST_KEPT = 256
+_MOST_KEPT = 128
 _making = threading.Lock()
 
 
