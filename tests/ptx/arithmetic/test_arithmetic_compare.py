@@ -143,11 +143,13 @@ def test_selections(kind):
     check(f"selp.{kind} d, a, b, p", rows(bits, bits, 1), lambda a, b, p: a if p else b, **names)
     if kind[0] != "f":
         ones = (1 << bits) - 1
-        for x, y in ((1, 0), (0, 1), (-1, 0), (5, 7), (0, 0)):
+        for x, y in ((1, 0), (0, 1), (-1, 0), (0, -1), (5, 7), (3, 0), (0, 3), (0, 0)):
             one = [(0,), (1,)]
             check(f"selp.{kind} d, {x}, {y}, p", one, lambda p, x=x, y=y: (x if p else y) & ones, **names)
             check(f"selp.{kind} d, {x}, {y}, !p", one, lambda p, x=x, y=y: (y if p else x) & ones, **names)
         check(f"selp.{kind} d, a, -2, p", rows(bits, 1), lambda a, p: a if p else -2 & ones, **names)
+        check(f"selp.{kind} d, a, 0, p", rows(bits, 1), lambda a, p: a if p else 0, **names)
+        check(f"selp.{kind} d, 0, b, p", rows(bits, 1), lambda b, p: 0 if p else b, **names)
         check(f"selp.{kind} d, 9, b, p", rows(bits, 1), lambda b, p: 9 if p else b, **names)
     check(f"slct.{kind}.s32 d, a, b, c", rows(bits, bits, 32), lambda a, b, c: b if c >> 31 else a, **names)
 
