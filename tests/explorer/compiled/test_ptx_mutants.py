@@ -34,6 +34,7 @@ _ALL = ("order", "scope", "strength", "width", "sequence", "atomicity")
 class Group:
     """All mutations of some kinds, in the instructions of one Python function, of a shipped kernel.
 
+    function    by its name; with `innermost` not those that it calls
     holds       words that the name of each has, apart from its line
     least       how many there are at least, under every Triton version
     """
@@ -47,6 +48,7 @@ class Group:
     schedules: int = 4
     sizes: tuple[int, ...] = ptx_mutants.SIZES
     first_epoch: int = 1
+    innermost: bool = False
 
     @property
     def name(self) -> str:
@@ -60,7 +62,7 @@ class Group:
         return [
             m
             for m in all_of(self.key, *self.kinds, blocks=self.blocks)
-            if self.function in functions.get(m.line, ()) and self.holds in m.name
+            if self.function in functions.get(m.line, ())[: 1 if self.innermost else None] and self.holds in m.name
         ]
 
     def kinds_found(self, mutation: Mutation) -> set[str]:
@@ -79,12 +81,14 @@ FORBIDDEN = (
     Group(S, "signal", _ALL, 4, "st.release"),
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
     Group(S, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
-    Group(L, "put_ll", ("scope", "strength", "width"), 3, "st.relaxed", first_epoch=1),
-    Group(L, "get_ll", ("strength", "width", "sequence"), 2, "ld.volatile"),
-    Group(L, "acquire", ("scope", "strength", "width"), 3, "ld.acquire"),
+    Group(L, "push_to_all", ("scope", "strength", "width"), 6, "st.relaxed", sizes=(520, 300)),
+    Group(L, "get_ll", ("strength", "width"), 2, "v2.b64"),
+    Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire"),
     Group(L, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
+    Group(S, "barrier", ("barrier",), 1, "removed", innermost=True),
+    Group(S, "wait_sequence", ("barrier",), 4, "bar.sync"),
     Group(B, "signal", ("scope", "strength", "width"), 2, "st.re"),
     Group(B, "acquire", ("scope", "strength", "width"), 3, "ld.acquire"),
 )
