@@ -117,9 +117,7 @@ def test_a_thread_sees_its_own_store():
 
 
 def test_a_pair_of_64_bits_may_be_seen_in_halves_and_128_bits_may_not():
-    pair = outcomes(
-        "@%p1 st.relaxed.gpu.v2.b64 [%d0], {%d10, %d10};", "@%p1 ld.relaxed.gpu.v2.b64 {%d4, %d5}, [%d0];"
-    )
+    pair = outcomes("@%p1 st.relaxed.gpu.v2.b64 [%d0], {%d10, %d10};", "@%p1 ld.relaxed.gpu.v2.b64 {%d4, %d5}, [%d0];")
     assert (0, 1) in pair and (1, 0) in pair
     whole = outcomes(
         "mov.b128 %q0, {%d10, %d10}; @%p1 st.relaxed.gpu.b128 [%d0], %q0;",

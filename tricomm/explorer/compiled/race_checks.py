@@ -11,7 +11,7 @@ import numpy as np
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team, distinct
-from tricomm.explorer.compiled.thread_shadow import Clash, ThreadShadow
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow, UnorderedPair
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.report import diagnosis
@@ -104,7 +104,7 @@ class RaceChecks:
         if len(differ):
             at = int(differ[0])
             one = int(before[at])
-            self._race(Clash(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
+            self._race(UnorderedPair(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
         found: Array = np.unique(before[other])
         return found
 
@@ -116,10 +116,10 @@ class RaceChecks:
             at = at[~fits]
         return int(at[0]) if len(at) else None
 
-    def _race(self, clash: Clash, slot: int, record: int) -> None:
+    def _race(self, clash: UnorderedPair, slot: int, record: int) -> None:
         self._report(self._described(clash, slot, record))
 
-    def _described(self, clash: Clash, slot: int, record: int) -> Finding:
+    def _described(self, clash: UnorderedPair, slot: int, record: int) -> Finding:
         first, second = self._events[clash.record], self._events[record]
         pair = thread_diagnosis.pair(self.pairs, self._events, clash.record, record)
         return thread_diagnosis.race(first, second, clash, (self._thread(clash.slot), self._thread(slot)), pair)
@@ -128,7 +128,9 @@ class RaceChecks:
         number = self._clocks.thread[slot]
         return f", thread {number}" if number >= 0 else ""
 
-    def _unless_unused(self, load: int, reader: int, clash: Clash, record: int, slot: int | None = None) -> None:
+    def _unless_unused(
+        self, load: int, reader: int, clash: UnorderedPair, record: int, slot: int | None = None
+    ) -> None:
         """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
         self.if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
 

@@ -35,7 +35,7 @@ _FIRST_SLOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReleasePart:
     """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
 
     slot: int
@@ -47,17 +47,17 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class FlagMessage:
     """What a strong write carries. `rank`, `block` and `scope` are of the last write of the chain."""
 
     rank: int
     block: int
     scope: int
-    parts: tuple[Part, ...]
+    parts: tuple[ReleasePart, ...]
 
 
 @dataclass(eq=False, slots=True)
-class Gathering:
+class BarrierRounds:
     """One barrier of a block: how often it has opened; who has come since then, and what they know."""
 
     phase: int = 0
@@ -80,10 +80,10 @@ class Team:
     rows: list[Array]
     row_of: Array
     present: int
-    birth: tuple[Part, ...] = ()
+    birth: tuple[ReleasePart, ...] = ()
     seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
     joined: set[tuple[int, int, bytes]] = field(default_factory=set)
-    barriers: dict[int, Gathering] = field(default_factory=dict)
+    barriers: dict[int, BarrierRounds] = field(default_factory=dict)
 
     def local(self, slots: Array) -> Array:
         """Their numbers in the block."""
@@ -111,8 +111,8 @@ class Clocks:
         self.rank = np.full(size, -1, np.int32)
         self.block = np.full(size, -1, np.int32)
         self.thread = np.full(size, -1, np.int32)  # its number in its block; -1 for host code
-        self.messages: list[Message | None] = [None]
-        self._fenced: dict[int, Part] = {}
+        self.messages: list[FlagMessage | None] = [None]
+        self._fenced: dict[int, ReleasePart] = {}
         self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of what releases nothing
         self._sc: dict[tuple[int, int, int], Array] = {}
         self._used, self._teams = 1, 0
@@ -185,7 +185,7 @@ class Clocks:
         known = np.zeros(self.size, np.int32) if known is None else self._fitted(known).copy()
         team = Team(self._teams, rank, slots, [known], np.zeros(threads, np.int32), threads)
         if not host:
-            team.birth = (Part(0, rank, team.number, SYS, 0, known.copy()),)
+            team.birth = (ReleasePart(0, rank, team.number, SYS, 0, known.copy()),)
         self.rank[slots], self.block[slots] = rank, team.number
         self.thread[slots] = -1 if host else np.arange(threads)
         self.time[slots] += 1
@@ -230,7 +230,7 @@ class Clocks:
 
     def arrive(self, team: Team, barrier: int, slots: Array, waits: bool = True) -> None:
         """These threads have come to a barrier of their block; `waits` is False for `bar.arrive`."""
-        gathering = team.barriers.setdefault(barrier, Gathering())
+        gathering = team.barriers.setdefault(barrier, BarrierRounds())
         mine = self._highest(team, slots)
         before = gathering.known
         gathering.known = mine if before is None else np.maximum(self._fitted(before), mine)
@@ -240,7 +240,7 @@ class Clocks:
 
     def go_on(self, team: Team, barrier: int, slots: Array) -> None:
         """They go on behind it: each knows what all knew that came."""
-        gathering = team.barriers.setdefault(barrier, Gathering())
+        gathering = team.barriers.setdefault(barrier, BarrierRounds())
         mine = gathering.came.get(int(slots[0]), gathering.phase)
         if mine == gathering.phase and gathering.known is not None:
             whole = gathering.waiting == team.present
@@ -272,7 +272,7 @@ class Clocks:
         for slot in slots.tolist():
             time = int(self.time[slot])
             known = self.row(team, int(slot - team.slots[0]))
-            self._fenced[slot] = Part(slot, team.rank, team.number, scope, time, known)
+            self._fenced[slot] = ReleasePart(slot, team.rank, team.number, scope, time, known)
 
     def _fence_sc(self, team: Team, slots: Array, scope: int) -> None:
         for (rank, block, other), known in self._sc.items():
@@ -300,12 +300,14 @@ class Clocks:
         parts += team.birth if fence is None else (fence,)
         if sem in ("release", "acq_rel"):
             time = int(self.time[slot])
-            parts.append(Part(slot, team.rank, team.number, scope, time, self.row(team, int(slot - team.slots[0]))))
+            parts.append(
+                ReleasePart(slot, team.rank, team.number, scope, time, self.row(team, int(slot - team.slots[0])))
+            )
         elif tuple(parts) == team.birth:
             return self.plain(team, scope)
         return self._message(team, scope, _merged(parts))
 
-    def _handed_on(self, number: int, team: Team, scope: int) -> tuple[Part, ...]:
+    def _handed_on(self, number: int, team: Team, scope: int) -> tuple[ReleasePart, ...]:
         message = self.messages[number]
         if message is None:
             return ()
@@ -314,8 +316,8 @@ class Clocks:
         )
         return message.parts if both else ()
 
-    def _message(self, team: Team, scope: int, parts: tuple[Part, ...]) -> int:
-        self.messages.append(Message(team.rank, team.number, scope, parts))
+    def _message(self, team: Team, scope: int, parts: tuple[ReleasePart, ...]) -> int:
+        self.messages.append(FlagMessage(team.rank, team.number, scope, parts))
         return len(self.messages) - 1
 
     def has_fenced(self, slots: Array) -> bool:
@@ -360,9 +362,9 @@ class Clocks:
                 self.learn(team, team.local(late), part.known)
 
 
-def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
+def _merged(parts: Sequence[ReleasePart]) -> tuple[ReleasePart, ...]:
     """Without those that a later one of the same thread and scope stands for."""
-    last: dict[tuple[int, int, int], Part] = {}
+    last: dict[tuple[int, int, int], ReleasePart] = {}
     for part in parts:
         before = last.get((part.slot, part.block, part.scope))
         if before is None or before.time <= part.time:

@@ -32,7 +32,7 @@ RELEASES = ("release", "acq_rel")
 
 
 @dataclass(slots=True)
-class Stamp:
+class MadeStore:
     """A store as its threads made it, for when it reaches memory: times, messages and so on of its elements."""
 
     times: Array
@@ -107,13 +107,13 @@ class ThreadDetector:
                 if len(mine.offsets):
                     self._modify(maker, access, mine, slots, record, alters)
 
-    def stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> Stamp:
+    def stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> MadeStore:
         """A store that its threads have made, and that has not reached memory yet, or not all of it."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         self.checks.stored(access, slots, record)
         return self._stamp(maker, access, places, slots, record)
 
-    def arrived(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: Stamp) -> None:
+    def arrived(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore) -> None:
         """Now it does, or some of its elements: those of `places`."""
         self._stored(maker, access, places, stamp)
 
@@ -219,7 +219,9 @@ class ThreadDetector:
         for write in distinct(shadow.record[pieces]):
             self.checks.pairs.setdefault((write, maker.team.number), record)
 
-    def _stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int) -> Stamp:
+    def _stamp(
+        self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, record: int
+    ) -> MadeStore:
         times = self.clocks.time[slots]
         messages, word = np.zeros(len(slots), np.int32), 0
         if access.sem is not None:
@@ -232,7 +234,7 @@ class ThreadDetector:
                 messages[lane] = self.clocks.publish(
                     maker.team, int(slots[lane]), access.sem, scope, before.get(lane, ())
                 )
-        return Stamp(times, messages, word, record)
+        return MadeStore(times, messages, word, record)
 
     def _own_before(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array,
                     plain: int) -> dict[int, list[int]]:  # fmt: skip
@@ -249,7 +251,7 @@ class ThreadDetector:
                     found[lane].append(message)
         return found
 
-    def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: Stamp) -> None:
+    def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore) -> None:
         lanes = maker.team.slots[access.threads]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
         kind = kind_of(scope, access.itemsize)

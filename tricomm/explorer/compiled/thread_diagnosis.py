@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tricomm.explorer.compiled.events import Event
 from tricomm.explorer.compiled.thread_clocks import SCOPES, includes
-from tricomm.explorer.compiled.thread_shadow import Clash
+from tricomm.explorer.compiled.thread_shadow import UnorderedPair
 from tricomm.explorer.report.findings import Finding
 
 Pair = tuple[Event, Event]
@@ -21,7 +21,7 @@ def pair(pairs: dict[tuple[int, int], int], events: Sequence[Event], first: int,
     return None
 
 
-def race(first: Event, second: Event, clash: Clash, threads: tuple[str, str], flags: Pair | None) -> Finding:
+def race(first: Event, second: Event, clash: UnorderedPair, threads: tuple[str, str], flags: Pair | None) -> Finding:
     """`second` conflicts with `first`, which its thread does not know of."""
     written = second.kind != "load"
     name = "write-after-write" if clash.written and written else "read-after-write"
@@ -56,7 +56,7 @@ def finding(kind: str, events: Sequence[Event], text: str, advice: str) -> Findi
     )
 
 
-def _missing(first: Event, second: Event, clash: Clash, flags: Pair | None) -> tuple[str, str]:
+def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | None) -> tuple[str, str]:
     if first.sem is not None and second.sem is not None and first.itemsize == second.itemsize:
         return "scope", (
             f"strong accesses meet only if the scopes of both include both: .{first.scope} and .{second.scope} do "
@@ -92,7 +92,7 @@ def _missing(first: Event, second: Event, clash: Clash, flags: Pair | None) -> t
     )
 
 
-def _flag_needed(first: Event, second: Event, clash: Clash) -> str:
+def _flag_needed(first: Event, second: Event, clash: UnorderedPair) -> str:
     a, b = (f"rank {first.rank}", f"rank {second.rank}")
     if first.rank == second.rank:
         a, b = f"{a}, block {first.block},", f"{b}, block {second.block},"

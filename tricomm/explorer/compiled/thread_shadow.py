@@ -22,7 +22,7 @@ def kind_of(scope: int, itemsize: int) -> int:
 
 
 @dataclass(slots=True)
-class Clash:
+class UnorderedPair:
     """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record."""
 
     at: int
@@ -92,7 +92,7 @@ class Epochs:
                 self._free.append(row)
             self.row[pieces] = 0
 
-    def late(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> Clash | None:
+    def late(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> UnorderedPair | None:
         """An access that `slots`, at `pieces`, do not know of. `fits(kinds, others, slots)` says which may be so."""
         if not self.used:
             return None
@@ -117,15 +117,15 @@ class Epochs:
         first, thread = (int(v[0]) for v in np.nonzero(unknown))
         return self._among(int(rows[which[first]]), thread, int(which[first]))
 
-    def _alone(self, piece: int, at: int) -> Clash:
+    def _alone(self, piece: int, at: int) -> UnorderedPair:
         slot, time, record, kind = (int(a[piece]) for a in (self.slot, self.time, self.record, self.kind))
-        return Clash(at, slot, time, record, kind, False)
+        return UnorderedPair(at, slot, time, record, kind, False)
 
-    def _among(self, row: int, slot: int, at: int) -> Clash:
+    def _among(self, row: int, slot: int, at: int) -> UnorderedPair:
         time, record, kind = (int(a[row, slot]) for a in (self._times, self._records, self._kinds))
-        return Clash(at, slot, time, record, kind, False)
+        return UnorderedPair(at, slot, time, record, kind, False)
 
-    def all_late(self, team: Team, pieces: Array, slots: Array) -> list[Clash]:
+    def all_late(self, team: Team, pieces: Array, slots: Array) -> list[UnorderedPair]:
         """Every one that the slots do not know of: for loads whose values may never be used."""
         found = []
         late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
@@ -220,10 +220,10 @@ class ThreadShadow:
         """bool per piece: its last write is not among what its thread knows."""
         return self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces])
 
-    def clash_with_write(self, pieces: Array, at: int) -> Clash:
+    def clash_with_write(self, pieces: Array, at: int) -> UnorderedPair:
         piece = pieces[at]
         slot, time, record, kind = (int(a[piece]) for a in (self.writer, self.written, self.record, self.kind))
-        return Clash(at, slot, time, record, kind, True)
+        return UnorderedPair(at, slot, time, record, kind, True)
 
     def fits(self, kind: int, slots: Array) -> Any:
         """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong)."""

@@ -11,7 +11,7 @@ from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate,
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
-from tricomm.explorer.compiled.weak_memory import Held, WeakMemory, words_of
+from tricomm.explorer.compiled.weak_memory import LateStore, WeakMemory, words_of
 from tricomm.explorer.memory_model.machine import OutOfBounds
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.contention import Contention
@@ -249,11 +249,11 @@ class UnitMachine:
                 self.scheduler.wrote(_addresses([here], access))
             if len(later.offsets):
                 words = words_of(later, access.itemsize)
-                self.weak.add(Held(task, crew.maker, access, later, values, stamp, until, words))
+                self.weak.add(LateStore(task, crew.maker, access, later, values, stamp, until, words))
             self.weak.looked(task, place, access.itemsize)
         task.forget_polls()
 
-    def _arrive(self, held: Held) -> None:
+    def _arrive(self, held: LateStore) -> None:
         assert self.weak is not None and self.detector is not None
         self._note_overwritten(held.elements, held.access)
         _put(held.elements, held.access.itemsize, held.values)

@@ -21,7 +21,7 @@ import numpy as np
 from tricomm.explorer.compiled.events import Elements
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import Array
-from tricomm.explorer.compiled.thread_detector import Stamp
+from tricomm.explorer.compiled.thread_detector import MadeStore
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
 
@@ -32,7 +32,7 @@ MAY_WAIT = (None, "relaxed", "volatile")
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class LateStore:
     """Elements of a store in one region that have not reached memory yet, and what they will put there."""
 
     task: Any
@@ -40,7 +40,7 @@ class Held:
     access: ThreadAccess
     elements: Elements
     values: Array
-    stamp: Stamp
+    stamp: MadeStore
     until: int
     words: frozenset[int]
     block_wide: bool = False
@@ -70,7 +70,7 @@ class WeakMemory:
 
     def __init__(self, seed: int) -> None:
         self.moment = 1
-        self.held: list[Held] = []
+        self.held: list[LateStore] = []
         self._random = Random(seed)
         self._past: dict[Region, list[Overwritten]] = {}
         self._looks: dict[Any, Looks] = {}
@@ -91,10 +91,10 @@ class WeakMemory:
             chosen = [np.ones(len(c), bool) for c in chosen]
         return chosen, until
 
-    def add(self, held: Held) -> None:
+    def add(self, held: LateStore) -> None:
         self.held.append(held)
 
-    def before(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[Held]:
+    def before(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
         """What must reach memory before `access` does."""
         if not self.held:
             return []
@@ -102,7 +102,7 @@ class WeakMemory:
         words = {word for place in places for word in words_of(place, access.itemsize)}
         return self._take(lambda h: self._mine(h, task, maker) and (releases or not h.words.isdisjoint(words)))
 
-    def fenced(self, task: Any, maker: Maker) -> list[Held]:
+    def fenced(self, task: Any, maker: Maker) -> list[LateStore]:
         """What must reach memory before a fence, or the end of a warp."""
         return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
 
@@ -112,13 +112,13 @@ class WeakMemory:
             if held.task is task:
                 held.block_wide = True
 
-    def due(self, step: int, now: bool) -> list[Held]:
+    def due(self, step: int, now: bool) -> list[LateStore]:
         return self._take(lambda h: now or h.until <= step) if self.held else []
 
-    def _mine(self, held: Held, task: Any, maker: Maker) -> bool:
+    def _mine(self, held: LateStore, task: Any, maker: Maker) -> bool:
         return held.task is task or (held.block_wide and held.maker.team is maker.team)
 
-    def _take(self, chosen: Any) -> list[Held]:
+    def _take(self, chosen: Any) -> list[LateStore]:
         taken = [h for h in self.held if chosen(h)]
         self.held = [h for h in self.held if not any(h is t for t in taken)] if taken else self.held
         return taken

@@ -1,0 +1,228 @@
+"""Changes to the PTX of shipped kernels: what the memory model forbids is noticed, and each rule of it is needed.
+
+What is harmless, and why, stands in `docs/mutants.md`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tests.explorer.compiled import ptx_mutants
+from tests.explorer.compiled.ptx_mutants import Key, all_of, changed, explore, options
+from tests.explorer.mutants import MUTANTS
+from tests.explorer.mutation import Edit, loaded
+from tests.ptx.mutations import Mutation
+from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
+from tricomm.explorer.compiled.events import function_at
+from tricomm.explorer.compiled.thread_clocks import Clocks
+from tricomm.explorer.compiled.thread_shadow import Epochs, ThreadShadow
+from tricomm.kernels.collectives import registry
+from tricomm.ptx.parser import parse
+
+S: Key = ("all_reduce", "one_shot", "simple")
+L: Key = ("all_reduce", "one_shot", "ll")
+T: Key = ("all_reduce", "two_shot", "simple")
+B: Key = ("barrier", "one_shot", "simple")
+_ALL = ("order", "scope", "strength", "width", "sequence", "atomicity")
+
+
+@dataclass(frozen=True)
+class Group:
+    """All mutations of some kinds, in the instructions of one Python function, of a shipped kernel.
+
+    function    by its name; with `innermost` not those that it calls
+    holds       words that the name of each has, apart from its line
+    least       how many there are at least, under every Triton version
+    """
+
+    key: Key
+    function: str
+    kinds: tuple[str, ...]
+    least: int
+    holds: str = ""
+    blocks: int = 1
+    schedules: int = 4
+    sizes: tuple[int, ...] = ptx_mutants.SIZES
+    first_epoch: int = 1
+    innermost: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'_'.join(self.key[1:])}-{self.function}-{self.holds or 'all'}"
+
+    @functools.cached_property
+    def mutations(self) -> list[Mutation]:
+        text = ptx_mutants.text_of(self.key, blocks=self.blocks)
+        found = parse(text, registry.find(*self.key).function.__name__)
+        functions = {i.line: [function_at(s.file, s.line) for s in i.source] for i in found.instructions}
+        return [
+            m
+            for m in all_of(self.key, *self.kinds, blocks=self.blocks)
+            if self.function in functions.get(m.line, ())[: 1 if self.innermost else None] and self.holds in m.name
+        ]
+
+    def kinds_found(self, mutation: Mutation) -> set[str]:
+        name = registry.find(*self.key).function.__name__
+        with changed(mutation.name, mutation.apply, name):
+            report = explore(
+                self.key,
+                self.schedules,
+                sizes=self.sizes,
+                options=options(2, self.blocks, first_epoch=self.first_epoch),
+            )
+        return {f.kind for f in report.findings}
+
+
+FORBIDDEN = (
+    Group(S, "signal", _ALL, 4, "st.release"),
+    Group(S, "acquire", _ALL, 4, "ld.acquire"),
+    Group(S, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(L, "push_to_all", ("scope", "strength", "width"), 6, "st.relaxed", sizes=(520, 300)),
+    Group(L, "get_ll", ("strength", "width"), 2, "v2.b64"),
+    Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire"),
+    Group(L, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(T, "signal", _ALL, 8, "st.release"),
+    Group(T, "acquire", _ALL, 8, "ld.acquire"),
+    Group(S, "barrier", ("barrier",), 1, "removed", innermost=True),
+    Group(S, "wait_sequence", ("barrier",), 4, "bar.sync"),
+    Group(B, "signal", ("scope", "strength", "width"), 2, "st.re"),
+    Group(B, "acquire", ("scope", "strength", "width"), 3, "ld.acquire"),
+)
+
+
+@pytest.mark.parametrize("group", FORBIDDEN[:3], ids=lambda group: group.name)
+def test_a_mutant_is_noticed(group):
+    mutation = group.mutations[0]
+    assert group.kinds_found(mutation) & mutation.expected, mutation.name
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("group", FORBIDDEN, ids=lambda group: group.name)
+def test_all_that_the_memory_model_forbids_is_noticed(group):
+    assert len(group.mutations) >= group.least
+    missed = [m.name for m in group.mutations if not group.kinds_found(m) & m.expected]
+    assert not missed
+
+
+def test_there_are_at_least_forty():
+    assert sum(group.least for group in FORBIDDEN) + len(STRINGS) >= 40
+
+
+# The inline PTX of primitives.py
+
+_PRIMITIVES = "kernels/primitives.py"
+_PUT, _RELEASE, _RELAXED = "st.relaxed.sys.global.v2.b64", "st.release.sys.global.b64", "st.relaxed.sys.global.b64"
+_ACQUIRE = "ld.acquire.sys.global.b64"
+STRINGS = {
+    "_PUT at gpu": (L, _PUT, "st.relaxed.gpu.global.v2.b64"),
+    "_PUT weak": (L, _PUT, "st.global.v2.b64"),
+    "_RELEASE relaxed": (S, _RELEASE, _RELAXED),
+    "_RELEASE at gpu": (S, _RELEASE, "st.release.gpu.global.b64"),
+    "_RELEASE weak": (S, _RELEASE, "st.global.b64"),
+    "_RELAXED at gpu": (L, _RELAXED, "st.relaxed.gpu.global.b64"),
+    "_RELAXED weak": (L, _RELAXED, "st.global.b64"),
+    "_ACQUIRE relaxed": (S, _ACQUIRE, "ld.relaxed.sys.global.b64"),
+    "_ACQUIRE at gpu": (S, _ACQUIRE, "ld.acquire.gpu.global.b64"),
+    "_ACQUIRE weak": (S, _ACQUIRE, "ld.global.b64"),
+}
+_QUICK = ("_PUT at gpu", "_RELEASE relaxed", "_RELAXED at gpu", "_ACQUIRE relaxed")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.soak) for name in STRINGS]
+)
+def test_a_mistake_in_an_inline_string_is_noticed(name):
+    key, old, new = STRINGS[name]
+    with loaded([Edit(_PRIMITIVES, old, new)]):
+        report = explore(key)
+    assert {f.kind for f in report.findings} & {"race", "scope"}, report
+
+
+# Each rule is needed: without it a mutant is passed.
+
+
+def every_access_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Clocks.publish, Clocks.observe
+    patch.setattr(Clocks, "publish", lambda self, team, slot, sem, *rest: publish(self, team, slot, "acq_rel", *rest))
+    patch.setattr(
+        Clocks, "observe", lambda self, team, slots, ns, sem, scope: observe(self, team, slots, ns, "acq_rel", scope)
+    )
+    patch.setattr(thread_detector, "RELEASES", ("release", "acq_rel", "relaxed", "volatile"))
+
+
+def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:
+    wide = dict.fromkeys(thread_clocks.SCOPES, thread_clocks.SYS)
+    for module in (thread_detector, unit_machine):
+        patch.setattr(module, "SCOPES", wide)
+
+
+def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
+    row, learn, known = Clocks.row, Clocks.learn, Clocks.known
+
+    def all_of_it(self, team, thread=0):
+        found = row(self, team, thread)
+        found[team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
+        return found
+
+    def known_to_it(self, team, slots, others):
+        return np.where(self.block[others] == team.number, self.time[others], known(self, team, slots, others))
+
+    patch.setattr(Clocks, "row", all_of_it)
+    patch.setattr(Clocks, "learn", lambda self, team, ts, k: learn(self, team, np.arange(len(team.slots)), k))
+    patch.setattr(Clocks, "known", known_to_it)
+
+
+def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Epochs, "note", lambda *given: None)
+
+
+def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ThreadShadow, "unordered_write", lambda self, team, pieces, slots: np.zeros(len(pieces), bool))
+
+
+def all_strong_accesses_are_morally_strong(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ThreadShadow, "fits", lambda self, kind, slots: lambda kinds, others, mine: kinds >> 5 > 0)
+
+
+_RULES = [
+    (every_access_releases_and_acquires, S, "signal", "order", "st.release"),
+    (every_access_releases_and_acquires, S, "acquire", "order", "ld.acquire"),
+    (every_scope_is_the_system, S, "signal", "scope", "st.release"),
+    (every_scope_is_the_system, S, "acquire", "scope", "ld.acquire"),
+    (all_strong_accesses_are_morally_strong, L, "acquire", "scope", "ld.acquire"),
+    (a_block_is_one_thread, S, "barrier", "barrier", "removed"),
+    (writes_are_forgotten, S, "signal", "order", "st.release"),
+]
+
+
+@pytest.mark.parametrize(("rule", "key", "function", "kind", "holds"), _RULES)
+def test_each_rule_is_needed(rule, key, function, kind, holds, monkeypatch):
+    """Under the very schedules that show the mutant, nothing is found without the rule."""
+    group = Group(key, function, (kind,), 1, holds)
+    mutation = next(m for m in group.mutations if group.kinds_found(m))
+    rule(monkeypatch)
+    assert not group.kinds_found(mutation)
+
+
+@pytest.mark.parametrize(("name", "says"), [("M05", "LL word overwritten"), ("M09", "zero of a clearing")])
+def test_the_rule_of_words_is_needed(name, says, monkeypatch):
+    """Mailboxes that do not rotate; a header after a clearing that releases nothing."""
+    mutant = MUTANTS[name]
+    sizes = (36, 1, 40) if name == "M05" else (1, 520)
+    given = options(2, first_epoch=mutant.first_epoch)
+
+    def findings():
+        with loaded(mutant.edits):
+            return explore(L, sizes=sizes, options=given).findings
+
+    assert any(says in finding.text for finding in findings())
+    monkeypatch.setattr(race_checks.RaceChecks, "overwritten", lambda *given: None)
+    assert not any(says in finding.text for finding in findings())
+
+
+def test_late_stores_and_early_loads_are_no_race_by_themselves():
+    assert explore(L, 8, faults=("delay",)).ok
