@@ -154,8 +154,8 @@ class KernelCode:
         if to <= number:
             index = self.flow.blocks[number].end - 1
             lines = ["steps-=1", f"if steps<0: u.out_of_steps({index})", *lines]
-            if self._polls(to, number):
-                lines = ["turn()", *lines]
+            # A loop that waits for others need not have a strong access, though it should.
+            lines = ["turn()" if self._polls(to, number) else "if not steps&255: turn()", *lines]
         return lines
 
     def _polls(self, first: int, last: int) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ptx.arithmetic_cases import instruction
+from tests.ptx.arithmetic.arithmetic_cases import instruction
 from tests.ptx.corpus import parsed, shipped
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -88,7 +88,12 @@ REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b
         "lop3.b32 d, a, b, c, 256",
         "prmt.b32.b4f d, a, b, c",
         "bfe.b32 d, a, b, c",
-        "fma.f32 d, a, b",
+        "fma.rn.f32 d, a, b",
+        "fma.f32 d, a, b, c",  # a rounding has to be said here, too
+        "div.f32 d, a, b",
+        "div.approx.rn.f32 d, a, b",
+        "sqrt.f32 d, a",
+        "rsqrt.rn.f32 d, a",
         "ex2.f32 d, a",
         "mov.b64 {a, b, c}, w",
         "dp4a.u32 d, a, b, c",
