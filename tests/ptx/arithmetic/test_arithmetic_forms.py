@@ -84,6 +84,7 @@ REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b
         "cvt.f16.f32 h, a",  # a rounding has to be said
         "cvt.rn.f32.f16 d, h",
         "cvt.s32.f32 d, a",
+        "cvt.rn.rz.f16.f32 h, a",
         "cvt.rs.f16x2.f32 d, a, b, c",
         "lop3.b32 d, a, b, c, 256",
         "prmt.b32.b4f d, a, b, c",
