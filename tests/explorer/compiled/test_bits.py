@@ -16,7 +16,7 @@ def test_one_bit_is_noticed_and_only_a_sums_nan_has_many_patterns():
     assert "1 of 2 elements, the first is 1: nan" in bits.difference(copies, [[one]], [[other]])
     other.view(torch.int32)[0] ^= 1
     assert "1 of 2 elements, the first is 0: 1.0 (0x3f800000)" in bits.difference(sums, [[one]], [[other]])
-    assert "float32 [2] and float64 [2]" in bits.difference(sums, [[one]], [[other.double()]])
+    assert "torch.float32 [2] and torch.float64 [2]" in bits.difference(sums, [[one]], [[other.double()]])
 
 
 @pytest.mark.parametrize("case", bits.sample(), ids=lambda case: case.name)
