@@ -65,7 +65,6 @@ class SimulatedDriver:
     capability  90 for sm_90
     name        of the device; functions stay loaded under it as long as the process lives
     context     its primary context, which is the current one of a rank's host code at the beginning
-    launched    a launch that the driver has taken is shown here
     """
 
     CUstream = StreamHandle

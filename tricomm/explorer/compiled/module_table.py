@@ -33,10 +33,6 @@ class DeviceFunction:
     registers: int | None
     text: str = field(default="", repr=False)
 
-    @property
-    def parameter_bytes(self) -> int:
-        return max((offset + size for offset, size in self.layout), default=0)
-
 
 @dataclass
 class ModuleTable:
