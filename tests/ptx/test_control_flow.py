@@ -11,18 +11,18 @@ from tests.ptx.corpus import parsed
 from tests.ptx.texts import module
 from tricomm.errors import InvalidArgument
 from tricomm.perf.machine_code.kernel_report import Variant
-from tricomm.ptx.control_flow import Flow, reachable, target
-from tricomm.ptx.instructions import Instruction, Integer, Kernel, Operand, Register, Special
-from tricomm.ptx.liveness import Liveness, read, written
-from tricomm.ptx.parser import parse
-from tricomm.ptx.uniformity import Uniform, _Analysis, uniformity
+from tricomm.ptx.analysis.control_flow import Flow, reachable, target
+from tricomm.ptx.analysis.liveness import Liveness, read, written
+from tricomm.ptx.analysis.uniformity import Uniform, _Analysis, uniformity
+from tricomm.ptx.instructions import Instruction, Integer, Operand, PtxKernel, Register, Special
+from tricomm.ptx.text.parser import parse
 
 SEEDS = range(60)
 LANES = 4
 FUEL = 150
 
 
-def random_kernel(seed: int) -> Kernel:
+def random_kernel(seed: int) -> PtxKernel:
     """Blocks of moves, additions and comparisons over few registers, with branches to anywhere, mostly forward."""
     pick = random.Random(seed)
     blocks, registers = pick.randint(2, 9), pick.randint(3, 12)
@@ -99,7 +99,7 @@ def _computed(opcode: str, a: int, b: int = 0, c: int = 0) -> int:
 class Threads:
     """Executes a kernel; registers that `uniform` names have one value for all threads."""
 
-    kernel: Kernel
+    kernel: PtxKernel
     uniform: Uniform
     lanes: range
     own: dict[tuple[int, str], int] = field(default_factory=dict)

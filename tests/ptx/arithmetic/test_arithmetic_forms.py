@@ -9,7 +9,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.ptx.arithmetic import OPCODES, rule, unknown
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 # Opcodes of the shipped kernels that do not compute.
 OTHERS = {"atom", "bar", "bra", "ld", "redux", "ret", "shfl", "st"}

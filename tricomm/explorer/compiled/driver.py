@@ -15,7 +15,7 @@ from typing import Any
 
 from tricomm.explorer.compiled.module_table import table_of
 from tricomm.explorer.compiled.stream_queues import KernelLaunch, Mark, Node, StreamQueue, Streams
-from tricomm.ptx import limits
+from tricomm.ptx.analysis import limits
 
 _STATIC_SHARED = 48 * 1024
 
