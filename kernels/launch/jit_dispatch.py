@@ -36,6 +36,12 @@ def compile_for(
         chosen, signature, constants, hints = kernel._pack_args(backend, options, bound, specialization, None)
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise InvalidArgument(f"kernel {name}: its arguments do not fit: {error}") from error
+    for (global_name, _), (value, scope) in kernel.used_global_vals.items():
+        if scope.get(global_name, value) is not value and scope[global_name] != value:
+            raise InvalidArgument(
+                f"kernel {name}: global {global_name} has changed since it was compiled, from {value} to "
+                f"{scope[global_name]}; Triton refuses that, too"
+            )
     key = (kernel.fn, kernel.cache_key, str(specialization), str(constants), str(chosen), capability)
     if key not in _compiled:
         try:

@@ -16,8 +16,8 @@ from triton.compiler import ASTSource
 
 from tricomm.kernels.collectives import registry
 from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
-from tricomm.ptx.instructions import Kernel
-from tricomm.ptx.parser import parse
+from tricomm.ptx.instructions import PtxKernel
+from tricomm.ptx.text.parser import parse
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def shipped(variant: Variant) -> str:
 
 
 @cache
-def parsed(variant: Variant) -> Kernel:
+def parsed(variant: Variant) -> PtxKernel:
     """`shipped`, parsed."""
     return parse(shipped(variant))
 

@@ -11,18 +11,18 @@ from tests.ptx.corpus import parsed
 from tests.ptx.texts import module
 from tricomm.errors import InvalidArgument
 from tricomm.perf.machine_code.kernel_report import Variant
-from tricomm.ptx.control_flow import Flow, reachable, target
-from tricomm.ptx.instructions import Instruction, Integer, Kernel, Operand, Register, Special
-from tricomm.ptx.liveness import Liveness, read, written
-from tricomm.ptx.parser import parse
-from tricomm.ptx.uniformity import Uniform, uniformity
+from tricomm.ptx.analysis.control_flow import Flow, reachable, target
+from tricomm.ptx.analysis.liveness import Liveness, read, written
+from tricomm.ptx.analysis.uniformity import Uniform, _Analysis, uniformity
+from tricomm.ptx.instructions import Instruction, Integer, Operand, PtxKernel, Register, Special
+from tricomm.ptx.text.parser import parse
 
 SEEDS = range(60)
 LANES = 4
 FUEL = 150
 
 
-def random_kernel(seed: int) -> Kernel:
+def random_kernel(seed: int) -> PtxKernel:
     """Blocks of moves, additions and comparisons over few registers, with branches to anywhere, mostly forward."""
     pick = random.Random(seed)
     blocks, registers = pick.randint(2, 9), pick.randint(3, 12)
@@ -99,7 +99,7 @@ def _computed(opcode: str, a: int, b: int = 0, c: int = 0) -> int:
 class Threads:
     """Executes a kernel; registers that `uniform` names have one value for all threads."""
 
-    kernel: Kernel
+    kernel: PtxKernel
     uniform: Uniform
     lanes: range
     own: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -168,24 +168,42 @@ class Threads:
         return True
 
 
+def compare(seed: int) -> tuple[int, bool] | None:
+    """How many registers are scalars, and whether threads went different ways; None for a kernel that does not end."""
+    kernel = random_kernel(seed)
+    flow = Flow(kernel)
+    found = uniformity(flow)
+    together = Threads(kernel, found, range(LANES))
+    single = [Threads(kernel, Uniform(frozenset(), frozenset()), range(n, n + 1)) for n in range(LANES)]
+    if not all(each.run(flow) for each in single) or not together.run(flow):
+        return None
+    for lane, each in enumerate(single):
+        assert together.seen[lane] == each.seen[lane], seed
+    ways = {tuple(step for step in each.seen[n] if len(step) == 2) for n, each in enumerate(single)}
+    return len(found.registers), len(ways) > 1
+
+
 def test_scalars_give_what_single_threads_compute():
     """A register that is called uniform may be one scalar, and a uniform branch sends all threads the same way."""
-    compared = scalars = apart = 0
-    for seed in range(600):
-        kernel = random_kernel(seed)
-        flow = Flow(kernel)
-        found = uniformity(flow)
-        together = Threads(kernel, found, range(LANES))
-        nothing = Uniform(frozenset(), frozenset())
-        single = [Threads(kernel, nothing, range(lane, lane + 1)) for lane in range(LANES)]
-        if not all(each.run(flow) for each in single) or not together.run(flow):
-            continue
-        compared += 1
-        scalars += len(found.registers)
-        apart += len({tuple(step for step in each.seen[n] if len(step) == 2) for n, each in enumerate(single)}) > 1
-        for lane, each in enumerate(single):
-            assert together.seen[lane] == each.seen[lane], seed
-    assert compared > 400 and scalars > compared and apart > 300
+    compared = [found for seed in range(600) if (found := compare(seed)) is not None]
+    assert len(compared) > 400 and sum(scalars for scalars, _ in compared) > len(compared)
+    assert sum(apart for _, apart in compared) > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced"),
+    [
+        ("_going_on", lambda self, number: []),  # no region in which threads are apart
+        ("_defined_once", lambda self, name: True),
+        ("_defined_once", lambda self, name: len(self._definitions[name]) == 1),
+        ("_divides", lambda self, instruction: False),
+    ],
+)
+def test_without_one_of_the_rules_scalars_are_wrong(monkeypatch, name, replaced):
+    monkeypatch.setattr(_Analysis, name, replaced)
+    with pytest.raises(AssertionError):
+        for seed in range(600):
+            compare(seed)
 
 
 UNIFORM = {  # the last register, for a block and a warp, with and without uniform loads

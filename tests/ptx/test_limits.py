@@ -6,12 +6,12 @@ import pytest
 
 from tests.ptx.texts import module
 from tricomm.errors import InvalidArgument
-from tricomm.ptx.instructions import Kernel
-from tricomm.ptx.limits import capability, check_launch, static_shared
-from tricomm.ptx.parser import parse
+from tricomm.ptx.analysis.limits import capability, check_launch, static_shared
+from tricomm.ptx.instructions import PtxKernel
+from tricomm.ptx.text.parser import parse
 
 
-def _kernel(directives: str = "", target: str = "sm_90a", body: str = "") -> Kernel:
+def _kernel(directives: str = "", target: str = "sm_90a", body: str = "") -> PtxKernel:
     return parse(module(f"{body} ret;", ".param .b64 a", directives).replace("sm_90a", target))
 
 

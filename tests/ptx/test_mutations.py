@@ -8,7 +8,7 @@ from tests.ptx.corpus import shipped
 from tests.ptx.mutations import everywhere, mutations
 from tricomm.kernels import primitives
 from tricomm.perf.machine_code.kernel_report import Variant
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 LL = Variant("send_ll", "sm_90", "float32", world_size=2)
 

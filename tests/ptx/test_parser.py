@@ -22,7 +22,7 @@ from tricomm.ptx.instructions import (
     Variable,
     Vector,
 )
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 P1, P2, P3 = (Register(f"%p{n}", "pred") for n in (1, 2, 3))
 R1, R2, R3 = (Register(f"%r{n}", "b32") for n in (1, 2, 3))

@@ -13,8 +13,8 @@ import numpy as np
 
 from tricomm.errors import TricommError
 from tricomm.ptx.access import Array
+from tricomm.ptx.analysis.control_flow import target
 from tricomm.ptx.blocks import BarrierRequest
-from tricomm.ptx.control_flow import target
 from tricomm.ptx.generated.kernel_code import Piece
 from tricomm.ptx.instructions import Register
 from tricomm.ptx.unit_shape import WARP

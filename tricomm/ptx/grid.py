@@ -13,10 +13,10 @@ import numpy as np
 
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.ptx import arithmetic
+from tricomm.ptx.analysis.limits import check_launch
 from tricomm.ptx.blocks import BarrierState, BlockState
 from tricomm.ptx.generated.operand_code import Operands
-from tricomm.ptx.instructions import Kernel
-from tricomm.ptx.limits import check_launch
+from tricomm.ptx.instructions import PtxKernel
 from tricomm.ptx.loaded_kernel import STEPS, LoadedKernel
 from tricomm.ptx.operations.memory_forms import unknown_form
 from tricomm.ptx.operations.table import CONTROL, MAKERS, make_operation
@@ -32,7 +32,7 @@ class Deadlock(TricommError):
     """No unit of the launches that run together can go on."""
 
 
-def refuse_unknown(kernel: Kernel) -> None:
+def refuse_unknown(kernel: PtxKernel) -> None:
     """Raises `InvalidArgument` with text, place and kernel for the first instruction that cannot be executed."""
     operands = Operands(kernel, UnitShape(WARP, True, (WARP, 1, 1)), {}, _Zeros())
     for instruction in kernel.instructions:

@@ -140,7 +140,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class PtxKernel:
     """One `.entry`. `labels` gives the index of the instruction that follows a label (`len(instructions)`: the end).
 
     target      "sm_90a"

@@ -11,7 +11,7 @@ import numpy as np
 
 from tricomm.ptx.generated.kernel_code import KernelCode
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.instructions import PtxKernel
 from tricomm.ptx.unit_shape import UnitShape
 
 STEPS = 1 << 24
@@ -21,7 +21,7 @@ STEPS = 1 << 24
 class LoadedKernel:
     """A kernel with its variables in memory, ready to be launched. `steps`: how often a unit may go through loops."""
 
-    kernel: Kernel
+    kernel: PtxKernel
     memory: GlobalMemory
     watch_shared: bool = False
     steps: int = STEPS
@@ -62,11 +62,11 @@ class LoadedKernel:
 
 
 _codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
-_MOST_KEPT = 256
+_MOST_KEPT = 128
 _making = threading.Lock()
 
 
-def _code(kernel: Kernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
+def _code(kernel: PtxKernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
     key = (id(kernel), id(own) if own is not None else 0, shape)
     with _making:
         found = _codes.pop(key, None)

@@ -159,7 +159,7 @@ class Unit:
         return request
 
     def sync(self, number: int, count: int | None, instruction: Instruction) -> None:
-        """All lanes arrive at a barrier and wait; nobody watches."""
+        """All lanes arrive at a barrier and wait, without surroundings that watch."""
         state = self.block.barriers.get(number) or self.block.barrier(number)
         generation, state.count = state.generation, count
         state.arrived += self.shape.lanes if count is None else -(-self.shape.lanes // WARP) * WARP

@@ -91,9 +91,10 @@ def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
     return torch.view_as_complex(mixed.reshape(-1, 2)) if lanes == 2 else mixed
 
 
-def body(case: Case, calls: int = 2) -> Callable[[Any], list[torch.Tensor]]:
-    """A rank's function: `calls` calls, and what each gives this rank."""
+def body(case: Case) -> Callable[[Any], list[torch.Tensor]]:
+    """A rank's function: some calls, and what each gives this rank."""
     kernel = case.kernel
+    calls = 1 if kernel.needs_cube else 2
     forced = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
 
     def run(comm: Any) -> list[torch.Tensor]:

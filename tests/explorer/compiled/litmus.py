@@ -13,7 +13,7 @@ from tricomm.explorer.compiled.thread_clocks import SCOPES
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.ptx.access import ThreadAccess
-from tricomm.ptx.instructions import Address, Instruction, Kernel, Register, SourceLine
+from tricomm.ptx.instructions import Address, Instruction, PtxKernel, Register, SourceLine
 
 _lines = itertools.count(1)
 
@@ -129,7 +129,7 @@ def _instruction(name: str) -> Instruction:
 
 
 _USE = Instruction("bra", (), (_VALUE,), None, 0, "bra ...;")  # whatever is loaded is used
-_KERNEL = Kernel("k", "sm_90a", (9, 0), (), (_USE,), {}, {})
+_KERNEL = PtxKernel("k", "sm_90a", (9, 0), (), (_USE,), {}, {})
 
 
 def _site():

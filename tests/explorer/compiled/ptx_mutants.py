@@ -16,19 +16,19 @@ from tricomm.explorer.compiled import launches
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels.collectives import registry
 from tricomm.options import Options
-from tricomm.ptx.instructions import Kernel
-from tricomm.ptx.parser import parse
+from tricomm.ptx.instructions import PtxKernel
+from tricomm.ptx.text.parser import parse
 
 Key = tuple[str, str, str]
 SIZES = (520, 1, 36)
-_parsed: dict[tuple[int, str], tuple[Kernel, Kernel]] = {}
+_parsed: dict[tuple[int, str], tuple[PtxKernel, PtxKernel]] = {}
 
 
 @contextmanager
 def changed(name: str, change: Callable[[str], str], kernel: str | None = None) -> Iterator[None]:
     """Launches (of `kernel`, if one is named) execute their PTX after `change`; `name` is the change's own."""
 
-    def code_of(launch: KernelLaunch) -> Kernel:
+    def code_of(launch: KernelLaunch) -> PtxKernel:
         original = launch.loaded.kernel
         if kernel not in (None, original.name):
             return original
@@ -59,7 +59,7 @@ def text_of(key: Key, world_size: int = 2, blocks: int = 1) -> str:
     """The PTX that `explore` executes."""
     texts: dict[str, str] = {}
 
-    def code_of(launch: KernelLaunch) -> Kernel:
+    def code_of(launch: KernelLaunch) -> PtxKernel:
         texts[launch.loaded.name] = launch.loaded.text
         return launch.loaded.kernel
 

@@ -21,3 +21,12 @@ def hungry(x_ptr, N: tl.constexpr):
 def filled(x_ptr, value, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(x_ptr + i, i + value)
+
+
+OFFSET = tl.constexpr(3)
+
+
+@triton.jit
+def shifted(x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(x_ptr + i, i + OFFSET)

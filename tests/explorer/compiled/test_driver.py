@@ -8,7 +8,9 @@ import struct
 
 import pytest
 import torch
+import triton
 
+from tests.explorer.compiled import small_kernels
 from tests.explorer.compiled.small_kernels import scaled
 from tests.explorer.compiled.stub_executor import StubExecutor, gpu
 from tricomm.errors import InvalidArgument, ResourceError
@@ -70,6 +72,14 @@ def test_arguments_that_do_not_fit_are_refused():
         user_launch.prepare(device().driver, scaled, 1, (torch.zeros(4),), {"N": 64})
     with pytest.raises(InvalidArgument, match="grid"):
         user_launch.prepare(device().driver, scaled, 0, (), {"N": 64})
+
+
+def test_a_global_that_changes_between_two_launches_is_refused(monkeypatch):
+    x = torch.zeros(32, dtype=torch.int32)
+    user_launch.prepare(device().driver, small_kernels.shifted, 1, (x,), {"N": 32})
+    monkeypatch.setattr(small_kernels, "OFFSET", triton.language.constexpr(4))
+    with pytest.raises(InvalidArgument, match="shifted: global OFFSET has changed"):
+        user_launch.prepare(device().driver, small_kernels.shifted, 1, (x,), {"N": 32})
 
 
 def launched(driver, function, threads=(256, 1, 1), shared=0, stream=0, grid=(1, 1, 1)):

@@ -21,7 +21,7 @@ from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.thread_clocks import Clocks
 from tricomm.explorer.compiled.thread_shadow import Epochs, ThreadShadow
 from tricomm.kernels.collectives import registry
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 S: Key = ("all_reduce", "one_shot", "simple")
 L: Key = ("all_reduce", "one_shot", "ll")

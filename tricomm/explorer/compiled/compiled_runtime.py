@@ -24,7 +24,7 @@ from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 from tricomm.policy import selection
-from tricomm.ptx import limits
+from tricomm.ptx.analysis import limits
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology

@@ -15,7 +15,7 @@ from typing import Any
 
 from tricomm.explorer.compiled.module_table import table_of
 from tricomm.explorer.compiled.stream_queues import KernelLaunch, Mark, Node, StreamQueue, Streams
-from tricomm.ptx import limits
+from tricomm.ptx.analysis import limits
 
 _STATIC_SHARED = 48 * 1024
 
@@ -65,7 +65,6 @@ class SimulatedDriver:
     capability  90 for sm_90
     name        of the device; functions stay loaded under it as long as the process lives
     context     its primary context, which is the current one of a rank's host code at the beginning
-    launched    a launch that the driver has taken is shown here
     """
 
     CUstream = StreamHandle

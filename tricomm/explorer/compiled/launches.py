@@ -20,7 +20,7 @@ from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, Task
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.instructions import PtxKernel
 
 _STEPS = 1 << 18  # how often a warp may go through loops without an access to what others reach
 
@@ -60,7 +60,7 @@ class Running:
     private: list[Region] = field(default_factory=list)
 
 
-def code_of(launch: KernelLaunch) -> Kernel:
+def code_of(launch: KernelLaunch) -> PtxKernel:
     """What a launch executes."""
     return launch.loaded.kernel
 
@@ -112,7 +112,7 @@ class Launches:
 
         return run
 
-    def _maker(self, launch: KernelLaunch, kernel: Kernel, block: int, threads: int, number: int) -> Maker:
+    def _maker(self, launch: KernelLaunch, kernel: PtxKernel, block: int, threads: int, number: int) -> Maker:
         if self._detector is None:
             team = Team(0, launch.rank, np.arange(threads), [], np.zeros(0, np.int32), threads)
             return Maker(team, block, number, kernel)

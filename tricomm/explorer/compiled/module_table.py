@@ -9,8 +9,8 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.launch import cubin
 from tricomm.kernels.launch.compiler import ptx_of
 from tricomm.ptx import grid
-from tricomm.ptx.instructions import Kernel
-from tricomm.ptx.parser import parse
+from tricomm.ptx.instructions import PtxKernel
+from tricomm.ptx.text.parser import parse
 
 
 @dataclass(eq=False)
@@ -26,16 +26,12 @@ class DeviceFunction:
     """
 
     name: str
-    kernel: Kernel = field(repr=False)
+    kernel: PtxKernel = field(repr=False)
     layout: tuple[tuple[int, int], ...]
     shared: int
     most_shared: int
     registers: int | None
     text: str = field(default="", repr=False)
-
-    @property
-    def parameter_bytes(self) -> int:
-        return max((offset + size for offset, size in self.layout), default=0)
 
 
 @dataclass
@@ -69,7 +65,7 @@ class ModuleTable:
         return handle
 
 
-def _kernel(image: bytes, name: str) -> Kernel:
+def _kernel(image: bytes, name: str) -> PtxKernel:
     text = ptx_of(image)
     if text is None:
         raise InvalidArgument(
@@ -79,7 +75,7 @@ def _kernel(image: bytes, name: str) -> Kernel:
 
 
 @lru_cache(256)
-def _parsed(text: str, name: str) -> Kernel:
+def _parsed(text: str, name: str) -> PtxKernel:
     """One object a kernel, whatever rank loads it: what the machine makes of it is kept with it."""
     kernel = parse(text, name)
     grid.refuse_unknown(kernel)

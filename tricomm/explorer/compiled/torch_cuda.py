@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
@@ -74,7 +73,9 @@ def installed(current: Current) -> Iterator[None]:
     }
     with ExitStack() as undo:
         for name, simulated in replaced.items():
-            undo.enter_context(patch.object(torch.cuda, name, on(simulated, getattr(torch.cuda, name))))
+            real = getattr(torch.cuda, name)
+            undo.callback(setattr, torch.cuda, name, real)
+            setattr(torch.cuda, name, on(simulated, real))
         undo.enter_context(InStreamOrder(current))
         yield
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import MOST_THREADS, Array
 from tricomm.explorer.report.findings import Finding
-from tricomm.ptx.instructions import Instruction, Kernel, Operand, registers_of
+from tricomm.ptx.instructions import Instruction, Operand, PtxKernel, registers_of
 
 _NO_RESULT = ("bra", "brx", "ret", "exit", "bar", "barrier", "red", "membar", "fence", "trap", "cp", "mbarrier", "call")
 # Plain functions of their own thread's registers; whatever is not among them uses a value at once.
@@ -51,7 +51,7 @@ class UnusedLoads:
                     self._report(race())
 
     def judge(
-        self, kernel: Kernel, instruction: Instruction, slot: int, load: int, race: Callable[[], Finding]
+        self, kernel: PtxKernel, instruction: Instruction, slot: int, load: int, race: Callable[[], Finding]
     ) -> None:
         """A race with what thread `slot` has loaded at event `load`: reported now, later, or never."""
         stores = _stores_reached(kernel, instruction)
@@ -71,7 +71,7 @@ class UnusedLoads:
 _reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}
 
 
-def _stores_reached(kernel: Kernel, load: Instruction) -> tuple[Instruction, ...] | None:
+def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
     """The stores whose data the loaded value may reach; None if it may reach anything else."""
     found = _reached.get(id(load))
     if found is None or found[0] is not load:
@@ -79,7 +79,7 @@ def _stores_reached(kernel: Kernel, load: Instruction) -> tuple[Instruction, ...
     return found[1]
 
 
-def _slice(kernel: Kernel, load: Instruction) -> tuple[Instruction, ...] | None:
+def _slice(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
     tainted = {r.name for r in registers_of(load.operands[0])}
     stores: dict[int, Instruction] = {}
     grew = True

@@ -140,7 +140,8 @@ class Ranks:
             result = self._subject.fn(self._comms[rank])
             if self._ranks is not None:
                 self._ranks.finish(rank)
-                self._comms[rank].check()  # a fault of the last call is raised nowhere else
+                if not self._comms[rank]._group.closed:
+                    self._comms[rank].check()  # a fault of the last call is raised nowhere else
             return result
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})")

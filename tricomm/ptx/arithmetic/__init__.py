@@ -11,7 +11,7 @@ from tricomm.ptx.arithmetic import bits, compare, conversion, floating, integer,
 from tricomm.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
 from tricomm.ptx.arithmetic.functions import FUNCTIONS
 from tricomm.ptx.arithmetic.rule import Rule
-from tricomm.ptx.instructions import Instruction, Kernel
+from tricomm.ptx.instructions import Instruction, PtxKernel
 
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
 
@@ -48,7 +48,7 @@ def _rule(instruction: Instruction) -> Rule | None:
     return None
 
 
-def unknown(kernel: Kernel) -> list[Instruction]:
+def unknown(kernel: PtxKernel) -> list[Instruction]:
     """The computing instructions of a kernel that no rule covers."""
     return [i for i in kernel.instructions if i.opcode in OPCODES and _rule(i) is None]
 

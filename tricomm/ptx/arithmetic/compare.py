@@ -176,14 +176,13 @@ def _selp(form: Form) -> Rule | None:
         return None
     kind = numpy_type(form.type)
     word = f"u{width(form.type) // 8}" if kind[0] == "i" else kind
-    one, other = form.value(0), form.value(1)
-    if word[0] == "u" and one == 1 and other == 0:
-        return form.rule((word, word, "?"), (word,), f"{{2}}.astype({word})")
-    if word[0] == "u" and one == 0 and other == 1:
-        return form.rule((word, word, "?"), (word,), f"(~{{2}}).astype({word})")
-    if word[0] == "u" and one == -1 and other == 0:
-        return form.rule((word, word, "?"), (word,), f"-{{2}}.astype({word})")
-    return form.rule((word, word, "?"), (word,), "selected({2}, {0}, {1})", either=word if word[0] == "u" else None)
+    kinds, one, other = (word, word, "?"), form.value(0), form.value(1)
+    if word[0] == "u" and 0 in (one, other):
+        chosen, factor = ("{0}", f"{{2}}.astype({word})") if other == 0 else ("{1}", f"(~{{2}}).astype({word})")
+        value = one if other == 0 else other
+        template = factor if value == 1 else f"-{factor}" if value == -1 else f"{chosen} * {factor}"
+        return form.rule(kinds, (word,), template)
+    return form.rule(kinds, (word,), "selected({2}, {0}, {1})", either=word if word[0] == "u" else None)
 
 
 _SELECTED = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64")

@@ -37,7 +37,8 @@ def rule(form: Form) -> Rule | None:
         allowed = mode in _TO_INTEGER and rest <= {"ftz", "sat"}
         return _to_integer(form, mode, "ftz" in rest) if allowed else None
     if of_integer and to in _FLOAT:
-        return _from_integer(form, mode, "sat" in rest) if mode in _TO_FLOAT and rest <= {"sat"} else None
+        allowed = mode in _TO_FLOAT and rest <= ({"sat", "ftz"} if to == "f32" else {"sat"})
+        return _from_integer(form, mode, "sat" in rest) if allowed else None
     if to in (*_FLOAT, "tf32") and of in _FLOAT:
         return _between_floats(form, mode, rest)
     return None
@@ -193,7 +194,7 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
     if ftz and of == "f32":
         value = f"flushed_f4({value})"
     if mode in _TO_INTEGER:
-        value = _half(to, f"{_TO_INTEGER[mode]}({value})")
+        value = _integral(to, f"{_TO_INTEGER[mode]}({value if to != 'f16' else value + '.astype(f4)'})")
     elif not narrower:
         value = _widened(to, of, value, "{0}" if to == of and not (ftz or sat) else "")
     elif mode == "rn" and not (finite or relu) and (to, of) in _QUICK:
@@ -219,6 +220,10 @@ _QUICK = {
 
 def _half(kind: str, value: str) -> str:
     return f"to_bf16({value})" if kind == "bf16" else value
+
+
+def _integral(kind: str, value: str) -> str:
+    return {"f16": f"to_f16({value})", "bf16": f"to_bf16({value})", "f32": f"canonical_f4({value})"}.get(kind, value)
 
 
 def _widened(to: str, of: str, value: str, same: str) -> str:

@@ -39,6 +39,11 @@ def _moderate(x: Any, bound: int) -> Any:
     return (size < 2.0**bound) & (size > 2.0**-bound) | (x == 0)
 
 
+def _separate(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in two operations, but for a product of finite numbers that is no infinity beside one."""
+    return np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c + 0.0, a * b + c)
+
+
 def fused_f8(a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once to nearest."""
     a, b, c = np.broadcast_arrays(a, b, c)
@@ -46,7 +51,7 @@ def fused_f8(a: Any, b: Any, c: Any) -> Any:
     high, rest = _two_sum(c, low)
     high, middle = _two_sum(product, high)
     result = high + odd_sum(rest, middle)
-    plain = a * b + c
+    plain = _separate(a, b, c)
     # An exact zero has the sign that separate operations give.
     result = np.where(result == 0, plain, result)
     finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
@@ -110,7 +115,7 @@ def _directed(near: float, order: int, mode: str) -> float:
 
 _PLAIN: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
-    "fma": lambda a, b, c: a * b + c,
+    "fma": _separate,
 }  # fmt: skip
 
 

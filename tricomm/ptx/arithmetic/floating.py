@@ -97,7 +97,9 @@ def _binary(form: Form) -> Rule | None:
 
 def _fused(form: Form) -> Rule | None:
     parsed = _flags(form, (*_ROUNDING, "ftz", "sat", "relu"))
-    if parsed is None or not form.has(1, 3, *form.flags) or form.opcode == "mad" and form.type not in ("f32", "f64"):
+    if parsed is None or not form.has(1, 3, *form.flags) or not set(form.flags) & set(_ROUNDING):
+        return None
+    if form.opcode == "mad" and form.type not in ("f32", "f64"):
         return None
     mode, ftz, sat, relu = parsed
     kind = numpy_type(form.type)
@@ -114,16 +116,33 @@ def _fused(form: Form) -> Rule | None:
     return form.rule((kind,) * 3, (kind,), finished(form.type, value, ftz, sat, relu))
 
 
+def _one_of(form: Form, *ways: str) -> bool:
+    """Whether the flags say in exactly one of these ways how to round."""
+    return sum(flag in ways for flag in form.flags) == 1
+
+
 def _quotient(form: Form) -> Rule | None:
     """`.approx` and `.full` are allowed errors; the value is the correctly rounded one."""
     parsed = _flags(form, (*_ROUNDING, "ftz", "approx", "full"))
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 2, *form.flags):
         return None
+    ways = (*_ROUNDING, "approx", "full") if form.type == "f32" else _ROUNDING
+    if not _one_of(form, *ways):
+        return None
     mode, ftz, *_ = parsed
     kind = numpy_type(form.type)
     a, b = operands(form.type, 2, ftz)
     value = f"{a} / {b}" if mode == "rn" else f"directed_{kind}('div', '{mode}', {a}, {b})"
+    if "approx" in form.flags:
+        value = f"approximate_quotient({a}, {b})"
     return form.rule((kind,) * 2, (kind,), finished(form.type, value, ftz, False, False))
+
+
+@function
+def approximate_quotient(a: Any, b: Any) -> Any:
+    """The inverse of a finite divisor beyond 2^126 is zero."""
+    beyond = (np.absolute(b) > 2.0**126) & np.isfinite(b)
+    return np.where(beyond, a * np.copysign(b.dtype.type(0), b), a / b)
 
 
 def _root(form: Form) -> Rule | None:
@@ -132,12 +151,13 @@ def _root(form: Form) -> Rule | None:
     parsed = _flags(form, (*_ROUNDING, "ftz", "approx"))
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 1, *form.flags):
         return None
+    ways = _ROUNDING if form.opcode != "rsqrt" else ()
+    if not _one_of(form, *ways, *(("approx",) if form.type == "f32" or form.opcode == "rsqrt" else ())):
+        return None
     mode, ftz, *_ = parsed
     kind = numpy_type(form.type)
     (a,) = operands(form.type, 1, ftz)
     if form.opcode == "rsqrt":
-        if "approx" not in form.flags or mode != "rn":
-            return None
         value = f"inverse_root({a})"
     elif form.opcode == "rcp":
         one = form.constant(1.0, kind)

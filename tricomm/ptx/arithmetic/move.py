@@ -65,7 +65,7 @@ def _packed(parts: tuple[Any, ...], dtype: str) -> Any:
 
 
 @function
-def packed_V16(*parts: Any) -> Any:  # noqa: N802
+def packed_V16(*parts: Any) -> Any:
     return _packed(parts, "V16")
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from tricomm.ptx.analysis.liveness import definitions, read, written
 from tricomm.ptx.generated.instruction_code import InstructionCode
 from tricomm.ptx.generated.lane_shapes import join
 from tricomm.ptx.generated.operand_code import Operands, numpy_word
-from tricomm.ptx.liveness import definitions, read, written
 from tricomm.ptx.operations.table import CONTROL
 
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from tricomm.ptx.access import Array
-from tricomm.ptx.control_flow import ENDS, Flow, target
+from tricomm.ptx.analysis.control_flow import ENDS, Flow, target
+from tricomm.ptx.analysis.liveness import Liveness, read, written
 from tricomm.ptx.generated.inference import choose_homes, infer_shapes
 from tricomm.ptx.generated.instruction_code import InstructionCode, guard_code
 from tricomm.ptx.generated.lane_shapes import LaneShape
 from tricomm.ptx.generated.operand_code import Operands
-from tricomm.ptx.instructions import Instruction, Kernel, Register
-from tricomm.ptx.liveness import Liveness, read, written
+from tricomm.ptx.instructions import Instruction, PtxKernel, Register
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.table import CONTROL
 from tricomm.ptx.unit_shape import UnitShape
@@ -47,7 +47,7 @@ class Piece:
 class KernelCode:
     """For units of one shape. Raises `InvalidArgument` for an instruction of an unknown form."""
 
-    def __init__(self, kernel: Kernel, unit: UnitShape, addresses: dict[str, int]) -> None:
+    def __init__(self, kernel: PtxKernel, unit: UnitShape, addresses: dict[str, int]) -> None:
         self.kernel, self.unit = kernel, unit
         self.flow = Flow(kernel)
         self.live = Liveness(self.flow)
@@ -154,8 +154,8 @@ class KernelCode:
         if to <= number:
             index = self.flow.blocks[number].end - 1
             lines = ["steps-=1", f"if steps<0: u.out_of_steps({index})", *lines]
-            if self._polls(to, number):
-                lines = ["turn()", *lines]
+            # A loop that waits for others need not have a strong access, though it should.
+            lines = ["turn()" if self._polls(to, number) else "if not steps&255: turn()", *lines]
         return lines
 
     def _polls(self, first: int, last: int) -> bool:
@@ -316,7 +316,7 @@ class KernelCode:
         return found
 
 
-def _register(kernel: Kernel, name: str) -> Register:
+def _register(kernel: PtxKernel, name: str) -> Register:
     return kernel.registers.get(name) or Register(name, "pred")
 
 

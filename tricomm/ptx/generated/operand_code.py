@@ -10,7 +10,7 @@ import numpy as np
 from tricomm.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, uniform
 from tricomm.ptx.generated.lane_values import lane_values
 from tricomm.ptx.generated.special_registers import special_shape, special_value
-from tricomm.ptx.instructions import Address, Float, Integer, Kernel, Negated, Operand, Register, Special, Symbol
+from tricomm.ptx.instructions import Address, Float, Integer, Negated, Operand, PtxKernel, Register, Special, Symbol
 from tricomm.ptx.unit_shape import UnitShape
 
 _FLOATS = {"f2": "u2", "f4": "u4", "f8": "u8"}
@@ -23,7 +23,7 @@ class Operands:
     """
 
     def __init__(
-        self, kernel: Kernel, unit: UnitShape, shapes: dict[str, LaneShape], addresses: dict[str, int]
+        self, kernel: PtxKernel, unit: UnitShape, shapes: dict[str, LaneShape], addresses: dict[str, int]
     ) -> None:
         self.kernel, self.unit, self.shapes, self.addresses = kernel, unit, shapes, addresses
         self.homes: dict[str, str] = {}

@@ -91,9 +91,9 @@ def cp(instruction: Instruction, operands: Operands, partial: bool) -> Operation
     if modifiers[:1] != ("async",) or "bulk" in modifiers:
         raise unknown_form(instruction, "of the asynchronous copies only cp.async is known")
     lanes = operands.unit.lanes
-    everyone = np.ones(lanes, bool)
+    all_lanes = np.ones(lanes, bool)
     if modifiers[1:] == ("commit_group",):
-        return Operation(lambda unit, mask: unit.copies.commit(everyone if mask is None else mask))
+        return Operation(lambda unit, mask: unit.copies.commit(all_lanes if mask is None else mask))
     if modifiers[1:] in (("wait_group",), ("wait_all",)):
         newest = None
         if modifiers[1] == "wait_group":
@@ -101,9 +101,9 @@ def cp(instruction: Instruction, operands: Operands, partial: bool) -> Operation
             if not isinstance(count, Integer):
                 raise unknown_form(instruction, "the number of groups has to be a constant")
             newest = count.value
-        return Operation(lambda unit, mask: unit.copies.wait(unit, everyone if mask is None else mask, newest))
+        return Operation(lambda unit, mask: unit.copies.wait(unit, all_lanes if mask is None else mask, newest))
     if modifiers[1] == "mbarrier":
-        return _arrive(instruction, operands, everyone)
+        return _arrive(instruction, operands, all_lanes)
     if modifiers[1] not in ("ca", "cg") or "global" not in modifiers:
         raise unknown_form(instruction, "this form of cp.async is not known")
     return _copy(instruction, lanes)
@@ -131,13 +131,13 @@ def _copy(instruction: Instruction, lanes: int) -> Operation:
     return Operation(call, arguments=tuple(arguments))
 
 
-def _arrive(instruction: Instruction, operands: Operands, everyone: Array) -> Operation:
+def _arrive(instruction: Instruction, operands: Operands, all_lanes: Array) -> Operation:
     (target,) = instruction.operands
     assert isinstance(target, Address)
     site = arrival_site(instruction, target, operands, "noinc" in instruction.modifiers)
 
     def call(unit: UnitView, mask: Array | None, base: int | Array) -> None:
-        unit.copies.wait(unit, everyone if mask is None else mask, None)
-        site.call(unit, mask, base, np.ones(len(everyone), "u8"))
+        unit.copies.wait(unit, all_lanes if mask is None else mask, None)
+        site.call(unit, mask, base, np.ones(len(all_lanes), "u8"))
 
     return Operation(call, address=target)

@@ -1,4 +1,4 @@
-"""The short ways to memory for what is most frequent: all lanes, nobody watches, one region.
+"""The short ways to memory for what is most frequent: all lanes, no surroundings that watch, one region.
 
 Each function here falls back to the site's own method, which knows all cases. What they need is bound once, when the
 code is generated.

@@ -19,17 +19,17 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
         scope = _LEVELS.get(instruction.modifiers[0])
         if scope is None and instruction.modifiers[0] != "proxy":
             raise unknown_form(instruction, "this level is not known")
-        sem = "sc" if scope is not None else "proxy"
+        rest = ["sc"] if scope is not None else ["proxy"]
     else:
-        rest = [m for m in instruction.modifiers if m not in SCOPES]
+        rest = [m for m in instruction.modifiers if m not in SCOPES] or ["acq_rel"]
         scope = next((m for m in instruction.modifiers if m in SCOPES), None)
-        sem = rest[0] if rest else "acq_rel"
-    if sem == "proxy" or sem == "mbarrier_init":
-        # All accesses here go one way to memory; what is told is the thread fence that some of these include.
-        sem, scope = ("acq_rel", scope or "cta")
-    elif sem not in ("sc", "acq_rel", "acquire", "release"):
+    ordered = [m for m in rest if m in ("sc", "acq_rel", "acquire", "release")]
+    special = rest[:1] in (["proxy"], ["mbarrier_init"])
+    if len(ordered) > 1 or not (ordered or special) or (rest != ordered and not special):
         raise unknown_form(instruction, "this fence is not known")
-    name, reach = "sc" if sem == "sc" else "acq_rel", scope or "sys"
+    if special and not (ordered and rest[0] == "proxy"):
+        return nothing(instruction, operands, partial)  # all accesses go the same way to memory here
+    name, reach = "sc" if ordered == ["sc"] else "acq_rel", scope or "sys"
 
     def call(unit: UnitView, mask: Array | None) -> None:
         unit.fence(name, reach, mask, instruction)
@@ -88,6 +88,11 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
 def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     """Hints, and what has no effect on one launch that runs alone on its stream."""
     return Operation(lambda unit, mask: None)
+
+
+def policy(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    """`createpolicy`: what a cache is asked to keep; no cache is modelled."""
+    return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))
 
 
 def nanosleep(instruction: Instruction, operands: Operands, partial: bool) -> Operation:

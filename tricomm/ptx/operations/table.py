@@ -30,8 +30,8 @@ MAKERS: dict[str, Maker] = {
     "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
     "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
     "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
-    "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep, "pmevent": synchronisation.nothing,
-    "nanosleep": synchronisation.nanosleep,
+    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,
+    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 

@@ -219,8 +219,8 @@ def match(instruction: Instruction, operands: Operands, partial: bool) -> Operat
         words = np.bitwise_or.reduce(np.where(same, bits, np.uint64(0)), axis=2)
         if mode[0] == "any":
             return words.reshape(-1)[: rows.lanes].astype("u4")
-        everyone = np.bitwise_or.reduce(np.where(part, bits, np.uint64(0)), axis=1)
-        equal = words == everyone[:, None]
+        all_lanes = np.bitwise_or.reduce(np.where(part, bits, np.uint64(0)), axis=1)
+        equal = words == all_lanes[:, None]
         found = np.where(equal, words, np.uint64(0)).reshape(-1)[: rows.lanes].astype("u4")
         return _one(targets, (found, equal.reshape(-1)[: rows.lanes]))
 
@@ -231,9 +231,9 @@ def match(instruction: Instruction, operands: Operands, partial: bool) -> Operat
 
 def activemask(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     rows = WarpLanes(operands.unit.lanes)
-    everyone = np.ones(rows.lanes, bool)
+    all_lanes = np.ones(rows.lanes, bool)
     return Operation(
-        lambda unit, mask: rows.ballot(everyone if mask is None else mask), (instruction.operands[0],), ("u4",)
+        lambda unit, mask: rows.ballot(all_lanes if mask is None else mask), (instruction.operands[0],), ("u4",)
     )
 
 

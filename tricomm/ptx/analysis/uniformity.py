@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tricomm.ptx.control_flow import ENDS, Flow, reachable
+from tricomm.ptx.analysis.control_flow import ENDS, Flow, reachable
+from tricomm.ptx.analysis.liveness import definitions, destinations, uses
 from tricomm.ptx.instructions import Instruction, Integer, Operand, Register, Special, Vector, registers_of
-from tricomm.ptx.liveness import definitions, destinations, uses
 
 _PURE = frozenset(
     """

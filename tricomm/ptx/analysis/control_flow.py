@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tricomm.errors import InvalidArgument
-from tricomm.ptx.instructions import Instruction, Kernel, Label, SourceLine
+from tricomm.ptx.instructions import Instruction, Label, PtxKernel, SourceLine
 
 ENDS = ("ret", "exit", "trap")
 JUMPS = ("bra", *ENDS)
@@ -40,7 +40,7 @@ class Flow:
     point to meet at, too.
     """
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: PtxKernel) -> None:
         self.kernel = kernel
         self.blocks = _blocks(kernel)
         self.exit = len(self.blocks)
@@ -111,7 +111,7 @@ class Flow:
         return sorted(set(inside), key=lambda line: (line.file, line.line, line.function or ""))
 
 
-def target(kernel: Kernel, instruction: Instruction) -> int:
+def target(kernel: PtxKernel, instruction: Instruction) -> int:
     """The index of the instruction that a `bra` jumps to."""
     label = instruction.operands[0] if instruction.operands else None
     if not isinstance(label, Label) or label.name not in kernel.labels:
@@ -119,7 +119,7 @@ def target(kernel: Kernel, instruction: Instruction) -> int:
     return kernel.labels[label.name]
 
 
-def _blocks(kernel: Kernel) -> tuple[Block, ...]:
+def _blocks(kernel: PtxKernel) -> tuple[Block, ...]:
     code = kernel.instructions
     starts = {0, len(code)}
     for index, instruction in enumerate(code):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, instruction, run
-from tests.ptx.float_model import KINDS, NAN, float_rows, flushed, negative, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, instruction, run
+from tests.ptx.arithmetic.float_model import KINDS, NAN, float_rows, flushed, negative, value
 
 HALVES = ("f16", "bf16")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ptx.arithmetic_cases import check, rows, signed
+from tests.ptx.arithmetic.arithmetic_cases import check, rows, signed
 
 TYPES = ("u16", "u32", "u64", "s16", "s32", "s64")
 WIDE = ("u32", "u64", "s32", "s64")

@@ -1,5 +1,6 @@
 """IEEE numbers of any width as exact fractions, and rounding in every mode. Nothing here uses numpy."""
 
+import itertools
 import math
 import random
 from dataclasses import dataclass
@@ -208,10 +209,14 @@ def patterns(kind, count):
     return special
 
 
-def float_rows(kind, operands, count=300):
+def float_rows(kind, operands, count=160):
     """Rows of patterns; many of them close to each other, so that sums cancel and products tie."""
     choices = patterns(kind, 250)
     found = [tuple(_RANDOM.choice(choices) for _ in range(operands)) for _ in range(count)]
+    found += [tuple(_RANDOM.choice(choices[:26]) for _ in range(operands)) for _ in range(count // 4)]
+    found += itertools.product((0, 1 << kind.bits - 1), repeat=operands)
+    found += [(kind.largest, *(kind.largest - i & (1 << kind.bits) - 1 for i in range(1, operands)))]
+    found += [tuple(x | 1 << kind.bits - 1 for x in found[-1])]
     for _ in range(count // 4):
         first = _RANDOM.choice(choices)
         near = [first ^ _RANDOM.choice((0, 1, 3, 1 << kind.bits - 1)) for _ in range(operands - 1)]

@@ -7,12 +7,12 @@ import re
 from dataclasses import dataclass, field
 
 from tricomm.errors import InvalidArgument
-from tricomm.ptx import declarations
-from tricomm.ptx.instructions import Instruction, Kernel, Operand, Register, SourceLine, Variable, registers_of
-from tricomm.ptx.operands import divided, operand
-from tricomm.ptx.scopes import Scope
-from tricomm.ptx.source_map import SourceMap
-from tricomm.ptx.statements import Statement, statements
+from tricomm.ptx.instructions import Instruction, Operand, PtxKernel, Register, SourceLine, Variable, registers_of
+from tricomm.ptx.text import declarations
+from tricomm.ptx.text.operands import divided, operand
+from tricomm.ptx.text.scopes import Scope
+from tricomm.ptx.text.source_map import SourceMap
+from tricomm.ptx.text.statements import Statement, statements
 
 _INSTRUCTION = re.compile(r"(?:@(!?)\s*([%\w$]+)\s+)?([a-z][a-z0-9_]*)((?:\.\w+(?:::\w+)*)*)(?:\s+(.*)|(?=[{\[(]).*)?")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\((.*?)\))?\s*((?:\.\w+[^()]*)?)$")
@@ -45,7 +45,7 @@ class _Body:
     scopes: int = 0
 
 
-def parse(text: str, entry: str | None = None) -> Kernel:
+def parse(text: str, entry: str | None = None) -> PtxKernel:
     """The kernel `entry` of a module's PTX `text`; without a name, the module's only one.
 
     Raises `InvalidArgument` with the PTX line if the text was cut, has no such kernel, or uses what is not declared.
@@ -157,7 +157,7 @@ class _Module:
         else:
             raise InvalidArgument(f"the directive {text!r} is not known")
 
-    def kernel(self, entry: str | None) -> Kernel:
+    def kernel(self, entry: str | None) -> PtxKernel:
         if not self._target or self._version == (0, 0):
             raise InvalidArgument("this is no PTX: .version and .target are missing")
         names = ", ".join(self._bodies) or "none"
@@ -172,7 +172,7 @@ class _Module:
         instructions = tuple(_instruction(row, found) for row in body.rows)
         dimensions = {m[0]: m[1:] for m in _DIMENSIONS.findall(header[3])}
         limit = re.search(r"\.maxnreg\s+(\d+)", header[3])
-        return Kernel(
+        return PtxKernel(
             name=body.name,
             target=self._target,
             version=self._version,

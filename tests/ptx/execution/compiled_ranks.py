@@ -12,7 +12,7 @@ from tricomm.kernels.launch.compiler import extras
 from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 
 @cache

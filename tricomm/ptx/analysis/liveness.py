@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
+from tricomm.ptx.analysis.control_flow import Flow
 from tricomm.ptx.arithmetic import CARRY
-from tricomm.ptx.control_flow import Flow
-from tricomm.ptx.instructions import Instruction, Kernel, registers_of
+from tricomm.ptx.instructions import Instruction, PtxKernel, registers_of
 
 # Opcodes, with their modifiers as far as needed, whose first operand is no destination.
 _WRITES_NOTHING = (
@@ -104,7 +104,7 @@ def _bits(names: tuple[str, ...], bits: dict[str, int]) -> int:
     return found
 
 
-def definitions(kernel: Kernel) -> dict[str, list[int]]:
+def definitions(kernel: PtxKernel) -> dict[str, list[int]]:
     """Register -> indices of the instructions that write it."""
     found: dict[str, list[int]] = {}
     for index, instruction in enumerate(kernel.instructions):
@@ -113,7 +113,7 @@ def definitions(kernel: Kernel) -> dict[str, list[int]]:
     return found
 
 
-def uses(kernel: Kernel) -> dict[str, list[int]]:
+def uses(kernel: PtxKernel) -> dict[str, list[int]]:
     """Register -> indices of the instructions that read it."""
     found: dict[str, list[int]] = {}
     for index, instruction in enumerate(kernel.instructions):

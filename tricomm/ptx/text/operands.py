@@ -19,7 +19,7 @@ from tricomm.ptx.instructions import (
     Symbol,
     Vector,
 )
-from tricomm.ptx.scopes import Scope, is_special
+from tricomm.ptx.text.scopes import Scope, is_special
 
 _INTEGER = re.compile(r"([+-]?)\s*(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9][0-9]*)U?")
 _FLOAT = re.compile(r"0[fF]([0-9a-fA-F]{8})|0[dD]([0-9a-fA-F]{16})")

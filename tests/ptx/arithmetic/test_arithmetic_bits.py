@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.ptx.arithmetic_cases import RANDOM, check, rows, signed
+from tests.ptx.arithmetic.arithmetic_cases import RANDOM, check, rows, signed
 
 ONES = 0xFFFFFFFF
 

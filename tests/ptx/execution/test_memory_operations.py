@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 from tricomm.errors import InvalidArgument
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import BadAddress, GlobalMemory
@@ -21,16 +21,15 @@ def octets(count, seed=1):
     return memory[-memory.ctypes.data % 32 :][:count]
 
 
+WIDTHS = [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
+FORMS = [(*w, mode) for w in WIDTHS for mode in MODES if w[0] != "b128" or mode in ("", ".relaxed.sys")]
+
+
 @HOW
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "kind, register", [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
-)
+@pytest.mark.parametrize("kind, register, mode", FORMS)
 def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
     size = int(kind[1:]) // 8
     source, target = octets(64 * size), octets(64 * size, 2)
-    if kind == "b128" and mode not in ("", ".relaxed.sys"):
-        pytest.skip("not a form of PTX")
     loads = mode if "no_allocate" in mode or mode != ".cg" else ".cg"
     text = f"""{TID} mul.wide.u32 %rd10, %r0, {size}; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %rd1, %rd10;
         ld{_between(loads, "global")}.{kind} {register}, [%rd11];

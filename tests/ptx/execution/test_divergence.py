@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 from tricomm.ptx.divergence import LanesApart
 from tricomm.ptx.grid import Deadlock
 from tricomm.ptx.unit import KernelTrap, StepLimit
@@ -87,6 +87,19 @@ def test_lanes_that_poll_do_not_starve_those_that_write(unit, watched):
     )
     run(code, [out, flag], 32, unit=unit, watched=watched)
     assert out.tolist() == [3] * 32 and flag[0] == 1
+
+
+@pytest.mark.parametrize("mode", ["", "relaxed.sys."])
+def test_a_unit_that_polls_does_not_starve_others(mode):
+    """Each block waits for the next one, which starts later; also if its loads are weak."""
+    flags = np.zeros(8, "u4")
+    code = kernel(
+        f"""mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd9, %r1, 4; add.s64 %rd10, %rd0, %rd9; setp.eq.u32 %p0, %r1, 7;
+        @%p0 bra last; again: ld.{mode}global.u32 %r2, [%rd10+4]; setp.eq.u32 %p1, %r2, 0; @%p1 bra again;
+        last: add.u32 %r3, %r1, 1; st.{mode}global.u32 [%rd10], %r3;"""
+    )
+    run(code, [flags], 32, blocks=8)
+    assert flags.tolist() == list(range(1, 9))
 
 
 @UNITS

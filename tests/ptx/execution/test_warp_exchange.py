@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 
 UNITS = pytest.mark.parametrize("unit", ["warp", "block"])
 TID = "mov.u32 %r0, %tid.x;"
@@ -171,6 +171,16 @@ def test_what_the_surroundings_are_told():
         ("fence", "acq_rel", "gpu", everyone), ("fence", "sc", "sys", everyone), ("fence", "sc", "cta", everyone),
         ("arrive", 0, everyone), ("barrier", 0, everyone), ("warp", everyone),
     ]  # fmt: skip
+
+
+def test_hints_have_no_effect():
+    out = np.zeros(1, "u4")
+    body = """prefetch.global.L2 [%rd0]; discard.global.L2 [%rd0], 128;
+        applypriority.global.L2::evict_normal [%rd0], 128;
+        griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 20; fence.proxy.async.shared::cta;
+        createpolicy.fractional.L2::evict_last.b64 %rd1, 1.0;
+        st.global.L1::evict_last.L2::cache_hint.u32 [%rd0], 5, %rd1; fence.mbarrier_init.release.cluster;"""
+    assert run(kernel(body), [out], 32, watched=True)[0].told == [] and out[0] == 5
 
 
 def test_clocks_come_from_the_surroundings():

@@ -8,7 +8,7 @@ import numpy as np
 
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 HEADER = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 REGISTERS = (

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.ptx.handwritten import kernel, run
+from tests.ptx.execution.handwritten import kernel, run
 
 together = partial(zip, strict=True)
 _32, _64 = (1 << 32) - 1, (1 << 64) - 1
@@ -168,7 +168,7 @@ def test_a_narrow_result_is_extended_to_its_register(kind, bits):
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(6, 120, 6))])
 def test_random_programs(first, apart, unit):
     for seed in range(first, first + 6):
-        program = Program(seed, threads=96, blocks=2)
+        program = Program(seed, threads=80, blocks=2)
         for n in range(3, 31):
             program.step(n)
         lines, expected = program.total()
@@ -178,11 +178,11 @@ def test_random_programs(first, apart, unit):
                 "mov.u32 %r60, %tid.x; rem.u32 %r61, %r60, 3; setp.eq.u32 %p31, %r61, 0; @%p31 bra go;", *body,
                 "bra behind; go:", *body, "behind:",
             ]  # fmt: skip
-        store = """mov.u32 %r60, %tid.x; mov.u32 %r61, %ctaid.x; mad.lo.u32 %r60, %r61, 96, %r60;
+        store = """mov.u32 %r60, %tid.x; mov.u32 %r61, %ctaid.x; mad.lo.u32 %r60, %r61, 80, %r60;
             mad.wide.u32 %rd62, %r60, 8, %rd0; st.global.b64 [%rd62], %rd60;"""
-        out = np.zeros(192, "u8")
+        out = np.zeros(160, "u8")
         try:
-            run(kernel("\n".join([*body, store]), 2), [out, 0xFFFFFFF0], 96, blocks=2, unit=unit)
+            run(kernel("\n".join([*body, store]), 2), [out, 0xFFFFFFF0], 80, blocks=2, unit=unit)
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
         assert out.tolist() == expected, f"seed {seed}"

@@ -4,9 +4,9 @@ import operator
 
 import pytest
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, rows, signed
-from tests.ptx.float_model import KINDS, float_rows, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, rows, signed
+from tests.ptx.arithmetic.float_model import KINDS, float_rows, value
 
 ORDER = {
     "eq": operator.eq,
@@ -51,7 +51,7 @@ def cases():
         yield from ((kind, compare) for compare in (*ORDER, *(f"{c}u" for c in ORDER), "num", "nan"))
 
 
-def given(kind, count=120):
+def given(kind, count=60):
     if kind in KINDS:
         return float_rows(KINDS[kind], 2, count)
     bits = int(kind[1:])
@@ -143,11 +143,13 @@ def test_selections(kind):
     check(f"selp.{kind} d, a, b, p", rows(bits, bits, 1), lambda a, b, p: a if p else b, **names)
     if kind[0] != "f":
         ones = (1 << bits) - 1
-        for x, y in ((1, 0), (0, 1), (-1, 0), (5, 7), (0, 0)):
+        for x, y in ((1, 0), (0, 1), (-1, 0), (0, -1), (5, 7), (3, 0), (0, 3), (0, 0)):
             one = [(0,), (1,)]
             check(f"selp.{kind} d, {x}, {y}, p", one, lambda p, x=x, y=y: (x if p else y) & ones, **names)
             check(f"selp.{kind} d, {x}, {y}, !p", one, lambda p, x=x, y=y: (y if p else x) & ones, **names)
         check(f"selp.{kind} d, a, -2, p", rows(bits, 1), lambda a, p: a if p else -2 & ones, **names)
+        check(f"selp.{kind} d, a, 0, p", rows(bits, 1), lambda a, p: a if p else 0, **names)
+        check(f"selp.{kind} d, 0, b, p", rows(bits, 1), lambda b, p: 0 if p else b, **names)
         check(f"selp.{kind} d, 9, b, p", rows(bits, 1), lambda b, p: 9 if p else b, **names)
     check(f"slct.{kind}.s32 d, a, b, c", rows(bits, bits, 32), lambda a, b, c: b if c >> 31 else a, **names)
 
@@ -155,7 +157,7 @@ def test_selections(kind):
         number = value(model.flushed(c, model.F32) if flush else c, model.F32)
         return b if number == model.NAN or model._order(number) < 0 else a
 
-    three = [(*row, c) for row, (c,) in zip(rows(bits, bits), float_rows(model.F32, 1, 160), strict=True)]
+    three = [(*row, c) for row, (c,) in zip(rows(bits, bits), float_rows(model.F32, 1), strict=False)]
     check(f"slct.{kind}.f32 d, a, b, c", three, chosen, **names)
     check(f"slct.ftz.{kind}.f32 d, a, b, c", three, lambda a, b, c: chosen(a, b, c, True), **names)
 

@@ -7,9 +7,9 @@ from fractions import Fraction
 import pytest
 import torch
 
-from tests.ptx import float_model as model
-from tests.ptx.arithmetic_cases import check, instruction, rows, run, signed
-from tests.ptx.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
+from tests.ptx.arithmetic import float_model as model
+from tests.ptx.arithmetic.arithmetic_cases import check, instruction, rows, run, signed
+from tests.ptx.arithmetic.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -163,29 +163,40 @@ def test_wider_floats(to, of):
         check("cvt.f32.bf16 d, a", [(0x7F81,), (0xFFC0,), (0x7FFF,)], lambda a: a << 16, d="b32", a="b16")
 
 
+@pytest.mark.parametrize("to, of", (("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"), ("f32", "f16"), ("f64", "f32")))
+def test_unit_range(to, of):
+    def unit(a):
+        if value(a, KINDS[of]) == NAN or negative(a, KINDS[of]):
+            return 0
+        return min(converted(a, to, of), KINDS[to].bias << KINDS[to].digits)
+
+    check(f"cvt.sat.{to}.{of} d, a", float_rows(KINDS[of], 1), unit, d=register(to), a=register(of))
+
+
 @pytest.mark.parametrize("kind", FLOATS)
 def test_whole_numbers(kind):
     form = KINDS[kind]
-    given = [row for row in float_rows(form, 1) if value(row[0], form) != NAN]
+    given = [row for row in float_rows(form, 1) if value(row[0], form) != NAN or kind != "f64"]
     given += [(model.encode(Fraction(n, 4), form),) for n in range(-12, 13)]
     for name, mode in WHOLE.items():
 
         def whole(a, mode=mode):
             x = value(a, form)
             if not isinstance(x, Fraction):
-                return a
+                return form.nan if x == NAN else a
             return model.encode(
                 Fraction(model._whole(abs(x), mode, x < 0)) * (-1 if x < 0 else 1), form, minus=negative(a, form)
             )
 
         check(f"cvt.{name}.{kind}.{kind} d, a", given, whole, d=register(kind), a=register(kind))
-    check(f"cvt.{kind}.{kind} d, a", given, lambda a: a, d=register(kind), a=register(kind))
+    check(f"cvt.{kind}.{kind} d, a", float_rows(form, 1, 40), lambda a: a, d=register(kind), a=register(kind))
 
 
 def test_flushing_conversions():
     given = [*float_rows(F32, 1), (1,), (0x80400000,)]
     check("cvt.rn.ftz.f16.f32 d, a", given, lambda a: converted(flushed(a, F32), "f16", "f32"), d="b16", a="b32")
     check("cvt.ftz.f64.f32 d, a", [(1,), (0x80400000,)], lambda a: a >> 31 << 63, d="b64", a="b32")
+    check("cvt.ftz.f32.f32 d, a", given, lambda a: flushed(a, F32), d="b32", a="b32")
     tiny = model.encode(Fraction(1, 2**140), model.F64)
     check("cvt.rn.ftz.f32.f64 d, a", [(tiny,), (tiny | 1 << 63,)], lambda a: a >> 63 << 31, d="b32", a="b64")
 

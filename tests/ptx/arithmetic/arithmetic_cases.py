@@ -148,7 +148,7 @@ def words(bits, count):
     return found[:count]
 
 
-def rows(*widths, count=200):
+def rows(*widths, count=120):
     """Rows of source bits: every pair of the first special ones, then random ones."""
     special = [words(bits, 12)[: 12 if bits > 1 else 2] for bits in widths]
     found = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ptx.compiled_ranks import CompiledRanks
+from tests.ptx.execution.compiled_ranks import CompiledRanks
 from tricomm.kernels.collectives import registry
 from tricomm.ptx import grid
 from tricomm.ptx.divergence import Divergence, LaneGroup

@@ -6,8 +6,8 @@ import re
 
 from tricomm.errors import InvalidArgument
 from tricomm.ptx.instructions import Parameter, Register, Variable
-from tricomm.ptx.operands import divided, floating, integer
-from tricomm.ptx.scopes import Scope
+from tricomm.ptx.text.operands import divided, floating, integer
+from tricomm.ptx.text.scopes import Scope
 
 SPACES = ("shared", "const", "global", "local", "param")
 _LINKING = ("extern", "visible", "weak", "common")

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tests.ptx.arithmetic_cases import instruction
+from tests.ptx.arithmetic.arithmetic_cases import instruction
 from tests.ptx.corpus import parsed, shipped
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.ptx.arithmetic import OPCODES, rule, unknown
-from tricomm.ptx.parser import parse
+from tricomm.ptx.text.parser import parse
 
 # Opcodes of the shipped kernels that do not compute.
 OTHERS = {"atom", "bar", "bra", "ld", "redux", "ret", "shfl", "st"}
@@ -84,11 +84,17 @@ REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b
         "cvt.f16.f32 h, a",  # a rounding has to be said
         "cvt.rn.f32.f16 d, h",
         "cvt.s32.f32 d, a",
+        "cvt.rn.rz.f16.f32 h, a",
         "cvt.rs.f16x2.f32 d, a, b, c",
         "lop3.b32 d, a, b, c, 256",
         "prmt.b32.b4f d, a, b, c",
         "bfe.b32 d, a, b, c",
-        "fma.f32 d, a, b",
+        "fma.rn.f32 d, a, b",
+        "fma.f32 d, a, b, c",  # a rounding has to be said here, too
+        "div.f32 d, a, b",
+        "div.approx.rn.f32 d, a, b",
+        "sqrt.f32 d, a",
+        "rsqrt.rn.f32 d, a",
         "ex2.f32 d, a",
         "mov.b64 {a, b, c}, w",
         "dp4a.u32 d, a, b, c",

@@ -6,7 +6,7 @@ import math
 import re
 
 from tricomm.errors import InvalidArgument
-from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.instructions import PtxKernel
 
 KIB = 1024
 # KiB of shared memory that one block may have (CUDA C++ Programming Guide, "Technical Specifications").
@@ -37,7 +37,7 @@ def capability(architecture: str) -> int:
 
 
 def check_launch(
-    kernel: Kernel, grid: Dimensions, threads: Dimensions, shared: int, registers: int | None = None
+    kernel: PtxKernel, grid: Dimensions, threads: Dimensions, shared: int, registers: int | None = None
 ) -> None:
     """Raises `InvalidArgument` if no GPU of the kernel's architecture could run this launch.
 
@@ -66,7 +66,7 @@ def check_launch(
     _check(kernel, "bytes of parameters", last.offset + last.size if last else 0, PARAMETERS)
 
 
-def static_shared(kernel: Kernel) -> int:
+def static_shared(kernel: PtxKernel) -> int:
     """Bytes of the shared variables of a kernel, laid out one after the other."""
     end = 0
     for variable in kernel.variables.values():
@@ -75,11 +75,11 @@ def static_shared(kernel: Kernel) -> int:
     return end
 
 
-def _check_dimensions(kernel: Kernel, name: str, asked: Dimensions, limits: Dimensions) -> None:
+def _check_dimensions(kernel: PtxKernel, name: str, asked: Dimensions, limits: Dimensions) -> None:
     if any(n < 1 or n > limit for n, limit in zip(asked, limits, strict=True)):
         raise InvalidArgument(f"{kernel.name}: a {name} of {asked}; each must lie between 1 and {limits}")
 
 
-def _check(kernel: Kernel, name: str, asked: int, limit: int) -> None:
+def _check(kernel: PtxKernel, name: str, asked: int, limit: int) -> None:
     if asked > limit:
         raise InvalidArgument(f"{kernel.name}: {asked:,} {name}; there may be {limit:,}")

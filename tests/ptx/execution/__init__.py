@@ -1,0 +1,1 @@
+"""The machine that executes kernels: units, memory, exchanges, divergence, shipped all-reduces."""
