@@ -170,3 +170,42 @@ def test_a_deadlock_names_the_word_that_is_polled():
     report = tricomm.check(fn, 1, 1, compiled="sm_90")
     assert [f.kind for f in report.findings] == ["deadlock"]
     assert "symmetric memory" in report.findings[0].text and "_lonely" in report.findings[0].text
+
+
+@triton.jit
+def _sum(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, N)), 0))
+
+
+@pytest.mark.parametrize("elements", [16, 64])
+def test_warps_that_copy_a_small_tile_into_shared_memory_do_not_race(elements):
+    def fn(comm):
+        x, out = torch.arange(elements, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        comm.launch(_sum, 1, x, out, N=elements, num_warps=4)
+        assert out[0] == x.sum()
+
+    assert tricomm.check(fn, 1, 3, compiled="sm_90").ok
+
+
+@triton.jit
+def _meet(count_ptr, data_ptr, out_ptr, B: tl.constexpr):
+    block, lane = tl.program_id(0), tl.arange(0, 4)
+    tl.store(data_ptr + block, block + 1)
+    tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
+    seen = 0
+    while seen != B:
+        seen = tl.inline_asm_elementwise(
+            "ld.global.acquire.gpu.b32 $0, [$1];", "=r,l", [count_ptr], dtype=tl.int32, is_pure=False, pack=1
+        )
+    tl.debug_barrier()
+    tl.store(out_ptr + block * 4 + lane, tl.load(data_ptr + lane, lane < B), lane < B)
+
+
+def test_blocks_wait_for_each_other_in_a_tensor_that_is_not_symmetric():
+    def fn(comm):
+        count, data, out = (torch.zeros(n, dtype=torch.int32) for n in (1, 3, 12))
+        comm.launch(_meet, 3, count, data, out, B=3)
+        assert torch.equal(out.view(3, 4)[:, :3], torch.arange(1, 4, dtype=torch.int32).repeat(3, 1))
+
+    report = tricomm.check(fn, 1, 3, compiled="sm_90")
+    assert report.ok, report

@@ -131,3 +131,26 @@ def test_a_barrier_puts_the_stores_of_a_warp_behind_the_release_of_another():
     for barrier, weak in (("bar.sync 0;", False), ("", True)):
         one = f"@%p1 st.relaxed.gpu.u64 [%d0], %d10; {barrier} {last}"
         assert ((1, 0) in outcomes(one, _LOADS.format("acquire", ""))) == weak
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "weak"),
+    [("fence.acq_rel.cta;", _FENCE, True), ("fence.sc.cta;", _FENCE, True), ("bar.sync 0;", _FENCE, True)],
+)
+def test_a_fence_of_the_block_lets_another_block_see_stores_pass_each_other(before, after, weak):
+    assert ((1, 0) in passed(before=before, after=after)) == weak
+
+
+def test_a_fence_of_the_block_orders_its_threads_and_a_release_of_the_gpu_hands_it_on():
+    last = "setp.eq.u32 %p4, %r2, 63; @%p4 st.release.gpu.u64 [%d0+64], %d10;"
+    one = f"@%p1 st.relaxed.gpu.u64 [%d0], %d10; fence.acq_rel.cta; bar.sync 0; {last}"
+    assert (1, 0) not in outcomes(one, _LOADS.format("acquire", ""))
+
+
+def test_a_load_passes_a_release_and_the_release_passes_no_store():
+    side = "@%p1 st.release.gpu.u64 [%d0+{0}], %d10; @%p1 ld.acquire.gpu.u64 %d{2}, [%d0+{1}];"
+    one = side.format(0, 64, 4) + "@%p1 st.release.gpu.u64 [%d0+128], %d4; @%p1 st.release.gpu.u64 [%d0+192], %d10;"
+    other = side.format(64, 0, 5) + "bar.sync 0; $again: @%p1 ld.acquire.gpu.u64 %d6, [%d0+192];"
+    other += "setp.ne.u64 %p3, %d6, 1; and.pred %p3, %p3, %p1; @%p3 bra $again; @%p1 ld.relaxed.gpu.u64 %d4, [%d0+128];"
+    assert (0, 0) in outcomes(one, other, 120)
+    assert (1, 0) not in passed("release", "acquire")

@@ -27,15 +27,19 @@ _STEPS = 1 << 18  # how often a warp may go through loops without an access to w
 
 @dataclass(eq=False)
 class BlockMemory:
-    """A block's shared memory, as far as the detector has to know it: a region whose bytes lie elsewhere."""
+    """A block's shared memory, as far as the detector has to know it: a region that has no address of the host's."""
 
     rank: int
     block: int
-    nbytes: int
+    bytes: Array = field(repr=False)
     kind: str = "block"
     name: str = "shared memory"
     shared: bool = False
     shadow: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.bytes)
 
     def label(self, offset: int) -> str:
         return f"rank {self.rank}, block {self.block}'s shared memory byte {offset}"
@@ -86,7 +90,7 @@ class Launches:
         running = Running(launch, made, [], ended, private)
         threads = int(np.prod(launch.threads))
         for number, block in enumerate(blocks):
-            shared = BlockMemory(launch.rank, number, len(block.shared))
+            shared = BlockMemory(launch.rank, number, block.shared.view(np.uint8))
             crew = Crew(self._maker(launch, kernel, number, threads, made.number), shared)  # type: ignore[arg-type]
             for warp, unit in enumerate(block.units):
                 task = Task(launch.rank, number, _nothing, launch=made, warp=warp)

@@ -65,8 +65,11 @@ class RaceChecks:
                 self._race(displaced, int(slots[displaced.at]), record)
 
     def write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                     kind: int) -> None:  # fmt: skip
+                     kind: int, equal: Array | None = None) -> None:  # fmt: skip
+        """`equal` (bool per piece): another warp's copy of the same lane of a tile has stored the same value there."""
         unordered = shadow.unordered_write(maker.team, pieces, slots)
+        if equal is not None:
+            unordered &= ~equal
         strong = kind >> 5 > 0
         if unordered.any():
             at = self._misfit(shadow, pieces, slots, unordered, kind)
@@ -76,6 +79,8 @@ class RaceChecks:
         if shadow.plain.late(maker.team, pieces, slots) is not None:
             for clash in shadow.plain.all_late(maker.team, pieces, slots):
                 self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
+        if equal is not None:
+            pieces, slots = pieces[~equal], slots[~equal]
         for epochs in (shadow.strong, shadow.displaced):
             late = epochs.late(maker.team, pieces, slots, fits)
             if late is not None:

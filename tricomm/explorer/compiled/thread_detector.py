@@ -88,7 +88,7 @@ class ThreadDetector:
 
     def access(self, maker: Maker, access: ThreadAccess, places: list[Elements], changed: Array | None,
                messages: list[Array] | None = None) -> None:  # fmt: skip
-        """An access that has been done. `changed` (bool by lane) says which read-modify-writes changed anything;
+        """An access that has been done. `changed` (bool by lane) says which read-modify-writes, or stores to shared memory, changed anything;
         `messages` are those of the words that a load took from the past, by element of each place."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         if access.kind == "load":
@@ -98,7 +98,7 @@ class ThreadDetector:
         self.checks.stored(access, slots, record)
         if access.kind == "store":
             stamp = self._stamp(maker, access, places, slots, record)
-            self._stored(maker, access, places, stamp)
+            self._stored(maker, access, places, stamp, changed)
             return
         for lane in range(len(slots)):
             alters = changed is None or bool(changed[lane])
@@ -251,7 +251,8 @@ class ThreadDetector:
                     found[lane].append(message)
         return found
 
-    def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore) -> None:
+    def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore,
+                changed: Array | None = None) -> None:  # fmt: skip
         lanes = maker.team.slots[access.threads]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
         kind = kind_of(scope, access.itemsize)
@@ -264,13 +265,16 @@ class ThreadDetector:
             pieces, elements = shadow.pieces(place.offsets, access.itemsize)
             which = place.lanes[elements]
             slots, times = lanes[which], stamp.times[which]
-            self.checks.write(maker, shadow, pieces, slots, stamp.record, kind)
+            equal = None if changed is None or scope else ~changed[which]
+            if equal is not None and equal.any():
+                equal &= self.checks.again(shadow, pieces, stamp.record)
+            self.checks.write(maker, shadow, pieces, slots, stamp.record, kind, equal)
             copies = self.checks.copies(access, place, pieces, elements, slots, times, stamp.record, kind)
             again = self.checks.again(shadow, pieces, stamp.record) if scope else None
             if words:
                 self.checks.overwritten(maker, shadow, pieces, slots, stamp.record, again)
             before = shadow.waiting[pieces]
-            shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind)
+            shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind, equal)
             if copies is not None:
                 shadow.displaced.note(maker.team, pieces[copies], slots[copies], times[copies], stamp.record, kind)
             if scope:

@@ -241,15 +241,22 @@ class ThreadShadow:
 
         return both
 
-    def note_write(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
+    def note_write(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int,
+                   equal: Array | None = None) -> None:  # fmt: skip
+        """`equal` (bool per piece): the write before it stored the same, and has to be ordered before the next access
+        as this one has."""
         if kind >> 5:
             lost = (self.kind[pieces] >> 5 > 0) & self.unordered_write(team, pieces, slots)
             if lost.any():
                 at = pieces[lost]
                 self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
         else:
-            self.strong.forget(pieces)
-            self.displaced.forget(pieces)
+            others = pieces if equal is None else pieces[~equal]
+            self.strong.forget(others)
+            self.displaced.forget(others)
+            if equal is not None and equal.any():
+                at = np.unique(pieces[equal])
+                self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
         # Whoever is ordered after this write is ordered after the reads that this write is ordered after.
         self.plain.forget(pieces)
         self.writer[pieces], self.written[pieces] = slots, times

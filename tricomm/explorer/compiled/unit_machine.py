@@ -57,9 +57,7 @@ class UnitMachine:
             return
         self.scheduler.turns += 1
         if access.space == "shared":
-            access.perform(None)
-            if self.detector is not None:
-                self.detector.access(crew.maker, access, in_shared_memory(access, crew.shared_memory), None)
+            self._within_block(crew, access)
             if access.kind in ("rmw", "cas", "red"):
                 self.poke(crew)
             return
@@ -72,16 +70,17 @@ class UnitMachine:
             if access.writes:
                 self.tell_to_leave(places[0].region.rank)
         elif places[0].region.kind == "private":
-            changed = self._perform(access, places)[1]
-            if self.detector is not None:
-                self.detector.access(crew.maker, access, places, changed)
+            self._private(task, crew, access, places)
         elif access.kind == "load" and all(_constant(place, access.itemsize) for place in places):
             access.perform(None)
         else:
             self._shared(task, crew, access, places)
 
     def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array) -> None:
-        self._flush(task, crew)
+        if self.weak is not None:
+            for held in self.weak.fenced(task, crew.maker, SCOPES[scope]):
+                self._arrive(held)
+            self.weak.synchronised(task)
         if self.detector is not None:
             clocks = self.detector.clocks
             clocks.fence(crew.maker.team, crew.maker.team.slots[threads], SCOPES[scope], sem == "sc")
@@ -153,6 +152,32 @@ class UnitMachine:
                     self.scheduler.wake(task)
 
     # Inside
+
+    def _private(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
+        """Only blocks of one rank have it; they may wait for each other there all the same."""
+        if access.sem is not None:
+            task.sync = True
+            self.scheduler.take_turns()
+        old, changed = self._perform(access, places)
+        if self.detector is not None:
+            self.detector.access(crew.maker, access, places, changed)
+        if access.writes and (changed is None or bool(changed.any())):
+            task.forget_polls()
+            self.scheduler.wrote(_addresses(places, access))
+        elif access.sem is not None and old is not None:
+            self._looked(task, crew, access, places, old)
+
+    def _within_block(self, crew: Crew, access: ThreadAccess) -> None:
+        if self.detector is None:
+            access.perform(None)
+            return
+        places, changed = in_shared_memory(access, crew.shared_memory), None
+        inside = int(access.addresses.max()) + access.width <= crew.shared_memory.nbytes
+        before = _values(access, places) if access.kind == "store" and inside else None
+        access.perform(None)
+        if before is not None:
+            changed = (before != _values(access, places)).any(axis=1)
+        self.detector.access(crew.maker, access, places, changed)
 
     def _shared(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
         task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))  # type: ignore[arg-type]
@@ -257,16 +282,10 @@ class UnitMachine:
         assert self.weak is not None and self.detector is not None
         self._note_overwritten(held.elements, held.access)
         _put(held.elements, held.access.itemsize, held.values)
-        for mate in held.task.mates:  # it may be behind a barrier of the block by now
-            self.weak.looked(mate, held.elements, held.access.itemsize)
+        for task in self.weak.behind(held):
+            self.weak.looked(task, held.elements, held.access.itemsize)
         self.detector.arrived(held.maker, held.access, [held.elements], held.stamp)
         self.scheduler.wrote(_addresses([held.elements], held.access))
-
-    def _flush(self, task: Task, crew: Crew) -> None:
-        if self.weak is not None:
-            for held in self.weak.fenced(task, crew.maker):
-                self._arrive(held)
-            self.weak.synchronised(task)
 
     # Polls
 
@@ -293,11 +312,12 @@ class UnitMachine:
         for mate in crew.tasks:
             if mate is not task and mate.looks and mate.polls[mate.looks[-1]].site in sites:
                 polls += mate.loop() or [mate.polls[mate.looks[-1]]]
-        return any(self._changed(poll) for poll in polls)
+        private = [] if task.launch is None else task.launch.private
+        return any(self._changed(poll, private) for poll in polls)
 
-    def _changed(self, poll: Poll) -> bool:
+    def _changed(self, poll: Poll, private: list[Region]) -> bool:
         addresses, size = poll.access.addresses, poll.access.itemsize
-        places = self.memory.places(addresses, size, [])
+        places = self.memory.places(addresses, size, private)
         if isinstance(places, int):
             return True
         now = np.empty((len(addresses), size), np.uint8)

@@ -1,9 +1,11 @@
 """Stores that arrive late and loads that are early: what the memory model allows a GPU to do to weak and relaxed ones.
 
-Late   An element of a weak, relaxed or volatile store may be overtaken by all that its thread does next, except by an
-       access to the same bytes (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of
-       the host, or the thread's end. A block barrier hands it to the block: from then on no thread of the block
-       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive).
+Late   An element of a store may be overtaken by all that its thread does next, except by an access to the same bytes
+       (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of the host, or the thread's
+       end. A block barrier or a fence of the block hands it to the block: from then on no thread of the block
+       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive). So does
+       a fence of the GPU with all threads of the rank. A release waits for what its thread did before; loads and
+       stores behind it need not wait for it (8.8).
 Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is behind its
        thread's last acquire, fence or barrier, and behind the thread's last access to the same bytes.
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from tricomm.explorer.compiled.events import Elements
 from tricomm.explorer.compiled.race_checks import Maker
-from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.compiled.thread_clocks import CTA, GPU, SYS, Array
 from tricomm.explorer.compiled.thread_detector import MadeStore
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
@@ -29,6 +31,7 @@ _OFTEN, _EARLY = 0.25, 0.5
 _LONGEST = 40
 _KEPT = 128  # overwritten elements' stores
 MAY_WAIT = (None, "relaxed", "volatile")
+_LATE = (*MAY_WAIT, "release")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +46,7 @@ class LateStore:
     stamp: MadeStore
     until: int
     words: frozenset[int]
-    block_wide: bool = False
+    reach: int = 0  # CTA, GPU: no thread of this block, or of this rank, passes it
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +82,7 @@ class WeakMemory:
 
     def late(self, access: ThreadAccess, places: list[Elements], step: int) -> tuple[list[Array], int] | None:
         """Which elements of a store to hold back (bool by element of each place), and until which step; or None."""
-        if access.kind != "store" or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
+        if access.kind != "store" or access.sem not in _LATE or self._random.random() >= _OFTEN:
             return None
         until = step + self._random.randint(1, _LONGEST)
         chosen = []
@@ -102,21 +105,30 @@ class WeakMemory:
         words = {word for place in places for word in words_of(place, access.itemsize)}
         return self._take(lambda h: self._mine(h, task, maker) and (releases or not h.words.isdisjoint(words)))
 
-    def fenced(self, task: Any, maker: Maker) -> list[LateStore]:
-        """What must reach memory before a fence, or the end of a warp."""
-        return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
+    def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
+        """What must reach memory before a fence, or the end of a warp. A narrower fence hands it to its scope only."""
+        if scope == SYS:
+            return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
+        for held in self.held:
+            if self._mine(held, task, maker):
+                held.reach = max(held.reach, scope)
+        return []
 
     def met(self, task: Any) -> None:
         """The warp has come to a barrier of its block."""
         for held in self.held:
             if held.task is task:
-                held.block_wide = True
+                held.reach = max(held.reach, CTA)
 
     def due(self, step: int, now: bool) -> list[LateStore]:
         return self._take(lambda h: now or h.until <= step) if self.held else []
 
     def _mine(self, held: LateStore, task: Any, maker: Maker) -> bool:
-        return held.task is task or (held.block_wide and held.maker.team is maker.team)
+        return (
+            held.task is task
+            or (held.reach >= CTA and held.maker.team is maker.team)
+            or (held.reach >= GPU and held.maker.rank == maker.rank)
+        )
 
     def _take(self, chosen: Any) -> list[LateStore]:
         taken = [h for h in self.held if chosen(h)]
@@ -140,6 +152,12 @@ class WeakMemory:
     def looked(self, task: Any, place: Elements, itemsize: int) -> None:
         """The warp has accessed these elements."""
         self._at(task, place.region)[pieces_of(place, itemsize)] = self.moment
+
+    def behind(self, held: LateStore) -> list[Any]:
+        """The warps that may be behind a barrier or a fence that has handed it to them."""
+        if held.reach < GPU:
+            return list(held.task.mates)
+        return [*held.task.mates, *(t for t in self._looks if t.rank == held.task.rank and t not in held.task.mates)]
 
     def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
         """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
