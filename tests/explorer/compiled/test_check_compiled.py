@@ -54,9 +54,14 @@ def test_a_right_public_kernel_is_passed(family):
     assert report.ok, report
 
 
+def _mended(mistake: str) -> bool:
+    """Triton 3.9 has put a block barrier on both sides of the scalar atomic."""
+    return mistake.startswith(("no barrier before", "no barrier after"))
+
+
 @pytest.mark.parametrize(
     ("family", "mistake"),
-    some(((name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes), 12),
+    some(((n, m) for n, family in public.FAMILIES.items() for m in family.mistakes if not _mended(m.name)), 12),
     ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
 )
 def test_a_mistake_in_a_public_kernel_is_named_where_it_is(family, mistake):
