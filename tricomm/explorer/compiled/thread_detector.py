@@ -88,8 +88,8 @@ class ThreadDetector:
 
     def access(self, maker: Maker, access: ThreadAccess, places: list[Elements], changed: Array | None,
                messages: list[Array] | None = None) -> None:  # fmt: skip
-        """An access that has been done. `changed` (bool by lane) says which read-modify-writes, or stores to shared memory, changed anything;
-        `messages` are those of the words that a load took from the past, by element of each place."""
+        """An access that has been done. `changed` (bool by lane) says which atomics, or stores to shared memory,
+        changed anything; `messages` are those of the words that a load took from the past, by element of each place."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         if access.kind == "load":
             for n, place in enumerate(places):
