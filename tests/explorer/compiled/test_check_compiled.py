@@ -18,6 +18,8 @@ from tests.explorer.compiled import ptx_mutants
 from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import Report, replay, shipped
+from tricomm.explorer.memory_model import allowed
+from tricomm.kernels import primitives
 
 _KERNELS = {k.name: k for k in shipped.kernels(None, None, None)}
 
@@ -175,3 +177,15 @@ def test_a_deadlock_names_the_word_that_is_polled():
     report = tricomm.check(fn, 1, 1, compiled="sm_90")
     assert [f.kind for f in report.findings] == ["deadlock"]
     assert "symmetric memory" in report.findings[0].text and "_lonely" in report.findings[0].text
+
+
+def test_a_kernel_from_a_cache_that_names_another_copy_of_the_source(tmp_path):
+    """Triton's cache keeps the path of the first compilation; the copy may be gone."""
+    text = Path(primitives.__file__).read_text()
+    copy = tmp_path / "primitives.py"
+    copy.write_text(text)
+    assert allowed.present(str(copy)) == primitives.__file__
+    copy.write_text(text + "\n")  # another file of that name
+    assert allowed.present(str(copy)) == str(copy)
+    copy.unlink()
+    assert allowed.present(str(copy)) == primitives.__file__
