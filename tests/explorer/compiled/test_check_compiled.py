@@ -117,7 +117,8 @@ def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
     report.save(tmp_path / "found.json")
     again = Report.load(tmp_path / "found.json")
     assert again.compiled == "sm_90"
-    assert [f.key for f in replay(again, handed_over(False))[0]] == [f.key for f in report.findings]
+    keys = {f.key for f in report.findings}  # each has its own shortest schedule, which may show them in another order
+    assert all({f.key for f in repeated} == keys for repeated in replay(again, handed_over(False)))
 
 
 def test_the_command_checks_and_replays(tmp_path):
