@@ -40,7 +40,9 @@ def _kinds(flag: bool, compiled: str | None) -> set[str]:
     def fn(comm: Communicator) -> None:
         data, flags = comm.symmetric((1,), torch.int32), comm.symmetric((1,), torch.int32)
         out = torch.zeros(1, dtype=torch.int32)
-        comm.launch(_pass_on, 1, data.peers, flags.peers, out, comm.rank, FLAG=flag, WORLD_SIZE=2)
+        comm.launch(
+            _pass_on, 1, data.peers, flags.peers, out, comm.rank, FLAG=flag, WORLD_SIZE=2, enable_fp_fusion=False
+        )
 
     options = Options(arena_bytes=layout.MIN_ARENA) if compiled is None else checked_options(2, None)
     subject = Subject(fn, 2, options, compiled=compiled)

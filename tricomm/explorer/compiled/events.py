@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
 from tricomm.explorer.report.findings import Record
@@ -115,10 +116,8 @@ def site_of(instruction: Instruction, kernel: str) -> Site:
     """The Python lines that an instruction was made of, with the instruction itself."""
     found = _sites.get(id(instruction))
     if found is None or found[0] is not instruction:
-        chain = tuple(
-            (line.file, line.line, line.function or function_at(line.file, line.line) or kernel)
-            for line in instruction.source
-        )
+        lines = [(allowed.present(line.file), line.line, line.function) for line in instruction.source]
+        chain = tuple((file, line, name or function_at(file, line) or kernel) for file, line, name in lines)
         said = f"PTX line {instruction.line}: {' '.join(instruction.text.split())}"
         found = _sites[id(instruction)] = instruction, Site(chain, said)
     return found[1]

@@ -127,9 +127,10 @@ class RaceChecks:
     def _described(self, clash: UnorderedPair, slot: int, record: int) -> Finding:
         first, second = self._events[clash.record], self._events[record]
         pair = thread_diagnosis.pair(self.pairs, self._events, clash.record, record)
-        return thread_diagnosis.race(first, second, clash, (self._thread(clash.slot), self._thread(slot)), pair)
+        return thread_diagnosis.race(first, second, clash, (self.thread(clash.slot), self.thread(slot)), pair)
 
-    def _thread(self, slot: int) -> str:
+    def thread(self, slot: int) -> str:
+        """The thread of a clock in a finding's text; nothing for host code."""
         number = self._clocks.thread[slot]
         return f", thread {number}" if number >= 0 else ""
 

@@ -9,6 +9,7 @@ that changes nothing is a read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -201,7 +202,7 @@ class ThreadDetector:
         if access.sem is None:
             if place.region.shared and (never := shadow.writer[pieces] == 0).any():
                 for slot in np.unique(slots[never]).tolist():
-                    self.checks.if_used(record, slot, lambda: diagnosis.uninitialised(self.events[record].record()))
+                    self.checks.if_used(record, slot, partial(self._unwritten, record, slot))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind)
             return
         messages = shadow.message[pieces] if past is None else past[elements]
@@ -209,6 +210,9 @@ class ThreadDetector:
         if past is None:
             self.words.took(maker.rank, maker.block, shadow, pieces)
         shadow.strong.note(maker.team, pieces, slots, times, record, kind)
+
+    def _unwritten(self, record: int, slot: int) -> Finding:
+        return diagnosis.uninitialised(self.events[record].record(), self.checks.thread(slot))
 
     def _observe(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, messages: Array, sem: str,
                  scope: int, record: int) -> None:  # fmt: skip

@@ -12,6 +12,8 @@ leave       any of them. A foreign value is reported in whatever order it arrive
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import primitives
 from tricomm.kernels.device import channels
@@ -22,6 +24,23 @@ _files = {primitives.__file__, channels.__file__}
 def copy_of(file: str) -> None:
     """Apply the same exceptions to another copy of `kernels/primitives.py` or `channels.py` (for mutants of it)."""
     _files.add(file)
+
+
+def present(file: str) -> str:
+    """The path now of one of these files.
+
+    Triton's cache keeps the path that a kernel was compiled from first: it may be of another copy of the same source,
+    and that copy may be gone.
+    """
+    if file in _files:
+        return file
+    ours = (primitives.__file__, channels.__file__)
+    here = sorted((f for f in _files if Path(f).name == Path(file).name and Path(f).exists()), key=ours.__contains__)
+    return next((f for f in here if not Path(file).exists() or _alike(f, file)), file)
+
+
+def _alike(one: str, other: str) -> bool:
+    return Path(one).read_bytes() == Path(other).read_bytes()
 
 
 def is_ll(site: Site) -> bool:

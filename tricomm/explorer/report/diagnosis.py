@@ -107,8 +107,9 @@ def zero_may_come_late(first: Record, second: Record) -> Finding:
     return _finding("race", (first, second), text, advice)
 
 
-def uninitialised(record: Record) -> Finding:
-    text = f"{_said(record)} from {record.place}, which was never written"
+def uninitialised(record: Record, thread: str = "") -> Finding:
+    """`thread` names it where the machine runs threads: ", thread 5"."""
+    text = f"{_said(record, thread)} from {record.place}, which was never written"
     advice = "write it first, or wait for the rank that does; if the zeros of new memory are meant, store them"
     return _finding("uninitialised", (record,), text, advice)
 
@@ -133,8 +134,8 @@ def epochs_differ(epochs: list[int]) -> Finding:
     return Finding("leftover", tuple(range(len(epochs))), (), text, advice)
 
 
-def _said(record: Record) -> str:
-    return f"{record.who}: {record.what} of {record.count} x {record.itemsize} bytes ({record.site.text})"
+def _said(record: Record, thread: str = "") -> str:
+    return f"{record.who}{thread}: {record.what} of {record.count} x {record.itemsize} bytes ({record.site.text})"
 
 
 def _finding(kind: str, records: tuple[Record, ...], text: str, advice: str) -> Finding:
