@@ -24,6 +24,10 @@ class Fake:
     def key(self) -> str:
         return f"r{self.rank}"
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.block, -1
+
 
 def run(strategy, lengths) -> list[int]:
     """The order in which tasks of so many steps take them."""
