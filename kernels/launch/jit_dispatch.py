@@ -34,7 +34,7 @@ def compile_for(
     try:
         bound, specialization, _ = binder(*args, **options)
         chosen, signature, constants, hints = kernel._pack_args(backend, options, bound, specialization, None)
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError, AssertionError) as error:
         raise InvalidArgument(f"kernel {name}: its arguments do not fit: {error}") from error
     for (global_name, _), (value, scope) in kernel.used_global_vals.items():
         if scope.get(global_name, value) is not value and scope[global_name] != value:

@@ -107,6 +107,11 @@ def test_a_users_kernel(launch_options):
     assert tricomm.check(handed_over(True, **launch_options), 2, 3, compiled="sm_90").ok
 
 
+def test_a_number_of_warps_that_triton_refuses_is_the_callers_mistake():
+    with pytest.raises(InvalidArgument, match="do not fit.*power of 2"):
+        tricomm.simulate(handed_over(True, num_warps=3), 2, compiled="sm_90")
+
+
 def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
     report = tricomm.check(handed_over(False), 2, 20, compiled="sm_90", identical=False)
     assert {f.kind for f in report.findings} <= {"race", "uninitialised"} and not report.ok

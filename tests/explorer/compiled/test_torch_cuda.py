@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
@@ -121,3 +123,29 @@ def test_two_ranks_wait_in_the_middle_of_an_operation_and_torch_is_as_it_was():
         assert len(torch.overrides._get_current_function_mode_stack()) == 1
     assert not torch.overrides._get_current_function_mode_stack()
     assert torch.cuda.Stream.__module__.startswith("torch")
+
+
+def test_executions_in_two_threads_have_each_their_own_gpu_and_leave_torch_as_it_was():
+    before = {name: getattr(torch.cuda, name) for name in ("Stream", "Event", "synchronize", "current_stream")}
+    first, second = gpu(StubExecutor(), SetOrders()), gpu(StubExecutor(), SetOrders())
+    inside, leave = threading.Event(), threading.Event()
+    others = []
+
+    def other():
+        with installed(lambda: second):
+            inside.set()
+            others.append(torch.cuda.current_stream() == second.stream())
+            leave.wait(30)
+        others.append(torch.cuda.current_stream is before["current_stream"])
+
+    thread = threading.Thread(target=other)
+    with installed(lambda: first):
+        thread.start()
+        assert inside.wait(30)
+        assert torch.cuda.current_stream() == first.stream()
+    # The other execution goes on: torch's own functions come back behind it, and not before.
+    assert torch.cuda.current_stream is not before["current_stream"]
+    leave.set()
+    thread.join(30)
+    assert others == [True, True]
+    assert {name: getattr(torch.cuda, name) for name in before} == before

@@ -22,7 +22,7 @@ from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.instructions import PtxKernel
 
-_STEPS = 1 << 18  # how often a warp may go through loops without an access to what others reach
+_STEPS = 1 << 16  # how often a warp may go through loops without an access to what others reach
 
 
 @dataclass(eq=False)

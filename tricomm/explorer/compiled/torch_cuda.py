@@ -5,8 +5,9 @@ In place while an execution lasts; outside of a rank's host code everything is t
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,34 +51,60 @@ class InStreamOrder(TorchFunctionMode):
 
 @contextmanager
 def installed(current: Current) -> Iterator[None]:
-    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code."""
+    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code.
 
-    def on(simulated: Callable[[SimulatedGpu], Callable[..., Any]], real: Any) -> Callable[..., Any]:
-        def either(*args: Any, **kwargs: Any) -> Any:
-            gpu = current()
-            return real(*args, **kwargs) if gpu is None else simulated(gpu)(*args, **kwargs)
+    Executions may run in several threads at once: the first one changes `torch.cuda`, the last one restores it.
+    """
+    before = getattr(_thread, "current", None)
+    _change(1)
+    _thread.current = current
+    try:
+        with InStreamOrder(current):
+            yield
+    finally:
+        _thread.current = before
+        _change(-1)
 
-        return either
 
-    replaced: dict[str, Callable[[SimulatedGpu], Callable[..., Any]]] = {
-        "Stream": lambda gpu: lambda device=None, priority=0: gpu.new_stream(),
-        "stream": lambda gpu: lambda stream: nullcontext() if stream is None else stream,
-        "current_stream": lambda gpu: lambda device=None: gpu.stream(),
-        "default_stream": lambda gpu: lambda device=None: gpu.default_stream(),
-        "set_stream": lambda gpu: gpu.set_stream,
-        "Event": lambda gpu: lambda *args, **kwargs: SimulatedEvent(gpu),
-        "synchronize": lambda gpu: lambda device=None: gpu.synchronize(),
-        "is_current_stream_capturing": lambda gpu: gpu.capturing,
-        "CUDAGraph": lambda gpu: lambda *args, **kwargs: SimulatedGraph(gpu),
-        "graph": lambda gpu: lambda graph, pool=None, stream=None, **more: _capturing(gpu, graph, stream),
-    }
-    with ExitStack() as undo:
-        for name, simulated in replaced.items():
-            real = getattr(torch.cuda, name)
-            undo.callback(setattr, torch.cuda, name, real)
-            setattr(torch.cuda, name, on(simulated, real))
-        undo.enter_context(InStreamOrder(current))
-        yield
+_SIMULATED: dict[str, Callable[[SimulatedGpu], Callable[..., Any]]] = {
+    "Stream": lambda gpu: lambda device=None, priority=0: gpu.new_stream(),
+    "stream": lambda gpu: lambda stream: nullcontext() if stream is None else stream,
+    "current_stream": lambda gpu: lambda device=None: gpu.stream(),
+    "default_stream": lambda gpu: lambda device=None: gpu.default_stream(),
+    "set_stream": lambda gpu: gpu.set_stream,
+    "Event": lambda gpu: lambda *args, **kwargs: SimulatedEvent(gpu),
+    "synchronize": lambda gpu: lambda device=None: gpu.synchronize(),
+    "is_current_stream_capturing": lambda gpu: gpu.capturing,
+    "CUDAGraph": lambda gpu: lambda *args, **kwargs: SimulatedGraph(gpu),
+    "graph": lambda gpu: lambda graph, pool=None, stream=None, **more: _capturing(gpu, graph, stream),
+}
+_thread = threading.local()  # `current` of the execution that runs in it
+_lock = threading.Lock()
+_executions = 0
+_real: dict[str, Any] = {}
+
+
+def _change(by: int) -> None:
+    """Count an execution, and change `torch.cuda` for the first one, or restore it behind the last one."""
+    global _executions
+    with _lock:
+        _executions += by
+        if by > 0 and _executions == 1:
+            _real.update({name: getattr(torch.cuda, name) for name in _SIMULATED})
+            for name, simulated in _SIMULATED.items():
+                setattr(torch.cuda, name, _either(simulated, _real[name]))
+        elif not _executions:
+            for name, real in _real.items():
+                setattr(torch.cuda, name, real)
+
+
+def _either(simulated: Callable[[SimulatedGpu], Callable[..., Any]], real: Any) -> Callable[..., Any]:
+    def either(*args: Any, **kwargs: Any) -> Any:
+        current: Current | None = getattr(_thread, "current", None)
+        gpu = None if current is None else current()
+        return real(*args, **kwargs) if gpu is None else simulated(gpu)(*args, **kwargs)
+
+    return either
 
 
 @contextmanager
