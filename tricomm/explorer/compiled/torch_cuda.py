@@ -66,6 +66,18 @@ def installed(current: Current) -> Iterator[None]:
         _change(-1)
 
 
+@contextmanager
+def _capturing(gpu: SimulatedGpu, graph: SimulatedGraph, stream: Any) -> Iterator[None]:
+    """As `torch.cuda.graph`: on a stream of its own, behind all that the device has to do."""
+    gpu.synchronize()
+    with stream or gpu.new_stream():
+        graph.capture_begin()
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
 _SIMULATED: dict[str, Callable[[SimulatedGpu], Callable[..., Any]]] = {
     "Stream": lambda gpu: lambda device=None, priority=0: gpu.new_stream(),
     "stream": lambda gpu: lambda stream: nullcontext() if stream is None else stream,
@@ -105,15 +117,3 @@ def _either(simulated: Callable[[SimulatedGpu], Callable[..., Any]], real: Any) 
         return real(*args, **kwargs) if gpu is None else simulated(gpu)(*args, **kwargs)
 
     return either
-
-
-@contextmanager
-def _capturing(gpu: SimulatedGpu, graph: SimulatedGraph, stream: Any) -> Iterator[None]:
-    """As `torch.cuda.graph`: on a stream of its own, behind all that the device has to do."""
-    gpu.synchronize()
-    with stream or gpu.new_stream():
-        graph.capture_begin()
-        try:
-            yield
-        finally:
-            graph.capture_end()
