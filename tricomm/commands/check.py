@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tricomm.explorer.report.findings import Finding
     from tricomm.explorer.report.report import Report
 
-_SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going")
+_SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
 
 
 @click.command()
@@ -33,6 +33,7 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 @click.option("--fault", "faults", default="delay", show_default=True, help="A list of delay, stop, drop, or none.")
 @click.option("--residency", type=click.IntRange(1), help="Blocks of a launch on a device at once [default: all].")
 @click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
+@click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what was found there, as JSON.")
 @click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="Draw it, as .html or .svg.")
@@ -48,6 +49,7 @@ def check(replay: Path | None, **options: Any) -> None:
     \b
     tricomm check --collective all_reduce --world-size 2
     tricomm check mine.py:body --schedules 500 --report found.json
+    tricomm check --compiled sm_90 --collective all_reduce --schedules 20
     tricomm check --replay found.json
     """
     with errors_told("check"):
@@ -132,8 +134,8 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
         yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
         return
     for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
-        memory = shipped.options(size, options["blocks"] or shipped.BLOCKS)
-        body = shipped.body(kernel)
+        memory = shipped.options(size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"])
+        body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
         yield (
             kernel.name,
             lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]

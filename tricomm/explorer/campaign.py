@@ -48,6 +48,7 @@ def check(
     options: Options | None = None,
     identical: bool | None = None,
     keep_going: bool = False,
+    compiled: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Run `fn(comm)` for all ranks under many schedules, and report what is wrong in any of them.
@@ -70,25 +71,31 @@ def check(
     The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
     2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
 
+    `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
+    their PTX is executed, warp by warp, with the memory model of PTX for every thread; a finding names the Python
+    lines and the PTX instruction. The default `options` then have room for a GPU's tiles.
+
     Raises `InvalidArgument` for bad arguments, for a function that takes no communicator or blocks outside of tricomm,
     and for a kernel that the interpreter cannot run. Sources of the method: CHESS (bounded preemptions), PCT
     (priorities), HRF and the PTX memory model (scopes).
     """
     plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
-    subject = prepared(fn, world_size, smallest(world_size) if options is None else options, residency, _MOST_STEPS)
-    selftest.require()
+    if options is None and compiled is None:
+        options = smallest(world_size)
+    subject = prepared(fn, world_size, options, residency, _MOST_STEPS, compiled)
+    selftest.require(compiled)
     return Campaign(subject, plan).run(progress)
 
 
 def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
     """For each finding of `report`, what its very schedule shows when `fn` is run under it again."""
     options = Options(**report.options)
-    subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS)
+    subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
     plan = _plan(
         report.schedules, report.strategy, report.preemptions, report.seed, report.faults, report.identical, True,
         options,
     )  # fmt: skip
-    selftest.require()
+    selftest.require(report.compiled)
     return [Campaign(subject, plan).replay(finding) for finding in report.findings]
 
 

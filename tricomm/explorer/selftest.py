@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tricomm.communicator import Communicator
 from tricomm.errors import ResourceError
+from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.explorer.report.findings import Execution
 from tricomm.explorer.schedule.strategies import Given
 from tricomm.explorer.world.execution import Ranks, Subject
@@ -35,13 +36,14 @@ def _pass_on(data, flags, out_ptr, rank, FLAG: tl.constexpr, WORLD_SIZE: tl.cons
             tl.store(out_ptr, tl.load(data[r]))
 
 
-def _kinds(flag: bool) -> set[str]:
+def _kinds(flag: bool, compiled: str | None) -> set[str]:
     def fn(comm: Communicator) -> None:
         data, flags = comm.symmetric((1,), torch.int32), comm.symmetric((1,), torch.int32)
         out = torch.zeros(1, dtype=torch.int32)
         comm.launch(_pass_on, 1, data.peers, flags.peers, out, comm.rank, FLAG=flag, WORLD_SIZE=2)
 
-    subject = Subject(fn, 2, Options(arena_bytes=layout.MIN_ARENA))
+    options = Options(arena_bytes=layout.MIN_ARENA) if compiled is None else checked_options(2, None)
+    subject = Subject(fn, 2, options, compiled=compiled)
     outcome = Ranks(subject, Execution(), Given(()), detect=True).execute()
     for error in outcome.errors.values():
         raise error
@@ -49,9 +51,10 @@ def _kinds(flag: bool) -> set[str]:
 
 
 @functools.cache
-def require() -> None:
-    """Raise `ResourceError` where the detector is blind: a hook of Triton's interpreter is not called any more."""
-    racy, clean = _kinds(flag=False), _kinds(flag=True)
+def require(compiled: str | None = None) -> None:
+    """Raise `ResourceError` if the detector is blind: a hook of Triton's interpreter is not called any more, or what
+    is compiled for that architecture is not what it was."""
+    racy, clean = _kinds(False, compiled), _kinds(True, compiled)
     if "race" not in racy or clean:
         raise ResourceError(
             f"the explorer's self-test failed on Triton {triton.__version__}: a known race gave {sorted(racy)}, a "

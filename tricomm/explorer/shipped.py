@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
+from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.options import Options
@@ -18,6 +20,8 @@ from tricomm.options import Options
 # call, and that there are full tiles, a part of one, and none.
 SIZES = (36, 1, 40)
 BLOCKS, TILE = 2, 16
+# The same for compiled kernels, whose tiles have 512 words.
+COMPILED_SIZES = (1028, 1, 1032)
 
 
 def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
@@ -45,8 +49,10 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     return found
 
 
-def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE) -> Options:
+def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE, compiled: str | None = None) -> Options:
     """The smallest memory, and blocks and tiles so small that every path is taken."""
+    if compiled is not None:
+        return replace(checked_options(world_size, None), blocks=blocks)
     nbytes = smallest(world_size).arena_bytes
     return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, InvalidArgument
+from tricomm.explorer.compiled import compiled_runtime
 from tricomm.explorer.report.findings import Execution
 from tricomm.explorer.schedule.strategies import RandomWalk
 from tricomm.explorer.world.execution import Ranks, Subject
@@ -21,8 +22,9 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 def simulate(
-    fn: Callable[[Communicator], _T], world_size: int, seed: int = 0, *, options: Options | None = None
-) -> list[_T]:
+    fn: Callable[[Communicator], _T], world_size: int, seed: int = 0, *, options: Options | None = None,
+    compiled: str | None = None,
+) -> list[_T]:  # fmt: skip
     """Run `fn(comm)` for every rank in this process, without a GPU, and return the ranks' results in rank order.
 
     The ranks are tasks that take turns at every access to shared memory, in an order that `seed` decides: the same
@@ -35,11 +37,18 @@ def simulate(
     what. Raises `InvalidArgument` for a function that takes no communicator, or that blocks outside of tricomm for
     `options.stall_timeout` seconds (seen in the main thread only).
 
+    `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
+    their PTX is executed, with a block as the unit that takes turns. Its default `options` have an arena for a GPU's
+    tiles. Raises `InvalidArgument` for an architecture that Triton does not know, for PTX with an instruction that is
+    not known, and if the environment sets TRITON_INTERPRET.
+
     Times taken in here say nothing about a GPU.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise InvalidArgument(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is needed")
-    subject = prepared(fn, world_size, Options() if options is None else options)
+    if options is None and compiled is None:
+        options = Options()
+    subject = prepared(fn, world_size, options, compiled=compiled)
     outcome = Ranks(subject, Execution(seed), RandomWalk(seed), detect=False).execute()
     if outcome.errors:
         error = next(iter(outcome.errors.values()))
@@ -52,15 +61,17 @@ def simulate(
 
 
 def prepared(
-    fn: Any, world_size: int, options: Options, residency: int | None = None, most_steps: int = 1_000_000_000
-) -> Subject:
-    """What is to be executed; raises `InvalidArgument` for what cannot be."""
+    fn: Any, world_size: int, options: Options | None, residency: int | None = None, most_steps: int = 1_000_000_000,
+    compiled: str | None = None,
+) -> Subject:  # fmt: skip
+    """What is to be executed; raises `InvalidArgument` for what cannot be. `options` may be None for compiled kernels:
+    the smallest arena that has room for a GPU's tiles."""
     reason = interpreter.supported()
     if reason is not None:
         raise InvalidArgument(f"no kernel can be interpreted: {reason}")
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size!r}: 1 to {layout.MAX_WORLD_SIZE} ranks are possible")
-    if not isinstance(options, Options):
+    if not isinstance(options, Options) and not (options is None and compiled is not None):
         raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
     if not callable(fn) or hasattr(fn, "fn") and hasattr(fn, "params"):
         raise InvalidArgument(f"fn={fn!r}: a function of one communicator is needed, which launches kernels")
@@ -74,8 +85,13 @@ def prepared(
         raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator: {error}") from None
     except ValueError:
         pass  # a built-in that does not say what it takes
-    selection.check_device("cpu", layout.plan(world_size, options.arena_bytes), options.tile)
-    return Subject(fn, world_size, options, residency, most_steps)
+    if compiled is not None:
+        compiled_runtime.capability_of(compiled)
+        options = compiled_runtime.checked_options(world_size, options)
+    else:
+        assert options is not None
+        selection.check_device("cpu", layout.plan(world_size, options.arena_bytes), options.tile)
+    return Subject(fn, world_size, options, residency, most_steps, compiled)
 
 
 def _name(fn: Any) -> str:

@@ -29,6 +29,7 @@ class ThreadAccess:
     perform     does it for all threads, or for those that a bool [n] selects. For a load, rmw or cas it returns the
                 old values as uint8 [n, width]; a second call looks at memory again
     supply      for a load: give these values (uint8 [n, width]) instead of what memory holds now
+    stored      for a store: its values, uint8 [n, width]
     """
 
     kind: str
@@ -43,6 +44,7 @@ class ThreadAccess:
     instruction: Instruction
     perform: Callable[[Array | None], Array | None] = field(repr=False)
     supply: Callable[[Array], None] | None = field(default=None, repr=False)
+    stored: Callable[[], Array] | None = field(default=None, repr=False)
 
     @property
     def width(self) -> int:

@@ -75,7 +75,7 @@ class BlockState:
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         static, self.dynamic_shared = shared
         self.shared_region = array_region(static + self.dynamic_shared, "shared memory")
-        self.shared = self.shared_region.views[1][: static + self.dynamic_shared]
+        self.shared = self.shared_region.views[1]
         self.barriers: dict[int, BarrierState] = {}
         self.units: list[Unit] = []
         self.exited = 0
@@ -106,9 +106,4 @@ def array_region(nbytes: int, name: str) -> Region:
     """Fresh zeros, addressed from 0."""
     memory = np.zeros(nbytes + _SLACK + 16, "u1")
     offset = -memory.ctypes.data % _SLACK
-    octets = memory[offset : offset + -(-nbytes // 16) * 16]
-    region = Region.__new__(Region)
-    region.low = region.start = 0
-    region.high, region.name = nbytes, name
-    region.views = {1: octets, 2: octets.view("u2"), 4: octets.view("u4"), 8: octets.view("u8")}
-    return region
+    return Region(memory[offset : offset + nbytes], 0, name)

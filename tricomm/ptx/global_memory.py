@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right, insort
+from collections.abc import Sequence
 
 import numpy as np
 
 from tricomm.errors import InvalidArgument
 from tricomm.ptx.access import Array
 
-_ALIGNMENT = 16
 
 
 class OutOfBounds(InvalidArgument):
@@ -18,19 +18,19 @@ class OutOfBounds(InvalidArgument):
 
 
 class Region:
-    """Addresses from `low` to below `high`. `views` has all of it by element size, from the address `start`."""
+    """Addresses from `low` to below `high`. `views` has its elements by size, from the address `starts` of that size:
+    the aligned ones that lie in it as a whole."""
 
-    __slots__ = ("high", "low", "name", "start", "views")
+    __slots__ = ("high", "low", "name", "starts", "views")
 
-    def __init__(self, low: int, nbytes: int, name: str) -> None:
-        self.low, self.high, self.name = low, low + nbytes, name
-        # Whole aligned words: what is read beyond the ends lies on the same page.
-        self.start = low // _ALIGNMENT * _ALIGNMENT
-        size = -(-self.high // _ALIGNMENT) * _ALIGNMENT - self.start
-        octets = np.frombuffer((ctypes.c_uint8 * size).from_address(self.start), np.uint8)
-        self.views: dict[int, Array] = {
-            1: octets, 2: octets.view("u2"), 4: octets.view("u4"), 8: octets.view("u8"),
-        }  # fmt: skip
+    def __init__(self, octets: Array, low: int, name: str) -> None:
+        self.low, self.high, self.name = low, low + len(octets), name
+        self.starts: dict[int, int] = {}
+        self.views: dict[int, Array] = {}
+        for size in (1, 2, 4, 8):
+            self.starts[size] = start = -(-low // size) * size
+            first, count = start - low, max((self.high - start) // size, 0)
+            self.views[size] = octets[first : first + size * count].view(f"u{size}")
 
 
 class GlobalMemory:
@@ -39,6 +39,7 @@ class GlobalMemory:
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._regions: dict[int, Region] = {}
+        self._multicast: list[tuple[int, int, tuple[int, ...]]] = []
         self.last = _NOTHING
 
     def add(self, base: int, nbytes: int, name: str) -> None:
@@ -47,7 +48,8 @@ class GlobalMemory:
             return
         if base not in self._regions:
             insort(self._bases, base)
-        self._regions[base] = Region(base, nbytes, name)
+        octets = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(base), np.uint8)
+        self._regions[base] = Region(octets, base, name)
         self.last = _NOTHING
 
     def remove(self, base: int) -> None:
@@ -67,13 +69,24 @@ class GlobalMemory:
             if address + nbytes <= region.high:
                 self.last = region
                 return region
-            if address < region.high:
-                raise OutOfBounds(
-                    f"{nbytes} bytes at {address:#x} reach beyond the end of {region.name} at {region.high:#x}"
-                )
-        raise OutOfBounds(f"{nbytes} bytes at {address:#x} are in no memory that the kernel was given")
+            raise OutOfBounds(
+                f"{nbytes} bytes at {address:#x} are in no memory that the kernel was given; before them "
+                f"{region.name} ends at {region.high:#x}"
+            )
+        raise OutOfBounds(f"{nbytes} bytes at {address:#x} are before all memory that the kernel was given")
+
+    def add_multicast(self, base: int, nbytes: int, members: Sequence[int]) -> None:
+        """`multimem` on an address from `base` means the same offset from each of `members`, which are in regions."""
+        self._multicast.append((base, nbytes, tuple(members)))
+
+    def members(self, addresses: Array, mask: Array | None) -> list[Array]:
+        """The addresses behind multicast ones, one array a member. Raises `OutOfBounds`."""
+        active = addresses if mask is None else addresses[mask]
+        first, last = int(active.min()), int(active.max())
+        for base, nbytes, members in self._multicast:
+            if base <= first and last < base + nbytes:
+                return [addresses - np.uint64(base) + np.uint64(member) for member in members]
+        raise OutOfBounds(f"no multicast mapping was given for {first:#x} to {last:#x}")
 
 
-_NOTHING = Region.__new__(Region)
-_NOTHING.low = _NOTHING.high = 0
-_NOTHING.name = "nothing"
+_NOTHING = Region(np.empty(0, "u1"), 0, "nothing")

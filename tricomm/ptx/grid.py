@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections import deque
@@ -19,13 +20,13 @@ from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.generated.kernel_code import KernelCode
 from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.instructions import Instruction, Kernel
+from tricomm.ptx.instructions import Kernel
+from tricomm.ptx.limits import check_launch
 from tricomm.ptx.operations.memory_forms import unknown_form
 from tricomm.ptx.operations.table import CONTROL, MAKERS, make_operation
 from tricomm.ptx.special_registers import WARP, UnitShape
 from tricomm.ptx.unit import STEPS, Direct, Unit
 
-MOST_THREADS, MOST_SHARED = 1024, 227 * 1024
 Size = tuple[int, int, int]
 
 
@@ -95,7 +96,7 @@ class LoadedKernel:
         self.addresses[name] = base
 
     def code(self, shape: UnitShape) -> KernelCode:
-        own = self if self._kept else None  # its variables are nowhere else
+        own = self if self._kept else None  # its code has the addresses of its variables
         return _code(self.kernel, shape, self.addresses, own)
 
 
@@ -107,19 +108,10 @@ def _code(kernel: Kernel, shape: UnitShape, addresses: dict[str, int], own: obje
     key = (id(kernel), id(own) if own is not None else 0, shape)
     with _making:
         if key not in _codes:
-            _codes[key] = KernelCode(kernel, shape, addresses)
-            weakref.finalize(own if own is not None else _Alive.of(kernel), _codes.pop, key, None)
+            _codes[key] = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
+            if own is not None:
+                weakref.finalize(own, _codes.pop, key, None)
         return _codes[key]
-
-
-class _Alive:
-    """Code refers to its kernel, so that the kernel's identity stays its own for as long as the code is kept."""
-
-    _all: dict[int, _Alive] = {}
-
-    @classmethod
-    def of(cls, kernel: Kernel) -> _Alive:
-        return cls._all.setdefault(id(kernel), cls())
 
 
 def launch(
@@ -127,19 +119,11 @@ def launch(
 ) -> list[BlockState]:
     """The blocks of a launch, with their units. `shared_bytes` are dynamic ones; `unit` is "warp" or "block".
 
-    Raises `InvalidArgument` for sizes that no GPU has.
+    Raises `InvalidArgument` for sizes that no GPU of the kernel's architecture has.
     """
     kernel = loaded.kernel
-    count = threads[0] * threads[1] * threads[2]
-    if not 1 <= count <= MOST_THREADS or min(*grid, *threads) < 1 or grid[0] >= 1 << 31 or max(grid[1:]) > 65535:
-        raise InvalidArgument(f"{kernel.name}: a grid of {grid} blocks of {threads} threads is none that a GPU has")
-    if kernel.threads is not None and count != kernel.threads[0] * kernel.threads[1] * kernel.threads[2]:
-        raise InvalidArgument(f"{kernel.name} is compiled for blocks of {kernel.threads} threads, not {threads}")
-    if loaded.static_shared + shared_bytes > MOST_SHARED:
-        raise InvalidArgument(
-            f"{kernel.name}: {loaded.static_shared + shared_bytes} bytes of shared memory, of which a block has "
-            f"{MOST_SHARED} at most"
-        )
+    check_launch(kernel, grid, threads, shared_bytes)
+    count = math.prod(threads)
     wanted = max((p.offset + p.size for p in kernel.parameters), default=0)
     if len(parameters) < wanted:
         raise InvalidArgument(f"{kernel.name} takes {wanted} bytes of parameters, not {len(parameters)}")
@@ -210,8 +194,3 @@ class Turns:
         finally:
             for one in self._ready:
                 one.throw(greenlet.GreenletExit)
-
-
-def describe(instruction: Instruction) -> str:
-    """For messages."""
-    return str(unknown_form(instruction, ""))

@@ -14,11 +14,13 @@ from tricomm.ptx.access import Array, Surroundings, ThreadAccess
 from tricomm.ptx.blocks import BarrierRequest, BlockState, array_region
 from tricomm.ptx.divergence import Divergence
 from tricomm.ptx.instructions import Instruction
+from tricomm.ptx.global_memory import GlobalMemory, OutOfBounds
+from tricomm.ptx.operations.async_copies import Copies
+from tricomm.ptx.operations.memory_forms import MemoryForm, place_of
 from tricomm.ptx.special_registers import WARP, UnitShape
 
 if TYPE_CHECKING:
     from tricomm.ptx.grid import LoadedKernel
-    from tricomm.ptx.global_memory import GlobalMemory
 
 STEPS = 1 << 24
 
@@ -60,7 +62,7 @@ class Unit:
         self.deferred = False
         self.opened: BarrierRequest | None = None
         self.request: BarrierRequest | None = None
-        self.copies: list[Any] = []  # of cp.async, see operations.async_copies
+        self.copies = Copies(shape.lanes)
 
     def __call__(self, surroundings: Surroundings | Direct) -> None:
         """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""
@@ -69,17 +71,33 @@ class Unit:
         self.watched["global"] = watching
         self.watched["shared"] = watching and self.program.watch_shared
         self.turn = _nothing if watching else surroundings.turn
+        try:
+            with np.errstate(all="ignore"):
+                self._run()
+        except OutOfBounds as error:
+            raise OutOfBounds(f"{self._place(error)}: {error}") from error
+
+    def _run(self) -> None:
         number, registers = 0, self.code.initial()
-        with np.errstate(all="ignore"):
-            while True:
-                left = self.code.run(self, number, registers)
-                if left is None:
-                    self.block.leave(self.shape.lanes)
-                    return
-                back = Divergence(self, *left).run()
-                if back is None:
-                    return
-                number, registers = back
+        while True:
+            left = self.code.run(self, number, registers)
+            if left is None:
+                self.block.leave(self.shape.lanes)
+                return
+            back = Divergence(self, *left).run()
+            if back is None:
+                return
+            number, registers = back
+
+    def _place(self, error: BaseException) -> str:
+        """Kernel, block and instruction of an access: the innermost one among the calls that it went through."""
+        place, trace = "", error.__traceback__
+        while trace is not None:
+            form = getattr(trace.tb_frame.f_locals.get("self"), "form", None)
+            if isinstance(form, MemoryForm):
+                place = f", {place_of(form.instruction)}"
+            trace = trace.tb_next
+        return f"{self.code.kernel.name}, block {self.block.index}{place}"
 
     @cached_property
     def local_region(self) -> Any:
@@ -161,10 +179,9 @@ class Unit:
 
     def trap(self, index: int) -> None:
         instruction = self.code.kernel.instructions[index]
-        where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
         raise KernelTrap(
-            f"{self.code.kernel.name}: `{instruction.text}` (PTX line {instruction.line}, {where}) was executed by "
-            f"block {self.block.index}, threads {self.threads[0]} to {self.threads[-1]}"
+            f"{self.code.kernel.name}: {place_of(instruction)} was executed by block {self.block.index}, threads "
+            f"{self.threads[0]} to {self.threads[-1]}"
         )
 
 

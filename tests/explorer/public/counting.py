@@ -23,9 +23,9 @@ def _count_in(counters, rank, target, WORLD: tl.constexpr, BUG: tl.constexpr):
     block = tl.program_id(0)
     if BUG != "no barrier before the count":
         tl.debug_barrier()
+    scope: tl.constexpr = "gpu" if BUG == "gpu count" else "sys"
+    sem: tl.constexpr = "relaxed" if BUG == "relaxed count" else "release"
     for other in tl.static_range(WORLD):
-        scope: tl.constexpr = "gpu" if BUG == "gpu count" else "sys"
-        sem: tl.constexpr = "relaxed" if BUG == "relaxed count" else "release"
         if (BUG != "counts without itself") | (rank != other):
             tl.atomic_add(counters[other] + block, 1, sem=sem, scope=scope)  # @ count
     enough = target - 1 if BUG == "waits for one less" else target

@@ -62,7 +62,7 @@ def grid_sum(x_ptr, out_ptr, partials, total, counter, tickets, n, BLOCK: tl.con
     else:
         others = tl.load(partials + (block + 1) % blocks)  # @ neighbour
         tl.store(total, tl.load(total) + others)  # @ total
-    if BUG not in ("no lock", "unlocks before the store"):
+    if (BUG != "no lock") & (BUG != "unlocks before the store"):
         if BUG != "no barrier before the unlock":
             tl.debug_barrier()
         sem2: tl.constexpr = "relaxed" if BUG == "relaxed unlock" else "release"

@@ -66,9 +66,9 @@ def push_gather(
                 late = tl.max(missing.to(tl.int32), axis=0)
             if BUG != "no barrier after the poll":
                 tl.debug_barrier()
-            for source in tl.static_range(WORLD):
-                got = tl.load(rooms[other] + (room * WORLD + source) * n + at, mask=at < n)  # @ push read
-                tl.store(out_ptr + source * n + at, got, mask=at < n)
+            for sender in tl.static_range(WORLD):
+                got = tl.load(rooms[other] + (room * WORLD + sender) * n + at, mask=at < n)  # @ push read
+                tl.store(out_ptr + sender * n + at, got, mask=at < n)
 
 
 def push_gathers(bug: str = "", blocks: int = 2, calls: int = 3, n: int = 7) -> Callable[[Communicator], Any]:

@@ -33,6 +33,7 @@ class Site:
     """A place in a kernel: (file, line, function) of the access and of what called it, up to the kernel itself."""
 
     chain: tuple[tuple[str, int, str], ...]
+    machine: str = ""  # the instruction, of compiled code
 
     @cached_property
     def where(self) -> str:
@@ -52,7 +53,8 @@ class Site:
     @cached_property
     def text(self) -> str:
         """The whole chain, outermost first."""
-        return " > ".join(f"{Path(f).name}:{line} {function}" for f, line, function in reversed(self.chain)) or "?"
+        chain = " > ".join(f"{Path(f).name}:{line} {function}" for f, line, function in reversed(self.chain)) or "?"
+        return f"{chain}; {self.machine}" if self.machine else chain
 
     @property
     def function(self) -> tuple[str, str]:

@@ -42,6 +42,7 @@ class Report:
     ran       schedules that were run; `complete`: none of those asked for is missing
     steps     accesses to symmetric memory, over all of them; `seconds` they took
     subject   what was checked, for `tricomm check --replay`
+    compiled  the architecture whose compiled kernels were run; None for Triton's interpreter
     """
 
     world_size: int
@@ -59,6 +60,7 @@ class Report:
     seconds: float = 0.0
     complete: bool = False
     identical: bool | None = None
+    compiled: str | None = None
 
     @classmethod
     def of(cls, subject: Subject, plan: CampaignPlan) -> Report:
@@ -69,7 +71,7 @@ class Report:
         name = getattr(fn, "subject", name)
         return cls(
             subject.world_size, plan.strategy, plan.schedules, plan.preemptions, plan.seed, plan.faults,
-            subject.residency, asdict(subject.options), name, identical=plan.identical,
+            subject.residency, asdict(subject.options), name, identical=plan.identical, compiled=subject.compiled,
         )  # fmt: skip
 
     @property
@@ -103,6 +105,7 @@ class Report:
             Options(**values["options"])
             if not isinstance(values["subject"], dict):
                 raise TypeError(f"subject {values['subject']!r}")
+            values.setdefault("compiled", None)
             fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
             return cls(**fields, findings=findings, faults=tuple(values["faults"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -110,6 +113,7 @@ class Report:
 
     def __str__(self) -> str:
         ran = f"{self.ran} schedules ({self.strategy}), {self.steps} steps, {self.seconds:.1f} s, simulated"
+        ran += f", compiled for {self.compiled}" if self.compiled is not None else ""
         if self.ok:
             all_of_them = ", all there are" if self.strategy == "exhaustive" and self.complete else ""
             return f"no finding in {ran}{all_of_them}"

@@ -78,16 +78,13 @@ class Scheduler:
         """In a rank's host code: run a kernel, and return when it has run. Raises what it raises."""
         self._refuse_when_closing()
         host = self.hosts[rank]
-        self._launches += 1
-        launch = Launch(rank, self._launches, programs[0].kernel.fn.__name__, [], private)
+        launch = self.new_launch(rank, programs[0].kernel.fn.__name__, private)
         for number, program in enumerate(programs):
             task = Task(rank, number, program, program, launch)
             task.run = lambda task=task: self._block(task)  # type: ignore[misc]
             launch.blocks.append(task)
-        for task in launch.blocks:
-            task.greenlet.parent = self._main  # where control goes when it ends
         begin(launch)
-        self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: (t.rank, t.block))
+        self.begin(launch)
         host.launch, host.state, host.host_site = launch, State.WAITING, source_lines.of_host()
         self._main.switch()
         host.launch = None
@@ -96,9 +93,23 @@ class Scheduler:
         if launch.error is not None:
             raise launch.error
 
+    def new_launch(self, rank: int, name: str, private: list[Region]) -> Launch:
+        self._launches += 1
+        return Launch(rank, self._launches, name, [], private)
+
+    def begin(self, launch: Launch) -> None:
+        """Its blocks may run from here on."""
+        for task in launch.blocks:
+            task.greenlet.parent = self._main  # where control goes when it ends
+        self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: t.place)
+
     def _block(self, task: Task) -> None:
         assert task.program is not None
         task.program()
+        self.finish_stores(task)
+
+    def finish_stores(self, task: Task) -> None:
+        """In a block, at its end."""
         while self.unfinished(task):  # its last stores are still on their way
             self.take_turns()
 
@@ -208,7 +219,10 @@ class Scheduler:
         return [t for t in self.blocks if t.state is State.READY and (t.started or self._may_start(t))]
 
     def _may_start(self, task: Task) -> bool:
-        return self._residency is None or (task.launch is not None and task.launch.running < self._residency)
+        launch = task.launch
+        if self._residency is None or launch is None:
+            return self._residency is None
+        return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
         chosen = self._strategy.choose(self.step, self.current, ready)
@@ -266,6 +280,11 @@ class Scheduler:
         self._finish(launch)
 
     def _finish(self, launch: Launch) -> None:
+        if launch.ended is not None:
+            if launch.done:
+                ended, launch.ended = launch.ended, lambda: None
+                ended()
+            return
         host = self.hosts[launch.rank]
         if launch.done and host.state is State.WAITING:
             host.state = State.READY
@@ -304,4 +323,4 @@ def default(current: Task | None, ready: list[Task]) -> Task:
     """Who runs where no strategy says otherwise: whoever ran last, else the next one in order."""
     if current is None or current in ready:
         return ready[0] if current is None else current
-    return next((t for t in ready if (t.rank, t.block) > (current.rank, current.block)), ready[0])
+    return next((t for t in ready if t.place > current.place), ready[0])

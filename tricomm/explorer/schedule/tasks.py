@@ -36,10 +36,15 @@ class Launch:
     blocks: list[Task]
     private: list[Region]
     error: BaseException | None = None
+    ended: Callable[[], None] | None = None
 
     @property
     def running(self) -> int:
-        return sum(block.started and block.state is not State.DONE for block in self.blocks)
+        """How many blocks have begun and not ended."""
+        return len({task.block for task in self.blocks if task.started and task.state is not State.DONE})
+
+    def has_begun(self, block: int) -> bool:
+        return any(task.started for task in self.blocks if task.block == block)
 
     @property
     def done(self) -> bool:
@@ -80,7 +85,8 @@ class Poll:
 
 @dataclass(eq=False)
 class Task:
-    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1."""
+    """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1, "r0b1w2" a compiled block's
+    warp 2. `mates` are the warps of one block; `waits` is where one waits for the others."""
 
     rank: int
     block: int
@@ -97,10 +103,14 @@ class Task:
     retries: int = 0
     last_poll: Poll | None = None
     host_site: Site = NOWHERE
+    warp: int = -1
+    mates: list[Task] = field(default_factory=list)
+    waits: Site | None = None
     greenlet: greenlet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = f"r{self.rank}" if self.program is None else f"r{self.rank}b{self.block}"
+        self.key = f"r{self.rank}" if self.is_host else f"r{self.rank}b{self.block}"
+        self.key += f"w{self.warp}" if self.warp >= 0 else ""
         self.greenlet = greenlet(self._body)
 
     def _body(self) -> None:
@@ -113,7 +123,11 @@ class Task:
 
     @property
     def is_host(self) -> bool:
-        return self.program is None
+        return self.block < 0
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.block, self.warp
 
     # Polling: a task that has read everything in its loop again and seen nothing new need not run until something
     # there changes.
@@ -146,7 +160,10 @@ class Task:
             self.polls, self.looks = {}, []
 
     def watches(self, addresses: Array) -> bool:
-        """True where one of `addresses` is among those that it polls."""
+        """True where one of `addresses` is among those that it polls, or another warp that goes round with it."""
+        return self._watches(addresses) or any(mate._watches(addresses) for mate in self.mates if mate is not self)
+
+    def _watches(self, addresses: Array) -> bool:
         low, high = addresses.min(), addresses.max()
         for poll in self.polls.values():
             mine = poll.access.addresses

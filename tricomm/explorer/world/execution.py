@@ -5,12 +5,19 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from tricomm.communicator import Communicator
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
+from tricomm.explorer.compiled.compiled_runtime import CompiledRanks
+from tricomm.explorer.compiled.launches import Launches, Orders
+from tricomm.explorer.compiled.streams import NoOrders
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
+from tricomm.explorer.compiled.unit_machine import UnitMachine
+from tricomm.explorer.compiled.weak_memory import WeakMemory
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.delays import Delays
 from tricomm.explorer.memory_model.detector import Detector
@@ -46,13 +53,15 @@ class Outcome:
 
 @dataclass
 class Subject:
-    """What is executed: `fn(comm)` for `world_size` ranks, under `options`. `residency`: blocks of a launch at once."""
+    """What is executed: `fn(comm)` for `world_size` ranks, under `options`. `residency`: blocks of a launch at once;
+    `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
 
     fn: Callable[[Communicator], Any]
     world_size: int
     options: Options
     residency: int | None = None
     most_steps: int = 1_000_000
+    compiled: str | None = None
 
 
 class Ranks:
@@ -64,15 +73,16 @@ class Ranks:
     ) -> None:  # fmt: skip
         size = subject.world_size
         self._subject, self._fault = subject, execution.fault
-        self._detector = Detector(size) if detect else None
+        compiled = subject.compiled is not None
+        self._ranks: CompiledRanks | None = None
+        self._detector = (ThreadDetector() if compiled else Detector(size)) if detect else None
         self._oracle = Oracle(size) if detect else None
         self._comms: dict[int, Communicator] = {}
         self._errors: dict[int, Exception] = {}
         self._deadlock: Finding | None = None
         self._stuck_at = -1
-        delays = Delays(execution.delays) if execution.delays is not None else None
         self._memory = Memory()
-        self._machine = Machine(self._memory, self._detector, delays, contention, execution.patience)
+        self._machine, delays = _machine(self._memory, self._detector, contention, execution, compiled)
         # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
         hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
         self._scheduler = Scheduler(
@@ -82,7 +92,22 @@ class Ranks:
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
-        self._world = World(size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned)
+        if subject.compiled is not None:
+            self._ranks = self._compiled(subject.compiled)
+        self._world = World(
+            size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned,
+            None if self._ranks is None else self._ranks.runtime,
+        )  # fmt: skip
+
+    def _compiled(self, architecture: str) -> CompiledRanks:
+        detector, machine = self._detector, self._machine
+        assert isinstance(machine, UnitMachine) and not isinstance(detector, Detector)
+        # A warp is what takes turns under `check`; without a detector nothing is lost by taking a block.
+        launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
+        return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
+
+    def _installed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
 
     def execute(self) -> Outcome:
         """Run it. Raises `InvalidArgument` where host code blocks outside of tricomm."""
@@ -91,7 +116,7 @@ class Ranks:
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout):
+                with Watchdog(lambda: scheduler.turns, self._subject.options.stall_timeout), self._installed():
                     scheduler.run()
             except Blocked as error:
                 raise self._blocked(error) from None
@@ -108,7 +133,10 @@ class Ranks:
     def _rank(self, rank: int) -> Any:
         try:
             self._comms[rank] = self._world.join(rank)
-            return self._subject.fn(self._comms[rank])
+            result = self._subject.fn(self._comms[rank])
+            if self._ranks is not None:
+                self._ranks.finish(rank)
+            return result
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})")
             self._failed(rank, error)
@@ -127,11 +155,11 @@ class Ranks:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
 
     def _begin(self, launch: Launch) -> None:
-        if self._detector is not None:
+        if isinstance(self._detector, Detector):
             self._detector.begin(launch)
 
     def _end(self, launch: Launch) -> None:
-        if self._detector is not None:
+        if isinstance(self._detector, Detector):
             self._detector.end(launch)
 
     def _met(self, rank: int, step: int, after: bool) -> None:
@@ -142,7 +170,11 @@ class Ranks:
         if self._oracle is None:
             return plan
         topology = self._subject.options.topology
-        return self._oracle.watched(request, plan, rank, topology, lambda: self._world.leaving(rank))
+        ranks = self._ranks
+        aborted = lambda: self._world.leaving(rank)  # noqa: E731
+        if ranks is None:
+            return self._oracle.watched(request, plan, rank, topology, aborted)
+        return self._oracle.watched(request, plan, rank, topology, aborted, lambda look: ranks.in_order(rank, look))
 
     def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
         assert self._detector is not None
@@ -186,6 +218,8 @@ class Ranks:
     # The end
 
     def _close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.abandon()
         for comm in self._comms.values():
             try:
                 comm.close()
@@ -236,6 +270,21 @@ class Ranks:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
             found = list(self._detector.findings)
         return found
+
+
+def _machine(
+    memory: Memory, detector: Detector | ThreadDetector | None, contention: Contention | None, execution: Execution,
+    compiled: bool,
+) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:  # fmt: skip
+    """What decides what an access does, and its late stores, if there are any."""
+    seed, patience = execution.delays, execution.patience
+    if compiled:
+        assert not isinstance(detector, Detector)
+        weak = WeakMemory(seed) if seed is not None and detector is not None else None
+        return UnitMachine(memory, detector, weak, contention, patience), weak
+    assert not isinstance(detector, ThreadDetector)
+    delays = Delays(seed) if seed is not None else None
+    return Machine(memory, detector, delays, contention, patience), delays
 
 
 def note(error: BaseException, rank: int) -> None:

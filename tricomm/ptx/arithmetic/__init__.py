@@ -7,7 +7,7 @@ What PTX leaves open is chosen here: integer division by zero gives all ones, it
 from __future__ import annotations
 
 from tricomm.errors import InvalidArgument
-from tricomm.ptx.arithmetic import compare, conversion, floating, integer, logic, move, packed, pairs, permute
+from tricomm.ptx.arithmetic import bits, compare, conversion, floating, integer, logic, move, packed, pairs, permute
 from tricomm.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
 from tricomm.ptx.arithmetic.functions import FUNCTIONS
 from tricomm.ptx.arithmetic.rule import Rule
@@ -15,12 +15,12 @@ from tricomm.ptx.instructions import Instruction, Kernel
 
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
 
-_PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs)
+_PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs, bits)
 # What computes, and nothing else: the opcodes that `rule` answers for.
 OPCODES = frozenset(
-    "add sub mul mad addc subc madc div rem abs neg min max mul24 mad24 sad dp4a dp2a popc clz brev bfind fns and or xor not "
-    "cnot shl shr shf bfe bfi bmsk szext lop3 prmt setp set selp slct mov cvt testp copysign fma sqrt rcp rsqrt ex2 lg2 "
-    "sin cos tanh".split()
+    "add sub mul mad addc subc madc div rem abs neg min max mul24 mad24 sad dp4a dp2a popc clz brev bfind fns "
+    "and or xor not cnot shl shr shf bfe bfi bmsk szext lop3 prmt setp set selp slct mov cvt testp copysign "
+    "fma sqrt rcp rsqrt ex2 lg2 sin cos tanh".split()
 )
 
 

@@ -116,8 +116,9 @@ def _to_integer(form: Form, mode: str, ftz: bool) -> Rule | None:
     if ftz:
         value = f"flushed_f4({value})"
     wide = of == "f64" or width(to) == 64
-    invalid = 1 << width(to) - 1 if wide else 0
-    call = f"as_integer({_TO_INTEGER[mode]}({value}.astype(f8)), {numpy_type(to)}, {form.constant(invalid, numpy_type(to))})"
+    target = numpy_type(to)
+    invalid = form.constant(1 << width(to) - 1 if wide else 0, target)
+    call = f"as_integer({_TO_INTEGER[mode]}({value}.astype(f8)), {target}, {invalid})"
     return form.rule((kind,), *_outputs(form, call))
 
 
@@ -228,4 +229,6 @@ def _widened(to: str, of: str, value: str, same: str) -> str:
         return _half(to, value)
     if to == "f32" and of == "bf16":
         return value
-    return f"{value}.astype({numpy_type(to)})"
+    wider = f"{value}.astype({numpy_type(to)})"
+    # The hardware's conversion of a half makes every NaN canonical.
+    return f"canonical_f4({wider})" if (to, of) == ("f32", "f16") else wider

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tricomm.ptx.arithmetic.exact import directed_f8
 from tricomm.ptx.arithmetic.form import Form, numpy_type
 from tricomm.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.ptx.arithmetic.half import canonical_f4
@@ -14,6 +15,7 @@ from tricomm.ptx.arithmetic.rule import Rule
 
 _TYPES = ("f16", "bf16", "f32", "f64")
 _ROUNDING = ("rn", "rz", "rm", "rp")
+_FLUSHED = ("f32", "f16")
 _DIRECTED = ("rz", "rm", "rp")
 
 
@@ -234,7 +236,10 @@ def _flush(kind: str, least: float) -> Any:
 
 
 FUNCTIONS.update(
-    flushed_f4=_flush("f4", 2.0**-126), flushed_f2=_flush("f2", 2.0**-14), flushed_f16=_flush("f4", 2.0**-14)
+    directed_f8=directed_f8,
+    flushed_f4=_flush("f4", 2.0**-126),
+    flushed_f2=_flush("f2", 2.0**-14),
+    flushed_f16=_flush("f4", 2.0**-14),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from copy import copy
 from typing import Any
 
@@ -27,7 +26,7 @@ from tricomm.ptx.instructions import (
 CARRY = Register("%cc.cf", "pred")
 
 _TYPE = re.compile(
-    r"pred|[bus](8|16|32|64|128)|b?f16(x2)?|f32(x2)?|f64|tf32|[us]16x2|[us]8x4|e4m3(x[24])?|e5m2(x[24])?|"
+    r"pred|[bus](8|16|32|64|128)|[us][24]|b?f16(x2)?|f32(x2)?|f64|tf32|[us]16x2|[us]8x4|e4m3(x[24])?|e5m2(x[24])?|"
     r"e2m[13]x[24]|e3m2x[24]|ue8m0x2"
 )
 _NUMPY = {
@@ -72,10 +71,10 @@ def literal(operand: Integer | Float, kind: str) -> Any:
     """A literal as a numpy scalar of the numpy type `kind`; an integer literal wraps."""
     dtype = np.dtype(kind)
     if isinstance(operand, Float):
-        value = struct.unpack(
-            "<f" if operand.width == 32 else "<d", operand.bits.to_bytes(operand.width // 8, "little")
-        )
-        return operand_bits(operand.bits, dtype) if operand.width == dtype.itemsize * 8 else dtype.type(value[0])
+        if operand.width == dtype.itemsize * 8:
+            return operand_bits(operand.bits, dtype)
+        given = np.frombuffer(operand.bits.to_bytes(operand.width // 8, "little"), f"f{operand.width // 8}")
+        return dtype.type(given[0])
     if kind == "?":
         return np.bool_(operand.value != 0)
     return operand_bits(operand.value, dtype)

@@ -79,15 +79,20 @@ def fused(a: Any, b: Any, c: Any) -> Any:
     return odd_sum(a.astype(_F8) * b.astype(_F8), c.astype(_F8))
 
 
-def _extreme(choose: Any, less: bool) -> Any:
+def _extreme(choose: Any, less: bool, nan_wins: bool) -> Any:
     def extreme(a: Any, b: Any) -> Any:
         result = choose(a, b)
         if not result.all():
             # Of two zeros -0 is the less; a zero beside another number was chosen as it is.
-            zeros = (a == 0) & (b == 0)
-            word = _U4 if result.dtype == _F4 else np.dtype("u8")
+            word = f"u{result.dtype.itemsize}"
             either = a.view(word) | b.view(word) if less else a.view(word) & b.view(word)
-            result = _where(zeros, either.view(result.dtype), result)
+            result = _where((a == 0) & (b == 0), either.view(result.dtype), result)
+        product = _dot(result, result)
+        if product == product:
+            return result
+        if not nan_wins:
+            # numpy's fmin and fmax take a signalling NaN for a result.
+            result = _where(a == a, _where(b == b, result, a), b)
         return canonical_f4(result) if result.dtype == _F4 else result
 
     return extreme
@@ -95,8 +100,8 @@ def _extreme(choose: Any, less: bool) -> Any:
 
 # `least` and `most` prefer a number to a NaN; the others give NaN if either is one.
 FUNCTIONS.update(
-    least=_extreme(np.fmin, True),
-    most=_extreme(np.fmax, False),
-    least_or_nan=_extreme(np.minimum, True),
-    most_or_nan=_extreme(np.maximum, False),
+    least=_extreme(np.minimum, True, False),
+    most=_extreme(np.maximum, False, False),
+    least_or_nan=_extreme(np.minimum, True, True),
+    most_or_nan=_extreme(np.maximum, False, True),
 )

@@ -81,7 +81,7 @@ def subc_out(a: Any, b: Any, borrow: Any) -> tuple[Any, Any]:
     return total, (a < b) | (partial < total)
 
 
-def _product(form: Form, mode: str) -> tuple[str, tuple[str, str], str] | None:
+def _product(form: Form, mode: str) -> tuple[str, tuple[str, str], str]:
     """(expression, inputs, output) of `{0}` times `{1}`."""
     kind, bits = numpy_type(form.type), width(form.type)
     if mode == "lo":
@@ -133,10 +133,7 @@ def _mad(form: Form) -> Rule | None:
         return form.rule(("i4",) * 3, ("i4",), "saturated(mul_high({0}, {1}).astype(i8) + {2})")
     if not (form.has(1, count, mode) and not rest or form.has(2, count, mode, "cc") and rest == ("cc",)):
         return None
-    product = _product(form, mode)
-    if product is None:
-        return None
-    template, inputs, output = product
+    template, inputs, output = _product(form, mode)
     if not rest and not carry_in:
         return form.rule((*inputs, output), (output,), f"{template} + {{2}}", either=output if mode == "lo" else None)
     word = _word(form)

@@ -12,29 +12,30 @@ from tricomm.ptx.arithmetic.functions import function
 
 @dataclass(frozen=True)
 class Format:
-    """`digits` of the stored significand; `least` exponent of a normal number; `infinite`: it has infinities.
+    """`digits` of the stored significand; `least` exponent of a normal number; `bits` in all, kept in a `word`.
 
-    `nan` are the bits of its canonical NaN, or None if it has none (a NaN becomes the largest number).
+    `nan` are the bits of its canonical NaN; None: it has none, and a NaN becomes the largest number.
     """
 
     digits: int
     least: int
     largest: float
+    bits: int
     word: str
     nan: int | None
     infinite: bool = True
 
 
 FORMATS = {
-    "f32": Format(23, -126, float(np.finfo(np.float32).max), "u4", 0x7FFFFFFF),
-    "tf32": Format(10, -126, (2 - 2.0**-10) * 2.0**127, "u4", 0x7FFFFFFF),
-    "f16": Format(10, -14, 65504.0, "u2", 0x7FFF),
-    "bf16": Format(7, -126, (2 - 2.0**-7) * 2.0**127, "u2", 0x7FFF),
-    "e5m2": Format(2, -14, 57344.0, "u1", 0x7F),
-    "e4m3": Format(3, -6, 448.0, "u1", 0x7F, infinite=False),
-    "e3m2": Format(2, -2, 28.0, "u1", None, infinite=False),
-    "e2m3": Format(3, 0, 7.5, "u1", None, infinite=False),
-    "e2m1": Format(1, 0, 6.0, "u1", None, infinite=False),
+    "f32": Format(23, -126, (2 - 2.0**-23) * 2.0**127, 32, "u4", 0x7FFFFFFF),
+    "tf32": Format(10, -126, (2 - 2.0**-10) * 2.0**127, 19, "u4", 0x7FFFFFFF),
+    "f16": Format(10, -14, 65504.0, 16, "u2", 0x7FFF),
+    "bf16": Format(7, -126, (2 - 2.0**-7) * 2.0**127, 16, "u2", 0x7FFF),
+    "e5m2": Format(2, -14, 57344.0, 8, "u1", 0x7F),
+    "e4m3": Format(3, -6, 448.0, 8, "u1", 0x7F, infinite=False),
+    "e3m2": Format(2, -2, 28.0, 6, "u1", None, infinite=False),
+    "e2m3": Format(3, 0, 7.5, 6, "u1", None, infinite=False),
+    "e2m1": Format(1, 0, 6.0, 4, "u1", None, infinite=False),
 }
 
 
@@ -46,44 +47,33 @@ _ROUND = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _
 
 
 def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
-    """The double `x` as a number of the format, still a double; `finite`: never more than the largest number."""
+    """The double `x` as a number of the format, still a double; `finite`: at most the largest number."""
     _, exponent = np.frexp(x)
     scale = np.maximum(exponent - 1, form.least) - form.digits
     value = np.ldexp(_ROUND[mode](np.ldexp(x, -scale)), scale)
     over = np.abs(value) > form.largest
-    if over.any():
-        up = np.inf if mode in ("rn", "rna", "rp") and not finite else form.largest
-        down = -np.inf if mode in ("rn", "rna", "rm") and not finite else -form.largest
-        # An infinity stays one in every mode.
-        up_of_infinity = form.largest if finite else np.inf
-        limit = np.where(x > 0, np.where(np.isinf(x), up_of_infinity, up), np.where(np.isinf(x), -up_of_infinity, down))
-        value = np.where(over, limit, value)
-    return value
+    if not over.any():
+        return value
+    # An infinity stays one in every mode.
+    grows = np.isinf(x) | (mode in ("rn", "rna")) | (x > 0) & (mode == "rp") | (x < 0) & (mode == "rm")
+    limit = form.largest if finite else np.where(grows, np.inf, form.largest)
+    return np.where(over, np.copysign(limit, x), value)
 
 
 def encoded(value: Any, form: Format) -> Any:
     """The bits of doubles that are numbers of the format, or infinite, or NaN."""
-    _, exponent = np.frexp(np.where(np.isfinite(value), value, 1.0))
+    number = np.isfinite(value)
+    _, exponent = np.frexp(np.where(number, value, 1.0))
     exponent = np.maximum(exponent - 1, form.least)
-    digits = np.ldexp(np.abs(value), form.digits - exponent)
-    bits = np.where(np.isfinite(value), digits, 0.0).astype(np.int64) + ((exponent - form.least) << form.digits)
-    top = np.dtype(form.word).itemsize * 8 - 1
-    if form.nan is None:
-        # These formats occupy the low bits of a byte; the sign is the next one up.
-        top = int(np.log2(form.largest)) - form.least + 1
-        top = (top + 1).bit_length() + form.digits - (1 if (top + 1) & top == 0 else 0)
+    digits = np.ldexp(np.where(number, np.abs(value), 0.0), form.digits - exponent).astype(np.int64)
+    # The leading digit of a normal number adds one to the exponent's field.
+    bits = ((exponent - form.least).astype(np.int64) << form.digits) + digits
     if form.infinite:
-        infinity = encode_largest(form) + 1
-        # tf32 keeps the low 13 bits of a word clear.
-        bits = np.where(np.isinf(value), infinity, bits)
-    shift = 13 if form is FORMATS["tf32"] else 0
-    bits = (bits << shift) | (np.signbit(value).astype(np.int64) << top)
+        bits = np.where(np.isinf(value), (1 << form.bits - 1) - (1 << form.digits), bits)
+    bits = bits | (np.signbit(value).astype(np.int64) << (form.bits - 1))
+    if form is FORMATS["tf32"]:
+        bits = bits << 13
     return np.where(np.isnan(value), form.nan or 0, bits).astype(form.word)
-
-
-def encode_largest(form: Format) -> int:
-    exponent = int(np.floor(np.log2(form.largest)))
-    return int(form.largest * 2.0 ** (form.digits - exponent)) + ((exponent - form.least) << form.digits)
 
 
 @function
@@ -95,6 +85,23 @@ def narrowed(x: Any, name: str, mode: str = "rn", finite: bool = False, relu: bo
     if form.nan is None:
         x = np.where(np.isnan(x), form.largest, x)
     return encoded(rounded(x, form, mode, finite), form)
+
+
+def decoded(name: str) -> Any:
+    """The doubles that the bit patterns of an 8-bit format or less stand for, in order."""
+    form = FORMATS[name]
+    patterns = np.arange(256)
+    # Bits above the format's own are not looked at.
+    magnitude, sign = patterns & ((1 << form.bits - 1) - 1), patterns >> form.bits - 1 & 1
+    field, digits = magnitude >> form.digits, magnitude & ((1 << form.digits) - 1)
+    value = np.ldexp((digits + np.where(field > 0, 1 << form.digits, 0)).astype(float), np.maximum(field, 1) - 1)
+    value = np.ldexp(value, form.least - form.digits)
+    top = (1 << form.bits - 1) - (1 << form.digits)
+    if form.infinite:
+        value = np.where(magnitude == top, np.inf, np.where(magnitude > top, np.nan, value))
+    elif form.nan is not None:
+        value = np.where(magnitude == form.nan, np.nan, value)
+    return np.where(sign == 1, -value, value)
 
 
 @function

@@ -7,13 +7,12 @@ from collections import Counter, defaultdict
 from tricomm.ptx.generated.instruction_code import InstructionCode
 from tricomm.ptx.generated.lane_shapes import join
 from tricomm.ptx.generated.operand_code import Operands, numpy_word
-from tricomm.ptx.liveness import definitions, read
+from tricomm.ptx.liveness import definitions, read, written
 from tricomm.ptx.operations.table import CONTROL
 
 
-def infer_shapes(operands: Operands) -> None:
-    """Fill `operands.shapes` and `homes`. A register that is never written counts as unknown."""
-    code = InstructionCode(operands, masked=False)
+def infer_shapes(operands: Operands, code: InstructionCode) -> None:
+    """Fill `operands.shapes`. A register that is never written counts as unknown."""
     instructions = [i for i in operands.kernel.instructions if i.opcode not in CONTROL]
     visits: Counter[str] = Counter()
     shapes = operands.shapes
@@ -40,12 +39,12 @@ def infer_shapes(operands: Operands) -> None:
                 pending.update(dict.fromkeys(readers[name]))
 
 
-def choose_homes(operands: Operands) -> None:
+def choose_homes(operands: Operands, code: InstructionCode) -> None:
     """The numpy type of each array register: the one that most of its users want."""
-    code = InstructionCode(operands, masked=False)
+    arrays = {name for name in operands.kernel.registers if (s := operands.shapes.get(name)) is None or s.stride is None}
     votes: dict[str, Counter[str]] = defaultdict(Counter)
     for instruction in operands.kernel.instructions:
-        if instruction.opcode in CONTROL:
+        if instruction.opcode in CONTROL or not arrays.intersection((*read(instruction), *written(instruction))):
             continue
         for register, kind in code.votes(instruction):
             if kind[1:] == numpy_word(register.kind)[1:]:

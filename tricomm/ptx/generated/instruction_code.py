@@ -13,7 +13,7 @@ from tricomm.ptx.generated.number_code import NumberCode, number_code
 from tricomm.ptx.generated.operand_code import Operands, scalar_functions
 from tricomm.ptx.instructions import Address, Instruction, Operand, Register, Vector
 from tricomm.ptx.operations.operation import Operation
-from tricomm.ptx.operations.table import make_operation
+from tricomm.ptx.operations.table import MAKERS, make_operation
 
 _SWAPPED = {"u": "i", "i": "u"}
 
@@ -34,10 +34,11 @@ class InstructionCode:
 
     def __init__(self, operands: Operands, masked: bool) -> None:
         self.operands, self.masked = operands, masked
-        self.operands.names |= FUNCTIONS
+        self.operands.names |= FUNCTIONS  # our own begin with _
         self.operands.names |= scalar_functions()
         self._operations: dict[tuple[Any, ...], Operation | None] = {}
         self._rules: dict[Instruction, Rule] = {}
+        self._kept_sources: dict[Instruction, list[tuple[Operand | None, int]]] = {}
 
     def results(self, instruction: Instruction) -> list[Result]:
         """What is known of the results under the present `operands.shapes`."""
@@ -68,6 +69,8 @@ class InstructionCode:
 
     def operation(self, instruction: Instruction) -> Operation | None:
         """The call that this instruction is, if it is one. Kept, because its function keeps state."""
+        if instruction.opcode not in MAKERS:
+            return None
         guard = instruction.guard
         partial = self.masked or (guard is not None and not self.operands.shape(guard[0], 1).uniform)
         known = tuple(self.operands.shape(o, 64).stride for o in _flat(instruction))
@@ -86,6 +89,8 @@ class InstructionCode:
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
         """Each with the width that a literal has there."""
+        if instruction in self._kept_sources:
+            return self._kept_sources[instruction]
         sources = form.sources(instruction)
         types = [WIDTHS[m] for m in instruction.modifiers if m in WIDTHS]
         width = types[-1] if types else 32
@@ -96,7 +101,8 @@ class InstructionCode:
             widths[2] = 1
         elif instruction.opcode in ("shl", "shr"):
             widths[1] = 32
-        return list(zip(sources, widths, strict=True))
+        self._kept_sources[instruction] = list(zip(sources, widths, strict=True))
+        return self._kept_sources[instruction]
 
     def _number_code(self, instruction: Instruction) -> NumberCode | None:
         targets = form.destinations(instruction)
@@ -107,9 +113,10 @@ class InstructionCode:
         return number_code(instruction, shapes, self.operands.unit.lanes)
 
     def _all_uniform(self, instruction: Instruction) -> bool:
-        if self.masked or "V16" in (found := self._rule(instruction)).inputs or "V16" in found.outputs:
+        if self.masked or not all(self.operands.shape(source, 64).uniform for source, _ in self._sources(instruction)):
             return False
-        return all(self.operands.shape(source, 64).uniform for source in form.sources(instruction))
+        found = self._rule(instruction)
+        return "V16" not in found.inputs and "V16" not in found.outputs
 
     def code(self, instruction: Instruction) -> list[str]:
         """Statements without indentation of their own (lines of a block are indented by one space a level)."""
@@ -121,10 +128,10 @@ class InstructionCode:
             word = "not " if guard[1] else ""
             return [f"if {word}{predicate}:", *_indented(self._plain(instruction, "None"))]
         if self.masked:
-            head = [f"g={'both_not' if guard[1] else 'both'}(m,{predicate})"]
+            head = [f"g={'_both_not' if guard[1] else '_both'}(m,{predicate})"]
             mask = "g"
         else:
-            head = [f"g={'INVERSE_AGREED' if guard[1] else 'agreed'}({predicate})"]
+            head = [f"g={'_INVERSE_AGREED' if guard[1] else '_agreed'}({predicate})"]
             mask = "(None if g is True else g)"
         return [*head, "if g is not False:", *_indented(self._plain(instruction, mask, guarded=True))]
 
@@ -146,7 +153,7 @@ class InstructionCode:
             return []
         variable, wanted = self.operands.variable(target), self.operands.shape(target, 0)
         if wanted.width == 1:
-            return [f"{variable}={f'(p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
         if wanted.flag or wanted.stride is not None:
             return [f"{variable}={code}"]
         home = self.operands.home(target)
@@ -159,12 +166,12 @@ class InstructionCode:
             return []
         variable = self.operands.variable(target)
         if kind == "?":
-            return [f"{variable}={f'(p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
+            return [f"{variable}={f'(_p_merge(g,{code},{variable}) if g is not True else {code})' if guarded else code}"]
         home = self.operands.home(target)
         if home != kind:
             code = f"{code}.view({self.operands.dtype(home)})"
         if guarded:
-            code = f"{code} if g is True else merge(g,{code},{variable})"
+            code = f"{code} if g is True else _merge(g,{code},{variable})"
         return [f"{variable}={code}"]
 
     def _by_rule(self, instruction: Instruction, targets: tuple[Operand | None, ...], guarded: bool) -> list[str]:
@@ -209,12 +216,12 @@ class InstructionCode:
         inputs = []
         for source, kind in zip(form.sources(instruction), found.inputs, strict=True):
             width = 1 if kind == "?" else 8 * int(kind[1:])
-            inputs.append(f"scalar_{_name(kind)}({self.operands.number(source, width)})")
+            inputs.append(f"_scalar_{_name(kind)}({self.operands.number(source, width)})")
         fixed = [self.operands.named(c, "scalar", c.dtype.str, c.tobytes()) for c in found.constants]
         lines = [f"t={found.template.format(*inputs, *fixed)}"]
         for n, (target, kind) in enumerate(zip(targets, found.outputs, strict=True)):
             if isinstance(target, Register):
-                value = f"bits_{_name(kind)}({'t' if len(targets) == 1 else f't[{n}]'})"
+                value = f"_bits_{_name(kind)}({'t' if len(targets) == 1 else f't[{n}]'})"
                 shape = uniform(1 if kind == "?" else 8 * int(kind[1:]))
                 lines += self._assign(target, value, shape, guarded=False)
         return lines
@@ -226,6 +233,8 @@ class InstructionCode:
         for operand, kind in operation.arguments:
             if kind == "number":
                 arguments.append(self.operands.number(operand, 64))
+            elif isinstance(operand, Address):
+                arguments.append(self.operands.address_array(operand))
             else:
                 arguments.append(self.operands.array(operand, kind))
         name = self.operands.named(operation.call, "call", id(operation))
@@ -247,7 +256,7 @@ class InstructionCode:
         """The numpy types in which registers would best be kept, for this instruction."""
         operation = self.operation(instruction)
         if operation is not None:
-            given = [(o, k) for o, k in operation.arguments if k != "number"]
+            given = [(o, k) for o, k in operation.arguments if k not in ("number", "address")]
             given += [(o, k) for o, k in zip(operation.results, operation.kinds, strict=True) if o is not None]
         else:
             found = self._rule(instruction)
@@ -255,7 +264,7 @@ class InstructionCode:
                 return []
             given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
             given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
-        return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number")]
+        return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
 
 
 def _name(kind: str) -> str:

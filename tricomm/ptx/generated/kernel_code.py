@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -51,8 +52,9 @@ class KernelCode:
         self.flow = Flow(kernel)
         self.live = Liveness(self.flow)
         self.operands = Operands(kernel, unit, {}, addresses)
-        infer_shapes(self.operands)
-        choose_homes(self.operands)
+        self._code = InstructionCode(self.operands, masked=False)
+        infer_shapes(self.operands, self._code)
+        choose_homes(self.operands, self._code)
         self.registers: list[Register] = list(
             dict.fromkeys(_register(kernel, n) for i in kernel.instructions for n in (*read(i), *written(i)))
         )
@@ -62,7 +64,6 @@ class KernelCode:
         for register in self.registers:
             self.operands.variable(register)
             self._masked.variable(register)
-        self._code = InstructionCode(self.operands, masked=False)
         self._masked_code = InstructionCode(self._masked, masked=True)
         self._pieces: dict[tuple[int, bool], Piece] = {}
         self._lock = threading.Lock()
@@ -87,6 +88,10 @@ class KernelCode:
 
     def initial(self) -> list[Any]:
         """Values of registers that nothing has been written to."""
+        return list(self._zeros)
+
+    @cached_property
+    def _zeros(self) -> list[Any]:
         zeros = {kind: self.operands.values.constant(0, kind) for kind in ("u1", "u2", "u4", "u8", "V16")}
         found: list[Any] = []
         for register in self.registers:
@@ -179,7 +184,7 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            f"g={'INVERSE_AGREED' if negated else 'agreed'}({variable})", "if g is True:", *_indented(taken),
+            f"g={'_INVERSE_AGREED' if negated else '_agreed'}({variable})", "if g is True:", *_indented(taken),
             "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
         ]  # fmt: skip
 
@@ -262,7 +267,7 @@ class KernelCode:
             if name in live or name.startswith("%cc."):
                 register = _register(self.kernel, name)
                 variable, place = self._masked.variable(register), self._index[name]
-                merge = "p_merge" if register.kind == "pred" else "merge"
+                merge = "_p_merge" if register.kind == "pred" else "_merge"
                 body.append(f"registers[{place}]={variable} if whole else {merge}(m,{variable},registers[{place}])")
         text = "\n".join(["def piece(u,m,registers):", " whole=u.is_whole(m)", *_indented(body)])
         return self._compiled(text, self._masked.names, "piece")
@@ -278,7 +283,7 @@ class KernelCode:
                 continue
             word = f"u{home[1:]}"
             if shape.flag:
-                array = names[f"flag_{word}"](value)
+                array = names[f"_flag_{word}"](value)
             else:
                 array = values.constant(value, word) + values.steps(shape.stride or 0, word)
             found.append(array.view(home))
@@ -316,8 +321,6 @@ def _register(kernel: Kernel, name: str) -> Register:
 
 
 def _without_guard(instruction: Instruction) -> Instruction:
-    from dataclasses import replace
-
     return replace(instruction, guard=None)
 
 

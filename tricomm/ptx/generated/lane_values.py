@@ -31,15 +31,15 @@ class LaneValues:
         self.true = self.below[lanes]
         self.numbers = numbers
         self.names: dict[str, Any] = {
-            "compare": self.compare, "p_and": p_and, "p_or": p_or, "p_xor": p_xor, "p_not": p_not,
-            "agreed": self.agreed, "merge": merge, "p_merge": p_merge, "both": self.both, "p_array": self.p_array,
-            "INVERSE_AGREED": self.inverse_agreed, "both_not": self.both_not,
+            "_compare": self.compare, "_p_and": p_and, "_p_or": p_or, "_p_xor": p_xor, "_p_not": p_not,
+            "_agreed": self.agreed, "_merge": merge, "_p_merge": p_merge, "_both": self.both, "_p_array": self.p_array,
+            "_INVERSE_AGREED": self.inverse_agreed, "_both_not": self.both_not,
         }  # fmt: skip
         for width in (8, 16, 32, 64):
             kind = f"u{width // 8}"
-            self.names[f"fill_{kind}"] = self._filler(kind)
-            self.names[f"step_{kind}"] = self._stepper(kind)
-            self.names[f"flag_{kind}"] = self._flags(kind)
+            self.names[f"_fill_{kind}"] = self._filler(kind)
+            self.names[f"_step_{kind}"] = self._stepper(kind)
+            self.names[f"_flag_{kind}"] = self._flags(kind)
 
     def constant(self, value: int, kind: str) -> Array:
         """All lanes hold the bits `value`."""

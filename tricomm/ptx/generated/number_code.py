@@ -87,12 +87,12 @@ def _neg(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
 def _product(a: LaneShape, b: LaneShape, width: int) -> LaneShape | None:
     if a.stride is None or b.stride is None:
         return None
-    if a.constant:
+    if a.uniform:
         a, b = b, a
     if not a.uniform and not b.constant:
         return None
     assert a.stride is not None
-    return ranged(width, a.stride * b.low if a.stride else 0, a.low * b.low, a.high * b.high, a.zeros + b.zeros)
+    return ranged(width, a.stride * b.low, a.low * b.low, a.high * b.high, a.zeros + b.zeros)
 
 
 def _mul(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
@@ -192,7 +192,7 @@ def _predicates(name: str, sources: Sources) -> NumberCode:
         code = {"and": "({0} and {1})", "or": "({0} or {1})", "xor": "({0}!={1})", "not": "(not {0})"}[name]
         return NumberCode(uniform(1), code)
     operands = ",".join(f"{{{n}}}" for n in range(len(sources)))
-    return NumberCode(anything(1), f"p_{name}({operands})")
+    return NumberCode(anything(1), f"_p_{name}({operands})")
 
 
 def _not(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
@@ -296,7 +296,7 @@ def _setp(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode 
     a, b = sources
     width, sign = WIDTHS[kind], _COMPARE[comparison]
     if a.flag and b.constant and b.low == 0 and sign in ("==", "!="):
-        return NumberCode(anything(1), "{0}" if sign == "!=" else "p_not({0})")
+        return NumberCode(anything(1), "{0}" if sign == "!=" else "_p_not({0})")
     if not _plain(a, b):
         return None
     signed = kind[0] == "s" and sign not in ("==", "!=")
@@ -305,7 +305,7 @@ def _setp(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode 
             flip = 1 << (width - 1)
             return NumberCode(uniform(1), f"(({{0}}^{flip}){sign}({{1}}^{flip}))")
         return NumberCode(uniform(1), f"({{0}}{sign}{{1}})")
-    code = f"compare('{sign}',{{0}},{a.stride},{{1}},{b.stride},{width},{kind[0] == 's'})"
+    code = f"_compare('{sign}',{{0}},{a.stride},{{1}},{b.stride},{width},{kind[0] == 's'})"
     return NumberCode(anything(1), code)
 
 

@@ -62,7 +62,7 @@ class Operands:
             return self.variable(operand)
         if isinstance(operand, Negated):
             if self.shape(operand.register, 1).stride is None:
-                return f"p_not({self.variable(operand.register)})"
+                return f"_p_not({self.variable(operand.register)})"
             return f"(not {self.variable(operand.register)})"
         if isinstance(operand, Special):
             return f"{self.special(operand)}(u)"
@@ -97,7 +97,7 @@ class Operands:
     def array(self, operand: Operand | None, kind: str) -> str:
         """An array of the numpy type `kind`."""
         if kind == "?":
-            return f"p_array({self.number(operand, 1)})"
+            return f"_p_array({self.number(operand, 1)})"
         word = f"u{kind[1:]}" if kind != "V16" else kind
         if isinstance(operand, Register):
             shape = self.shape(operand, 0)
@@ -117,13 +117,13 @@ class Operands:
     def spread(self, code: str, shape: LaneShape, word: str) -> str:
         """All lanes' values of a number or flag."""
         if shape.flag:
-            return f"flag_{word}({code})"
+            return f"_flag_{word}({code})"
         if shape.constant:
             return self.constant(shape.low, word)
         if shape.uniform:
-            return f"fill_{word}({code})"
+            return f"_fill_{word}({code})"
         assert shape.stride is not None
-        return f"step_{word}({code},{self.steps(shape.stride, word)})"
+        return f"_step_{word}({code},{self.steps(shape.stride, word)})"
 
     def cast(self, code: str, word: str, kind: str) -> str:
         return code if word == kind else f"{code}.view({self.dtype(kind)})"
@@ -144,6 +144,11 @@ class Operands:
         code = self.array(base, kind)
         return (f"({code}+{self.constant(offset, kind)})" if offset else code), None
 
+    def address_array(self, address: Address) -> str:
+        """Every lane's address, as 64-bit words or as wide as its register."""
+        code, stride = self.address(address)
+        return code if stride is None else f"_step_u8({code},{self.steps(stride, 'u8')})"
+
 
 def numpy_word(kind: str) -> str:
     """The unsigned numpy type of a register's declared type."""
@@ -159,14 +164,14 @@ def _float_bits(operand: Float, kind: str) -> int:
 
 
 def scalar_functions() -> dict[str, Callable[..., Any]]:
-    """`scalar_f4(bits)` gives a numpy scalar, `bits_f4(scalar)` the bits as a Python int."""
-    functions: dict[str, Callable[..., Any]] = {"scalar_b": np.bool_, "bits_b": bool}
+    """`_scalar_f4(bits)` gives a numpy scalar, `_bits_f4(scalar)` the bits as a Python int."""
+    functions: dict[str, Callable[..., Any]] = {"_scalar_b": np.bool_, "_bits_b": bool}
     for letter in "uif":
         for size in (1, 2, 4, 8):
             if letter == "f" and size == 1:
                 continue
-            functions[f"scalar_{letter}{size}"] = _to_scalar(f"u{size}", f"{letter}{size}")
-            functions[f"bits_{letter}{size}"] = _to_bits(f"u{size}", f"{letter}{size}")
+            functions[f"_scalar_{letter}{size}"] = _to_scalar(f"u{size}", f"{letter}{size}")
+            functions[f"_bits_{letter}{size}"] = _to_bits(f"u{size}", f"{letter}{size}")
     return functions
 
 

@@ -138,7 +138,7 @@ class AtomicSite:
         size, elements = self.form.itemsize, self.form.elements
         aligned(address, size * elements)
         region = FIND[space](unit, address, size * elements)
-        first = address - region.start
+        first = address - region.low
         octets = region.views[1][first : first + size * elements]
         old = octets.copy()
         for n in range(elements):

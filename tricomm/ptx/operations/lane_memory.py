@@ -57,7 +57,7 @@ def read_steps(region: Region, base: int, stride: int, count: int, size: tuple[i
     """For lanes at `base`, `base + stride`, ...: one array an element; `size` is (itemsize, elements)."""
     itemsize, elements = size
     view = region.views[itemsize]
-    first = (base - region.start) // itemsize
+    first = (base - region.starts[itemsize]) // itemsize
     step = stride // itemsize
     end = first + step * (count - 1) + 1
     return [view[first + n : end + n : step].copy() for n in range(elements)]
@@ -65,7 +65,7 @@ def read_steps(region: Region, base: int, stride: int, count: int, size: tuple[i
 
 def write_steps(region: Region, base: int, stride: int, itemsize: int, values: list[Array]) -> None:
     view = region.views[itemsize]
-    first = (base - region.start) // itemsize
+    first = (base - region.starts[itemsize]) // itemsize
     step = stride // itemsize
     end = first + step * (len(values[0]) - 1) + 1
     for n, value in enumerate(values):
@@ -74,7 +74,7 @@ def write_steps(region: Region, base: int, stride: int, itemsize: int, values: l
 
 def places(region: Region, addresses: Array, itemsize: int) -> Array:
     """Indices into `region.views[itemsize]`; those before its start are beyond its end."""
-    offsets = addresses - np.uint64(region.start)
+    offsets = addresses - np.uint64(region.starts[itemsize])
     shift = _SHIFT[itemsize]
     if shift:
         offsets >>= np.uint64(shift)
@@ -99,7 +99,7 @@ def read_lanes(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]) 
 
 
 def _check(region: Region, addresses: Array, width: int) -> None:
-    """All addresses are aligned. Those outside of the region are noticed when they are used, but for its last word."""
+    """All addresses are aligned. Those outside of the region are noticed when they are used."""
     if width > 1 and np.bitwise_or.reduce(addresses).item() & (width - 1):
         bad = addresses[addresses % np.uint64(width) != 0]
         aligned(bad.item(0), width)
@@ -111,7 +111,7 @@ def _each_region(unit: Unit, find: Find, addresses: Array, size: tuple[int, int]
     result = [np.empty(len(addresses), f"u{itemsize}") for _ in range(elements)]
     for lane, address in enumerate(addresses.tolist()):
         region = find(unit, address, itemsize * elements)
-        first = (address - region.start) // itemsize
+        first = (address - region.starts[itemsize]) // itemsize
         for n in range(elements):
             result[n][lane] = region.views[itemsize][first + n]
     return result
@@ -129,7 +129,7 @@ def write_lanes(unit: Unit, find: Find, addresses: Array, itemsize: int, values:
     if index.max() + len(values) > len(view):
         for lane, address in enumerate(addresses.tolist()):
             region = find(unit, address, width)
-            first = (address - region.start) // itemsize
+            first = (address - region.starts[itemsize]) // itemsize
             for n, value in enumerate(values):
                 region.views[itemsize][first + n] = value[lane]
         return

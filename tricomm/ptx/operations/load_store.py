@@ -99,7 +99,7 @@ class MemorySite:
             if base % self.width:
                 aligned(base, self.width)
             itemsize, elements = self.size
-            view, first = region.views[itemsize], (base - region.start) // itemsize
+            view, first = region.views[itemsize], (base - region.starts[itemsize]) // itemsize
             if elements == 1:
                 return view.item(first)
             numbers = [view.item(first + n) for n in range(elements)]
@@ -124,19 +124,19 @@ class MemorySite:
         def supply(octets: Array) -> None:
             found[:] = [octets]
 
-        unit.tell(self._access(unit, space, mask, addresses, perform, supply))
+        unit.tell(self._access(unit, space, mask, addresses, perform, supply, None))
         values = values_of(found[0], self.size)
         return values if mask is None else [self._spread(value, mask) for value in values]
 
     def _access(self, unit: Unit, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:
         form = self.form
-        addresses, perform, supply = rest
+        addresses, perform, supply, stored = rest
         threads = unit.threads if mask is None else unit.threads[mask]
         if addresses.dtype != np.uint64:
             addresses = addresses.astype("u8")
         return ThreadAccess(
             form.kind, form.op, space, threads, addresses, form.itemsize, form.elements, form.sem, form.scope,
-            form.instruction, perform, supply,
+            form.instruction, perform, supply, stored,
         )  # fmt: skip
 
     def store(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
@@ -151,7 +151,7 @@ class MemorySite:
             lane = self.lanes - 1 if mask is None else mask.tobytes().rfind(1)
             aligned(base, self.width)
             region = self.find(unit, base, self.width)
-            first = (base - region.start) // self.size[0]
+            first = (base - region.starts[self.size[0]]) // self.size[0]
             for n, value in enumerate(values):
                 region.views[self.size[0]][first + n] = value[lane]
         else:
@@ -193,7 +193,7 @@ class MemorySite:
             else:
                 write_lanes(unit, FIND[space], addresses[chosen], self.size[0], [g[chosen] for g in given])
 
-        unit.tell(self._access(unit, space, mask, addresses, perform, None))
+        unit.tell(self._access(unit, space, mask, addresses, perform, None, lambda: octets_of(given)))
 
     def _redirected(self, unit: Unit, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
         """Local memory has a place a lane; a generic address says by its window which space it is in."""

@@ -47,10 +47,15 @@ class MemoryForm:
         return self.sem is not None
 
 
+def place_of(instruction: Instruction) -> str:
+    """Text, PTX line and Python line."""
+    where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
+    return f"`{instruction.text.strip()}` (PTX line {instruction.line}, {where})"
+
+
 def unknown_form(instruction: Instruction, why: str) -> InvalidArgument:
     """The error for an instruction that is refused."""
-    where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
-    return InvalidArgument(f"{instruction.text!r} (PTX line {instruction.line}, {where}): {why}")
+    return InvalidArgument(f"{place_of(instruction)}: {why}")
 
 
 def memory_form(instruction: Instruction) -> MemoryForm:

@@ -6,7 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tricomm.ptx.instructions import Instruction
-from tricomm.ptx.operations import address_spaces, memory_calls, synchronisation, warp_exchange
+from tricomm.ptx.operations import (
+    address_spaces,
+    async_copies,
+    memory_calls,
+    multicast,
+    synchronisation,
+    transaction_barriers,
+    warp_exchange,
+)
 from tricomm.ptx.operations.operation import Operation
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ MAKERS: dict[str, Maker] = {
     "membar": synchronisation.fence, "prefetch": synchronisation.nothing, "prefetchu": synchronisation.nothing,
     "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
     "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
+    "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
     "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep, "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")

@@ -1,0 +1,135 @@
+"""Threads made by hand: accesses in an order that a test chooses, shown to the detector."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tricomm.explorer.compiled.events import locate
+from tricomm.explorer.compiled.thread_clocks import SCOPES
+from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.ptx.access import ThreadAccess
+from tricomm.ptx.instructions import Address, Instruction, Kernel, Register, SourceLine
+
+_lines = itertools.count(1)
+
+
+@dataclass(eq=False)
+class Litmus:
+    """Some bytes that all ranks reach, and blocks of threads."""
+
+    detector: ThreadDetector = field(default_factory=ThreadDetector)
+
+    def __post_init__(self) -> None:
+        self.bytes = np.zeros(256, np.uint8)
+        self.memory = Memory()
+        self.region = Region("symmetric", 0, self.bytes.ctypes.data, 256, "memory")
+        self.memory.add(self.region)
+        for rank in range(2):
+            self.detector.host(rank)
+        host = self.detector.host(0)
+        self.detector.host_access(0, True, self.region, np.arange(0, 256, 8), 8, _site())
+        for rank in range(2):  # what host code has initialised, all launches know
+            team = self.detector.host(rank).team
+            self.detector.clocks.learn(team, np.zeros(1, int), self.detector.clocks.row(host.team))
+
+    def block(self, rank: int = 0, threads: int = 2, number: int = 0) -> Block:
+        known = self.detector.clocks.row(self.detector.host(rank).team)
+        return Block(self, Maker(self.detector.clocks.team(rank, threads, known), number, 1, _KERNEL))
+
+    @property
+    def kinds(self) -> list[str]:
+        return [f.kind for f in self.detector.findings]
+
+
+@dataclass(eq=False)
+class Block:
+    litmus: Litmus
+    maker: Maker
+
+    def __call__(self, lanes: int | list[int], name: str, at: int | list[int], value: int | list[int] | None = None) -> list[int]:
+        """`name` is a PTX name such as "st.release.sys.b32" or "atom.add.relaxed.gpu.b32"; returns what was read."""
+        opcode, *rest = name.split(".")
+        sems = ("volatile", "relaxed", "acquire", "release", "acq_rel")
+        sem = next((m for m in rest if m in sems), None)
+        scope = next((m for m in rest if m in SCOPES), "sys" if sem == "volatile" else None)
+        size = int(rest[-1][1:]) // 8
+        elements = next((int(m[1:]) for m in rest if m in ("v2", "v4")), 1)
+        op = next((m for m in rest if m in ("add", "exch", "cas")), "")
+        kind = {"ld": "load", "st": "store", "atom": "rmw", "red": "red"}[opcode]
+        threads = np.array([lanes] if isinstance(lanes, int) else lanes)
+        offsets = np.broadcast_to(np.array(at), threads.shape)
+        memory, found = self.litmus.bytes, []
+        old = np.stack([memory[o : o + size * elements].copy() for o in offsets])
+
+        def perform(chosen: object) -> np.ndarray:
+            for lane, offset in enumerate(offsets.tolist()):
+                mine = value[lane] if isinstance(value, list) else value or 0
+                cell = memory[offset : offset + size * elements]
+                number = int.from_bytes(cell.tobytes(), "little")
+                if kind == "load":
+                    continue
+                new = number + mine if op == "add" else mine
+                cell[:] = np.frombuffer(new.to_bytes(size * elements, "little"), np.uint8)
+            return old
+
+        def stored() -> np.ndarray:
+            each = [value] * len(threads) if isinstance(value, int | None) else value
+            return np.stack([np.frombuffer((v or 0).to_bytes(size * elements, "little"), np.uint8) for v in each])
+
+        access = ThreadAccess(
+            kind, op, "global", threads, (offsets + self.litmus.region.base).astype(np.uint64), size, elements, sem,
+            scope if sem else None, _instruction(name), perform, None, stored,
+        )  # fmt: skip
+        places = locate(access, self.litmus.memory, [])
+        perform(None)
+        found = [int.from_bytes(row.tobytes(), "little") for row in old]
+        changed = None
+        if kind in ("rmw", "red"):
+            now = np.stack([memory[o : o + size * elements] for o in offsets])
+            changed = (now != old).any(axis=1) | (op == "exch")
+        self.litmus.detector.access(self.maker, access, places, changed)
+        return found
+
+    def fence(self, lane: int, sem: str, scope: str) -> None:
+        slots = self.maker.team.slots[[lane]]
+        self.litmus.detector.clocks.fence(self.maker.team, slots, SCOPES[scope], sem == "sc")
+
+    def barrier(self, lanes: list[int] | None = None) -> None:
+        slots = self.maker.team.slots if lanes is None else self.maker.team.slots[lanes]
+        for slot in slots:
+            self.litmus.detector.clocks.arrive(self.maker.team, 0, np.array([slot]))
+        for slot in slots:
+            self.litmus.detector.clocks.go_on(self.maker.team, 0, np.array([slot]))
+
+    def warp_barrier(self, lanes: list[int]) -> None:
+        self.litmus.detector.clocks.meet(self.maker.team, self.maker.team.slots[lanes])
+
+    def end(self) -> None:
+        """The launch ends, and its rank's host code waits for it."""
+        clocks = self.litmus.detector.clocks
+        host = self.litmus.detector.host(self.maker.rank)
+        clocks.learn(host.team, np.zeros(1, int), clocks.end(self.maker.team))
+
+
+_VALUE, _ADDRESS = Register("%r1", "b32"), Register("%rd1", "b64")
+
+
+def _instruction(name: str) -> Instruction:
+    line = next(_lines)
+    opcode, *modifiers = name.split(".")
+    operands = (Address(_ADDRESS), _VALUE) if opcode in ("st", "red") else (_VALUE, Address(_ADDRESS))
+    return Instruction(opcode, tuple(modifiers), operands, None, line, f"{name} ...;", (SourceLine("k.py", line),))
+
+
+_USE = Instruction("bra", (), (_VALUE,), None, 0, "bra ...;")  # whatever is loaded is used
+_KERNEL = Kernel("k", "sm_90a", (9, 0), (), (_USE,), {}, {})
+
+
+def _site():
+    from tricomm.explorer.memory_model.source_lines import Site
+
+    return Site((("host.py", 1, "fn"),))

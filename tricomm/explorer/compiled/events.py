@@ -1,0 +1,142 @@
+"""Accesses of compiled code as the explorer keeps them: which threads, which bytes, which Python lines."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
+from tricomm.explorer.report.findings import Record
+from tricomm.ptx.access import ThreadAccess
+from tricomm.ptx.instructions import Instruction
+
+
+@dataclass(slots=True)
+class Elements:
+    """The elements of an access that lie in one region: their `offsets` in bytes (int64), and for each the number of
+    its lane among the access's threads and of its element in that lane's vector."""
+
+    region: Region
+    offsets: Array
+    lanes: Array
+    numbers: Array
+
+    def some(self, chosen: Array) -> Elements:
+        return Elements(self.region, self.offsets[chosen], self.lanes[chosen], self.numbers[chosen])
+
+    def bytes(self, itemsize: int) -> Array:
+        """uint8 [elements, itemsize]: what they hold now."""
+        found: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
+        return found
+
+
+@dataclass(slots=True)
+class Event:
+    """One memory instruction that some threads of a block (or a rank's host code, block -1) have executed."""
+
+    step: int
+    rank: int
+    block: int
+    team: int
+    launch: int
+    kind: str
+    sem: str | None
+    scope: str | None
+    site: Site
+    region: Region | None
+    offset: int
+    count: int
+    itemsize: int
+    instruction: Instruction | None = None
+    kernel: Any = None
+
+    @classmethod
+    def nobodys(cls) -> Event:
+        return cls(0, -1, -1, 0, 0, "none", None, None, NOWHERE, None, 0, 0, 0)
+
+    @property
+    def shared(self) -> bool:
+        return self.region is not None and self.region.shared
+
+    def record(self) -> Record:
+        label, owner = "?", -1
+        if self.region is not None:
+            label, owner = self.region.label(self.offset), self.region.rank
+        return Record(
+            self.step, self.rank, self.block, self.launch, "rmw" if self.kind in ("red", "rmw") else self.kind,
+            self.sem, self.scope, self.site, label, self.count, self.itemsize, owner,
+        )  # fmt: skip
+
+
+def locate(access: ThreadAccess, memory: Memory, private: list[Region]) -> list[Elements] | int:
+    """Where the elements lie, one entry a region; the first address that lies nowhere, if there is one."""
+    addresses, lanes = access.addresses, np.arange(len(access.addresses))
+    numbers = np.zeros(len(addresses), np.int64)
+    whole = memory.region(int(addresses.min()), int(addresses.max()) + access.width, private)
+    if whole is not None:
+        regions = [(whole, lanes)]
+    else:
+        found: dict[int, tuple[Region, list[int]]] = {}
+        for lane, address in enumerate(addresses.tolist()):
+            region = memory.region(address, address + access.width, private)
+            if region is None:
+                return int(address)
+            found.setdefault(id(region), (region, []))[1].append(lane)
+        regions = [(region, np.array(chosen)) for region, chosen in found.values()]
+    result = []
+    for region, chosen in regions:
+        offsets = (addresses[chosen] - np.uint64(region.base)).astype(np.int64)
+        result.append(_elements(region, offsets, chosen, access))
+    return result
+
+
+def in_shared_memory(access: ThreadAccess, region: Region) -> list[Elements]:
+    return [_elements(region, access.addresses.astype(np.int64), np.arange(len(access.addresses)), access)]
+
+
+def _elements(region: Region, offsets: Array, lanes: Array, access: ThreadAccess) -> Elements:
+    if access.elements == 1:
+        return Elements(region, offsets, lanes, np.zeros(len(lanes), np.int64))
+    number = np.arange(access.elements)
+    spread = (offsets[:, None] + number * access.itemsize).reshape(-1)
+    return Elements(region, spread, np.repeat(lanes, access.elements), np.tile(number, len(lanes)))
+
+
+_sites: dict[int, tuple[Instruction, Site]] = {}
+
+
+def site_of(instruction: Instruction, kernel: str) -> Site:
+    """The Python lines that an instruction was made of, with the instruction itself."""
+    found = _sites.get(id(instruction))
+    if found is None or found[0] is not instruction:
+        chain = tuple(
+            (line.file, line.line, line.function or function_at(line.file, line.line) or kernel)
+            for line in instruction.source
+        )
+        said = f"PTX line {instruction.line}: {' '.join(instruction.text.split())}"
+        found = _sites[id(instruction)] = instruction, Site(chain, said)
+    return found[1]
+
+
+def function_at(file: str, line: int) -> str | None:
+    """The name of the innermost function of a Python file around `line`: PTX names the kernel only."""
+    return next((name for first, last, name in _functions(file) if first <= line <= last), None)
+
+
+@functools.cache
+def _functions(file: str) -> list[tuple[int, int, str]]:
+    """(first line, last line, name), inner functions first."""
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [(n.lineno, n.end_lineno or n.lineno, n.name) for n in ast.walk(tree) if isinstance(n, kinds)]
+    return sorted(found, key=lambda entry: entry[1] - entry[0])

@@ -1,0 +1,364 @@
+"""What each thread knows of every other: vector clocks under the memory consistency model of PTX.
+
+A clock is a row, a time for each thread. The threads of a block have one in common since the last barrier of the whole
+block; a thread that has learned something since then has another one, which it may share with others that have learned
+the same. Its own time each thread knows anyway. Numbers in brackets are sections of the PTX ISA manual.
+
+  program order (8.9.1)         of one thread; two lanes of a warp have none
+  barriers (8.9.4)              `bar.sync`, `bar.red`, `bar.arrive`, `bar.warp.sync`: of the threads that take part
+  release patterns (8.8)        a release; a fence, then a strong write; a release, then a strong write to the same word
+  acquire patterns (8.8)        an acquire; a strong read, then a fence
+  observation order (8.9.2)     the strong read takes its value from the strong write, or from a read-modify-write
+                                that continues it, each two of them morally strong
+  morally strong (8.7)          both scopes include the other's thread
+  Fence-SC order (8.9.3)        a `fence.sc` before a later one
+  the CUDA API                  a launch begins behind the end of what its stream did before. The end of a launch is
+                                a fence of the whole system, so a relaxed write hands on what earlier launches did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tricomm.errors import InvalidArgument
+
+MOST_THREADS = 8192
+Array = NDArray[Any]
+SCOPES = {"cta": 1, "cluster": 1, "gpu": 2, "sys": 3}  # a cluster is taken for a block: never more than it is
+CTA, GPU, SYS = 1, 2, 3
+_FIRST_SLOTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, whose scope it is."""
+
+    slot: int
+    rank: int
+    block: int
+    scope: int
+    time: int
+    known: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a strong write carries. `rank`, `block` and `scope` are of the last write of the chain."""
+
+    rank: int
+    block: int
+    scope: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Gathering:
+    """One barrier of a block: how often it has opened; who has come since then, and what they know."""
+
+    phase: int = 0
+    known: Array | None = None
+    waiting: int = 0
+    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
+    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `base` now
+
+
+@dataclass(eq=False, slots=True)
+class Team:
+    """The threads of one running block, or one actor of the host: their slots, one after another, and what they know.
+
+    rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
+    """
+
+    number: int
+    rank: int
+    slots: Array
+    rows: list[Array]
+    row_of: Array
+    present: int
+    birth: tuple[Part, ...] = ()
+    seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
+    joined: set[tuple[int, int, bytes]] = field(default_factory=set)
+    barriers: dict[int, Gathering] = field(default_factory=dict)
+
+    def local(self, slots: Array) -> Array:
+        """Their numbers in the block."""
+        found: Array = slots - self.slots[0]
+        return found
+
+
+def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:
+    """True if `scope`, of a thread of `rank` and `block`, includes the other thread."""
+    return (scope >= SYS) | ((scope >= GPU) & (rank == other_rank)) | (block == other_block)
+
+
+class Clocks:
+    """All threads of an execution. Slot 0 is nobody: what nobody has written is known to all."""
+
+    def __init__(self) -> None:
+        size = _FIRST_SLOTS
+        self.time = np.zeros(size, np.int32)
+        self.rank = np.full(size, -1, np.int32)
+        self.block = np.full(size, -1, np.int32)
+        self.thread = np.full(size, -1, np.int32)  # its number in its block; -1 for host code
+        self.messages: list[Message | None] = [None]
+        self._fenced: dict[int, Part] = {}
+        self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of what releases nothing
+        self._sc: dict[tuple[int, int, int], Array] = {}
+        self._used, self._teams = 1, 0
+        self._free: list[Array] = []
+
+    @property
+    def size(self) -> int:
+        return len(self.time)
+
+    # Who knows what
+
+    def known(self, team: Team, slots: Array, others: Array) -> Array:
+        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows."""
+        found: Array = self._row(team, 0)[others]
+        rows = team.row_of[team.local(slots)]
+        if rows.any():
+            for row in np.unique(rows[rows > 0]).tolist():
+                mine = rows == row
+                found[mine] = self._row(team, row)[others[mine]]
+        return np.where(slots == others, self.time[slots], found)
+
+    def known_of_all(self, team: Team, slots: Array) -> Array:
+        """A row for each of the threads."""
+        rows = team.row_of[team.local(slots)]
+        found = np.stack([self._row(team, row) for row in range(len(team.rows))])[rows]
+        found[np.arange(len(slots)), slots] = self.time[slots]
+        return found
+
+    def row(self, team: Team, thread: int = 0) -> Array:
+        """What a thread knows now, handed to somebody: what it does from here on is not part of it."""
+        slot = team.slots[thread]
+        known = self._row(team, int(team.row_of[thread])).copy()
+        known[slot] = self.time[slot]
+        self.time[slot] += 1
+        return known
+
+    def learn(self, team: Team, threads: Array, known: Array) -> None:
+        known = self._fitted(known)
+        if len(threads) == len(team.slots) == 1:
+            team.rows[0] = np.maximum(self._row(team, 0), known)
+            return
+        rows = team.row_of[threads]
+        for row in np.unique(rows).tolist():
+            team.rows.append(np.maximum(self._row(team, row), known))
+            team.row_of[threads[rows == row]] = len(team.rows) - 1
+
+    def _row(self, team: Team, row: int) -> Array:
+        """As long as there are slots now."""
+        if len(team.rows[row]) < self.size:
+            team.rows[row] = self._fitted(team.rows[row])
+        return team.rows[row]
+
+    def _fitted(self, known: Array) -> Array:
+        missing = self.size - len(known)
+        return known if missing <= 0 else np.pad(known, (0, missing))
+
+    def _highest(self, team: Team, slots: Array) -> Array:
+        """What these threads know together."""
+        rows = [self._row(team, row) for row in np.unique(team.row_of[team.local(slots)]).tolist()]
+        known: Array = rows[0].copy() if len(rows) == 1 else np.max(rows, axis=0)
+        known[slots] = self.time[slots]
+        return known
+
+    # Teams
+
+    def team(self, rank: int, threads: int, known: Array | None = None, host: bool = False) -> Team:
+        """`threads` new threads of one block, which begin with what `known` (a row) knows."""
+        slots = self._slots(threads, known)
+        self._teams += 1
+        known = np.zeros(self.size, np.int32) if known is None else self._fitted(known).copy()
+        team = Team(self._teams, rank, slots, [known], np.zeros(threads, np.int32), threads)
+        if not host:
+            team.birth = (Part(0, rank, team.number, SYS, 0, known.copy()),)
+        self.rank[slots], self.block[slots] = rank, team.number
+        self.thread[slots] = -1 if host else np.arange(threads)
+        self.time[slots] += 1
+        return team
+
+    def leave(self, team: Team, slots: Array) -> None:
+        """Threads of it have ended."""
+        team.present -= len(slots)
+
+    def end(self, team: Team) -> Array:
+        """What is known when all its threads have ended. Their slots may be used again by whoever knows of that."""
+        known = self._highest(team, team.slots)
+        self.time[team.slots] += 1
+        for slot in team.slots.tolist():
+            self._fenced.pop(slot, None)
+        self._free.append(team.slots)
+        return known
+
+    def _slots(self, threads: int, known: Array | None) -> Array:
+        """Unused ones, or those of threads whose last accesses `known` knows."""
+        if known is not None:
+            known = self._fitted(known)
+            for n, free in enumerate(self._free):
+                if len(free) == threads and (known[free] >= self.time[free] - 1).all():
+                    return self._free.pop(n)
+        if self._used + threads > MOST_THREADS:
+            raise InvalidArgument(
+                f"{self._used - 1 + threads} threads: the clocks of at most {MOST_THREADS} are kept; take fewer ranks, "
+                "blocks or warps"
+            )
+        while self._used + threads > self.size:
+            missing = self.size
+            self.time = np.pad(self.time, (0, missing))
+            self.rank, self.block, self.thread = (
+                np.pad(values, (0, missing), constant_values=-1) for values in (self.rank, self.block, self.thread)
+            )
+        slots = np.arange(self._used, self._used + threads)
+        self._used += threads
+        return slots
+
+    # Order within a block
+
+    def arrive(self, team: Team, barrier: int, slots: Array, waits: bool = True) -> None:
+        """These threads have come to a barrier of their block; `waits` is False for `bar.arrive`."""
+        gathering = team.barriers.setdefault(barrier, Gathering())
+        mine = self._highest(team, slots)
+        before = gathering.known
+        gathering.known = mine if before is None else np.maximum(self._fitted(before), mine)
+        gathering.waiting += len(slots) if waits else 0
+        gathering.came[int(slots[0])] = gathering.phase
+        self.time[slots] += 1
+
+    def go_on(self, team: Team, barrier: int, slots: Array) -> None:
+        """They go on behind it: each knows what all knew that came."""
+        gathering = team.barriers.setdefault(barrier, Gathering())
+        mine = gathering.came.get(int(slots[0]), gathering.phase)
+        if mine == gathering.phase and gathering.known is not None:
+            whole = gathering.waiting == team.present
+            gathering.opened[mine] = gathering.known, whole
+            gathering.opened.pop(mine - 2, None)
+            if whole:  # the others wait at this barrier, and do nothing before they go on as well
+                team.rows, team.row_of = [gathering.known], np.zeros_like(team.row_of)
+            gathering.phase, gathering.known, gathering.waiting = mine + 1, None, 0
+        known, whole = gathering.opened.get(mine, (None, True))
+        if known is not None and not whole:
+            self.learn(team, team.local(slots), known)
+
+    def meet(self, team: Team, slots: Array) -> None:
+        """`bar.warp.sync`."""
+        known = self._highest(team, slots)
+        self.time[slots] += 1
+        self.learn(team, team.local(slots), known)
+
+    # Order through memory
+
+    def fence(self, team: Team, slots: Array, scope: int, sc: bool) -> None:
+        """Ends acquire patterns, begins release patterns."""
+        for number, ends, seers in list(team.seen.values()):
+            mine = seers[np.isin(seers, slots)]
+            if len(mine):
+                self._join(team, mine, number, ends, scope)
+        if sc:
+            self._fence_sc(team, slots, scope)
+        for slot in slots.tolist():
+            time = int(self.time[slot])
+            known = self.row(team, int(slot - team.slots[0]))
+            self._fenced[slot] = Part(slot, team.rank, team.number, scope, time, known)
+
+    def _fence_sc(self, team: Team, slots: Array, scope: int) -> None:
+        for (rank, block, other), known in self._sc.items():
+            both = includes(other, rank, block, team.rank, team.number) and includes(
+                scope, team.rank, team.number, rank, block
+            )
+            if both:
+                self.learn(team, team.local(slots), known)
+        key = (team.rank, team.number, scope)
+        known, before = self._highest(team, slots), self._sc.get(key)
+        self._sc[key] = known if before is None else np.maximum(self._fitted(before), known)
+
+    def plain(self, team: Team, scope: int) -> int:
+        """The message of a strong write that releases nothing but what earlier launches did."""
+        key = (team.number, scope)
+        if key not in self._plain:
+            self._plain[key] = self._message(team, scope, team.birth)
+        return self._plain[key]
+
+    def publish(self, team: Team, slot: int, sem: str, scope: int, continues: Sequence[int] = ()) -> int:
+        """The number of the message of a strong write; it goes on with those of `continues`: what a read-modify-write
+        has read, or this thread's own release to the same word."""
+        fence = self._fenced.get(slot)
+        parts = [part for number in continues for part in self._handed_on(number, team, scope)]
+        parts += team.birth if fence is None else (fence,)
+        if sem in ("release", "acq_rel"):
+            time = int(self.time[slot])
+            parts.append(Part(slot, team.rank, team.number, scope, time, self.row(team, int(slot - team.slots[0]))))
+        elif tuple(parts) == team.birth:
+            return self.plain(team, scope)
+        return self._message(team, scope, _merged(parts))
+
+    def _handed_on(self, number: int, team: Team, scope: int) -> tuple[Part, ...]:
+        message = self.messages[number]
+        if message is None:
+            return ()
+        both = includes(message.scope, message.rank, message.block, team.rank, team.number) and includes(
+            scope, team.rank, team.number, message.rank, message.block
+        )
+        return message.parts if both else ()
+
+    def _message(self, team: Team, scope: int, parts: tuple[Part, ...]) -> int:
+        self.messages.append(Message(team.rank, team.number, scope, parts))
+        return len(self.messages) - 1
+
+    def has_fenced(self, slots: Array) -> bool:
+        return bool(self._fenced) and any(slot in self._fenced for slot in slots.tolist())
+
+    def observe(self, team: Team, slots: Array, numbers: Array, sem: str, scope: int) -> None:
+        """Strong reads by `slots` have taken their values from the writes of the messages `numbers`."""
+        for number in np.unique(numbers).tolist():
+            message = self.messages[number]
+            if message is None or not message.parts:
+                continue
+            readers = np.unique(slots[numbers == number])
+            key = (number, scope, readers.tobytes())
+            if sem in ("acquire", "acq_rel"):
+                if key not in team.joined:
+                    team.joined.add(key)
+                    self._join(team, readers, number, scope, scope)
+            elif message.block != team.number or len(message.parts) > 1:
+                team.seen.setdefault(key, (number, scope, readers))
+
+    def _join(self, team: Team, readers: Array, number: int, scope: int, last: int) -> None:
+        """`scope` is that of the read, `last` that of the last operation of the acquire pattern."""
+        message = self.messages[number]
+        assert message is not None
+        rank, block = team.rank, team.number
+        if not (
+            includes(message.scope, message.rank, message.block, rank, block)
+            and includes(scope, rank, block, message.rank, message.block)
+        ):
+            return
+        for part in message.parts:
+            both = includes(part.scope, part.rank, part.block, rank, block) and includes(
+                last, rank, block, part.rank, part.block
+            )
+            if not both:
+                continue
+            # Whoever knows a release knows all that was released with it.
+            late = readers
+            if part.slot:
+                late = readers[self.known(team, readers, np.full(len(readers), part.slot)) < part.time]
+            if len(late):
+                self.learn(team, team.local(late), part.known)
+
+
+def _merged(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """Without those that a later one of the same thread and scope stands for."""
+    last: dict[tuple[int, int, int], Part] = {}
+    for part in parts:
+        before = last.get((part.slot, part.block, part.scope))
+        if before is None or before.time <= part.time:
+            last[part.slot, part.block, part.scope] = part
+    return tuple(last.values())

@@ -1,0 +1,370 @@
+"""What happens at an access of a warp: others may go first, then it is done, looked at, and those who wait are woken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of
+from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
+from tricomm.explorer.compiled.thread_detector import Maker, ThreadDetector
+from tricomm.explorer.compiled.weak_memory import Held, WeakMemory, words_of
+from tricomm.explorer.memory_model.machine import OutOfBounds
+from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.scheduler import Scheduler
+from tricomm.explorer.schedule.tasks import Poll, State, Task
+from tricomm.kernels.launch.memory_access import Access
+from tricomm.ptx.access import ThreadAccess
+from tricomm.ptx.instructions import Instruction
+
+_PATIENCE = 64  # rounds that a weak load is given, which may be no poll
+# A compiled kernel looks at the abort word once in 256 rounds.
+_LEAVING = 600
+_ACQUIRES = ("acquire", "acq_rel")
+
+
+@dataclass(eq=False)
+class Crew:
+    """The warps of one block that runs."""
+
+    maker: Maker
+    shared_memory: Region
+    tasks: list[Task] = field(default_factory=list)
+    waiting: dict[Task, Callable[[], bool]] = field(default_factory=dict)
+
+
+class UnitMachine:
+    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None."""
+
+    def __init__(
+        self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
+        patience: int = 1,
+    ) -> None:  # fmt: skip
+        self.memory, self.detector, self.weak, self.contention = memory, detector, weak, contention
+        self.scheduler: Scheduler
+        self.leaving: set[int] = set()
+        self._patience = patience
+
+    # Accesses
+
+    def access(self, task: Task, crew: Crew, access: ThreadAccess) -> None:
+        if not len(access.addresses):
+            access.perform(None)
+            return
+        self.scheduler.turns += 1
+        if access.space == "shared":
+            access.perform(None)
+            if self.detector is not None:
+                self.detector.access(crew.maker, access, in_shared_memory(access, crew.shared_memory), None)
+            if access.kind in ("rmw", "cas", "red"):
+                self.poke(crew)
+            return
+        assert task.launch is not None
+        places = locate(access, self.memory, task.launch.private)
+        if isinstance(places, int):
+            self._outside(task, crew, access, places)
+        elif places[0].region.kind == "control":
+            access.perform(None)
+            if access.writes:
+                self.tell_to_leave(places[0].region.rank)
+        elif places[0].region.kind == "private":
+            changed = self._perform(access, places)[1]
+            if self.detector is not None:
+                self.detector.access(crew.maker, access, places, changed)
+        elif access.kind == "load" and all(_constant(place, access.itemsize) for place in places):
+            access.perform(None)
+        else:
+            self._shared(task, crew, access, places)
+
+    def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array) -> None:
+        self._flush(task, crew)
+        if self.detector is not None:
+            clocks = self.detector.clocks
+            clocks.fence(crew.maker.team, crew.maker.team.slots[threads], SCOPES[scope], sem == "sc")
+
+    def barrier(self, task: Task, crew: Crew, number: int, threads: Array) -> None:
+        if self.detector is not None:
+            self.detector.clocks.go_on(crew.maker.team, number, crew.maker.team.slots[threads])
+        if self.weak is not None:
+            self.weak.synchronised(task)
+
+    def arrive(self, task: Task, crew: Crew, number: int, threads: Array, instruction: Instruction) -> None:
+        if self.detector is not None:
+            team, waits = crew.maker.team, "arrive" not in instruction.modifiers
+            self.detector.clocks.arrive(team, number, team.slots[threads], waits)
+        if self.weak is not None:
+            self.weak.met(task)
+        self.poke(crew)
+
+    def warp_barrier(self, task: Task, crew: Crew, threads: Array) -> None:
+        if self.detector is not None:
+            self.detector.clocks.meet(crew.maker.team, crew.maker.team.slots[threads])
+        if self.weak is not None:
+            self.weak.met(task)
+            self.weak.synchronised(task)
+
+    def wait(self, task: Task, crew: Crew, until: Callable[[], bool], instruction: Instruction) -> None:
+        self.scheduler.turns += 1
+        if until():
+            return
+        task.waits = site_of(instruction, crew.maker.kernel.name)
+        while not until():
+            crew.waiting[task] = until
+            self.scheduler.park()
+        crew.waiting.pop(task, None)
+        task.waits = None
+
+    def leave(self, crew: Crew, threads: Array) -> None:
+        """A warp has come to its end."""
+        if self.detector is not None:
+            self.detector.clocks.leave(crew.maker.team, crew.maker.team.slots[threads])
+        self.poke(crew)
+
+    def poke(self, crew: Crew) -> bool:
+        """Something has changed within the block: whoever waits for it may go on."""
+        woken = False
+        for task, until in list(crew.waiting.items()):
+            if task.state is State.PARKED and until():
+                del crew.waiting[task]
+                task.state = State.READY
+                woken = True
+        return woken
+
+    def release_held(self, now: bool = False) -> bool:
+        """Do the late stores whose time has come; `now`: all of them."""
+        if self.weak is None:
+            return False
+        due = self.weak.due(self.scheduler.step, now)
+        for held in due:
+            self._arrive(held)
+        return bool(due)
+
+    def tell_to_leave(self, rank: int) -> None:
+        """Its control words may say so now: let its blocks look, however often it takes."""
+        words = next(r for r in self.memory if r.kind == "control" and r.rank == rank).bytes[:16]
+        if words.any():
+            self.leaving.add(rank)
+            for task in self.scheduler.blocks:
+                if task.rank == rank and task.state is State.PARKED and task.waits is None:
+                    self.scheduler.wake(task)
+
+    # Inside
+
+    def _shared(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
+        task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))  # type: ignore[arg-type]
+        self.scheduler.take_turns()
+        weak = self.weak
+        if weak is not None:
+            for held in weak.before(task, crew.maker, access, places):
+                self._arrive(held)
+            late = weak.late(access, places, self.scheduler.step)
+            if late is not None:
+                self._hold(task, crew, access, places, *late)
+                return
+        messages = self._early(task, access, places) if weak is not None and access.kind == "load" else None
+        if messages is None:
+            old, changed = self._perform(access, places)
+        else:
+            old, changed, messages = messages[0], None, messages[1]
+        if self.detector is not None:
+            self.detector.access(crew.maker, access, places, changed, messages)
+        if weak is not None:
+            for place in places:
+                weak.looked(task, place, access.itemsize)
+            if access.sem in _ACQUIRES:
+                weak.synchronised(task)
+        writes = access.writes and (changed is None or bool(changed.any()))
+        if self.contention is not None:
+            site = site_of(access.instruction, crew.maker.kernel.name)
+            strong = writes or access.sem in ("release", "acq_rel")
+            self.contention.done(task, places, strong, site, b"" if old is None else old.tobytes())  # type: ignore[arg-type]
+        if writes:
+            task.forget_polls()
+            self.scheduler.wrote(_addresses(places, access))
+        elif old is not None:
+            self._looked(task, crew, access, places, old)
+
+    def _perform(self, access: ThreadAccess, places: list[Elements]) -> tuple[Array | None, Array | None]:
+        """What it has read (uint8 [lanes, width]), and of a read-modify-write which lanes have changed anything."""
+        if access.writes and self.weak is not None and places[0].region.shared:
+            for place in places:
+                self._note_overwritten(place, access)
+        if access.kind == "red":
+            before = _values(access, places)
+            access.perform(None)
+            return None, (before != _values(access, places)).any(axis=1)
+        old = access.perform(None)
+        if access.kind in ("rmw", "cas"):
+            assert old is not None
+            if access.op == "exch":
+                return old, np.ones(len(old), bool)
+            return old, (old.reshape(len(access.threads), -1) != _values(access, places)).any(axis=1)
+        return old, None
+
+    def _note_overwritten(self, place: Elements, access: ThreadAccess) -> None:
+        assert self.weak is not None and self.detector is not None
+        messages = self.detector.messages(place, access.itemsize)
+        self.weak.overwritten(place, access.itemsize, place.bytes(access.itemsize), messages)
+
+    def _early(
+        self, task: Task, access: ThreadAccess, places: list[Elements]
+    ) -> tuple[Array, list[Array]] | None:
+        assert self.weak is not None and self.detector is not None
+        if access.supply is None:
+            return None
+        found = [self.weak.early(task, access, place) for place in places]
+        if not any(found):
+            return None
+        values, messages = _values(access, places).reshape(len(access.threads), access.elements, -1), []
+        for place, past in zip(places, found, strict=True):
+            now = self.detector.messages(place, access.itemsize)
+            if past is not None:
+                chosen, old, old_messages = past
+                values[place.lanes[chosen], place.numbers[chosen]] = old[chosen]
+                now = np.where(chosen, old_messages, now)
+            messages.append(now)
+        flat = values.reshape(len(access.threads), -1)
+        access.supply(flat)
+        return flat, messages
+
+    def _hold(
+        self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements], chosen: list[Array], until: int
+    ) -> None:
+        assert self.weak is not None and self.detector is not None
+        stamp = self.detector.stamp(crew.maker, access, places)
+        before = [place.bytes(access.itemsize) for place in places]
+        past = [self.detector.messages(place, access.itemsize) for place in places]
+        access.perform(None)
+        for place, late, old, messages in zip(places, chosen, before, past, strict=True):
+            here, later = place.some(~late), place.some(late)
+            values = later.bytes(access.itemsize)
+            _put(later, access.itemsize, old[late])
+            if len(here.offsets):
+                self.weak.overwritten(here, access.itemsize, old[~late], messages[~late])
+                self.detector.arrived(crew.maker, access, [here], stamp)
+                self.scheduler.wrote(_addresses([here], access))
+            if len(later.offsets):
+                words = words_of(later, access.itemsize)
+                self.weak.add(Held(task, crew.maker, access, later, values, stamp, until, words))
+            self.weak.looked(task, place, access.itemsize)
+        task.forget_polls()
+
+    def _arrive(self, held: Held) -> None:
+        assert self.weak is not None and self.detector is not None
+        self._note_overwritten(held.elements, held.access)
+        _put(held.elements, held.access.itemsize, held.values)
+        self.detector.arrived(held.maker, held.access, [held.elements], held.stamp)
+        self.scheduler.wrote(_addresses([held.elements], held.access))
+
+    def _flush(self, task: Task, crew: Crew) -> None:
+        if self.weak is not None:
+            for held in self.weak.fenced(task, crew.maker):
+                self._arrive(held)
+            self.weak.synchronised(task)
+
+    # Polls
+
+    def _looked(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements], old: Array) -> None:
+        """A warp whose loop finds nothing new sleeps, unless another warp of its block that goes round with it does."""
+        values = old.reshape(len(access.threads), access.elements, -1)
+        seen = np.concatenate([values[place.lanes, place.numbers] for place in places])
+        addresses = _addresses(places, access)
+        look = Access(access.kind, np.zeros(0, bool), addresses, access.itemsize, access.sem, access.scope, _nothing)
+        site = site_of(access.instruction, crew.maker.kernel.name)
+        rounds = self._patience if access.sem is not None else _PATIENCE
+        if task.rank in self.leaving:
+            rounds = _LEAVING
+        if task.saw(look, site, seen, rounds) and not self._news(task, crew):
+            if self.contention is not None:
+                self.contention.parked(task)
+            self.scheduler.park()
+
+    def _news(self, task: Task, crew: Crew) -> bool:
+        """True if something that the warps of this loop poll has changed since they looked there."""
+        mine = task.loop()
+        sites = {poll.site for poll in mine}
+        polls = list(mine)
+        for mate in crew.tasks:
+            if mate is not task and mate.looks and mate.polls[mate.looks[-1]].site in sites:
+                polls += mate.loop() or [mate.polls[mate.looks[-1]]]
+        return any(self._changed(poll) for poll in polls)
+
+    def _changed(self, poll: Poll) -> bool:
+        addresses, size = poll.access.addresses, poll.access.itemsize
+        places = self.memory.places(addresses, size, [])
+        if isinstance(places, int):
+            return True
+        now = np.empty((len(addresses), size), np.uint8)
+        for place in places:
+            lanes = slice(None) if place.lanes is None else place.lanes
+            now[lanes] = place.region.bytes[place.offsets[:, None] + np.arange(size)]
+        return now.tobytes() != poll.values
+
+    def _outside(self, task: Task, crew: Crew, access: ThreadAccess, address: int) -> None:
+        assert task.launch is not None
+        near = self.memory.nearest(address, task.launch.private)
+        what = "reads" if access.kind == "load" else "writes"
+        thread = int(access.threads[int(np.flatnonzero(access.addresses == np.uint64(address))[0])])
+        text = (
+            f"rank {task.rank}, block {task.block}, thread {thread} {what} {access.width} bytes at {address:#x}: {near}"
+        )
+        if self.detector is not None:
+            self.detector.out_of_bounds(crew.maker, access, text)
+        raise OutOfBounds(f"{site_of(access.instruction, crew.maker.kernel.name).where}: {text}")
+
+
+class Warp:
+    """The `Surroundings` of one warp (or block, as the unit)."""
+
+    def __init__(self, machine: UnitMachine, task: Task, crew: Crew) -> None:
+        self._machine, self._task, self._crew = machine, task, crew
+
+    def access(self, access: ThreadAccess) -> None:
+        self._machine.access(self._task, self._crew, access)
+
+    def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
+        self._machine.fence(self._task, self._crew, sem, scope, threads)
+
+    def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
+        self._machine.barrier(self._task, self._crew, number, threads)
+
+    def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
+        self._machine.arrive(self._task, self._crew, number, threads, instruction)
+
+    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
+        self._machine.wait(self._task, self._crew, until, instruction)
+
+    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
+        self._machine.warp_barrier(self._task, self._crew, threads)
+
+    def nanotime(self) -> int:
+        return 100 * self._machine.scheduler.turns
+
+
+def _values(access: ThreadAccess, places: list[Elements]) -> Array:
+    """uint8 [lanes, width]: what is there now."""
+    found = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
+    for place in places:
+        found[place.lanes, place.numbers] = place.bytes(access.itemsize)
+    return found.reshape(len(access.threads), -1)
+
+
+def _put(place: Elements, itemsize: int, values: Array) -> None:
+    place.region.bytes[place.offsets[:, None] + np.arange(itemsize)] = values
+
+
+def _addresses(places: list[Elements], access: ThreadAccess) -> Array:
+    return np.concatenate([place.offsets.astype(np.uint64) + np.uint64(place.region.base) for place in places])
+
+
+def _constant(place: Elements, itemsize: int) -> bool:
+    return place.region.constant(int(place.offsets.min()), int(place.offsets.max()) + itemsize - 1)
+
+
+def _nothing(lanes: Array | None) -> Array | None:
+    return None
+
+

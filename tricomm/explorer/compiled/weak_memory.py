@@ -1,0 +1,192 @@
+"""Stores that arrive late and loads that are early: what the memory model allows a GPU to do to weak and relaxed ones.
+
+Late   An element of a weak, relaxed or volatile store may be overtaken by all that its thread does next, except by an
+       access to the same bytes (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of
+       the host, or the thread's end. A block barrier hands it to the block: from then on no thread of the block
+       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive).
+Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is behind its
+       thread's last acquire, fence or barrier, and behind the thread's last access to the same bytes.
+
+Each element is a store or a load of its own (8.2.2): the halves of a `.v2.b64` may be seen apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled.events import Elements
+from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.compiled.thread_detector import Maker, Stamp
+from tricomm.explorer.memory_model.regions import Region
+from tricomm.ptx.access import ThreadAccess
+
+_OFTEN = 0.25
+_LONGEST = 40
+_KEPT = 128  # overwritten elements' stores
+MAY_WAIT = (None, "relaxed", "volatile")
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """Elements of a store in one region that have not reached memory yet, and what they will put there."""
+
+    task: Any
+    maker: Maker
+    access: ThreadAccess
+    elements: Elements
+    values: Array
+    stamp: Stamp | None
+    until: int
+    words: frozenset[int]
+    block_wide: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Overwritten:
+    """What a write has replaced: by element, with the messages that were there."""
+
+    moment: int
+    offsets: Array
+    itemsize: int
+    values: Array
+    messages: Array
+
+
+@dataclass(eq=False)
+class Looks:
+    """Of one warp: behind which moments its loads must be."""
+
+    floor: int = 0
+    at: dict[Region, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
+
+
+class WeakMemory:
+    """Which stores are late and which loads early is a function of `seed`, and of the order of all accesses."""
+
+    def __init__(self, seed: int) -> None:
+        self.moment = 1
+        self.held: list[Held] = []
+        self._random = Random(seed)
+        self._past: dict[Region, list[Overwritten]] = {}
+        self._looks: dict[Any, Looks] = {}
+
+    # Late stores
+
+    def late(self, access: ThreadAccess, places: list[Elements], step: int) -> tuple[list[Array], int] | None:
+        """Which elements of a store to hold back (bool by element of each place), and until which step; or None."""
+        if access.kind != "store" or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
+            return None
+        until = step + self._random.randint(1, _LONGEST)
+        chosen = []
+        for place in places:
+            _, copies = np.unique(place.offsets, return_inverse=True)  # copies of one lane go together
+            some = np.array([self._random.random() < 0.5 for _ in range(int(copies.max()) + 1)])
+            chosen.append(some[copies])
+        if not any(c.any() for c in chosen):
+            chosen = [np.ones(len(c), bool) for c in chosen]
+        return chosen, until
+
+    def add(self, held: Held) -> None:
+        self.held.append(held)
+
+    def before(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[Held]:
+        """What must reach memory before `access` does."""
+        if not self.held:
+            return []
+        releases = access.writes and access.sem in ("release", "acq_rel")
+        words = {word for place in places for word in words_of(place, access.itemsize)}
+        return self._take(lambda h: self._mine(h, task, maker) and (releases or not h.words.isdisjoint(words)))
+
+    def fenced(self, task: Any, maker: Maker) -> list[Held]:
+        """What must reach memory before a fence, or the end of a warp."""
+        return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
+
+    def met(self, task: Any) -> None:
+        """The warp has come to a barrier of its block."""
+        for held in self.held:
+            if held.task is task:
+                held.block_wide = True
+
+    def due(self, step: int, now: bool) -> list[Held]:
+        return self._take(lambda h: now or h.until <= step) if self.held else []
+
+    def _mine(self, held: Held, task: Any, maker: Maker) -> bool:
+        return held.task is task or (held.block_wide and held.maker.team is maker.team)
+
+    def _take(self, chosen: Any) -> list[Held]:
+        taken = [h for h in self.held if chosen(h)]
+        self.held = [h for h in self.held if not any(h is t for t in taken)] if taken else self.held
+        return taken
+
+    # Early loads
+
+    def overwritten(self, place: Elements, itemsize: int, values: Array, messages: Array) -> None:
+        """Elements with these old values are about to be written."""
+        self.moment += 1
+        past = self._past.setdefault(place.region, [])
+        past.append(Overwritten(self.moment, place.offsets, itemsize, values, messages))
+        if len(past) > _KEPT:
+            del past[0]
+
+    def synchronised(self, task: Any) -> None:
+        """An acquire, a fence or a barrier: what the warp loads from here on is not older."""
+        self._of(task).floor = self.moment
+
+    def looked(self, task: Any, place: Elements, itemsize: int) -> None:
+        """The warp has accessed these elements."""
+        self._at(task, place.region)[pieces_of(place, itemsize)] = self.moment
+
+    def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
+        """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
+        past = self._past.get(place.region)
+        if not past or access.sem not in MAY_WAIT or self._random.random() >= _OFTEN:
+            return None
+        floor = self._of(task).floor
+        if past[-1].moment <= floor:
+            return None
+        moment = self._random.randint(floor, self.moment)
+        seen = self._at(task, place.region)[pieces_of(place, access.itemsize)].reshape(len(place.offsets), -1).max(axis=1)
+        willing = np.array([self._random.random() < 0.75 for _ in place.offsets])
+        chosen = np.zeros(len(place.offsets), bool)
+        values, messages = place.bytes(access.itemsize), np.zeros(len(place.offsets), np.int32)
+        for entry in reversed(past):
+            if entry.moment <= moment:
+                break
+            if entry.itemsize != access.itemsize:
+                return None
+            same = willing & (seen < entry.moment)
+            for at in np.flatnonzero(same).tolist():
+                where = np.flatnonzero(entry.offsets == place.offsets[at])
+                if len(where):
+                    values[at], messages[at], chosen[at] = entry.values[where[0]], entry.messages[where[0]], True
+        return (chosen, values, messages) if chosen.any() else None
+
+    def _of(self, task: Any) -> Looks:
+        found = self._looks.get(task)
+        if found is None:
+            found = self._looks[task] = Looks(self.moment)
+        return found
+
+    def _at(self, task: Any, region: Region) -> Array:
+        looks = self._of(task)
+        found = looks.at.get(region)
+        if found is None:
+            found = looks.at[region] = np.zeros(-(-region.nbytes // 4), np.int32)
+        return found
+
+
+def pieces_of(place: Elements, itemsize: int) -> Array:
+    """The numbers of the 4-byte pieces of the elements, one after another."""
+    each = max(1, itemsize // 4)
+    if each == 1:
+        return place.offsets // 4
+    return (place.offsets[:, None] // 4 + np.arange(each)).reshape(-1)
+
+
+def words_of(place: Elements, itemsize: int) -> frozenset[int]:
+    """What tells the 4-byte pieces of all memory apart."""
+    return frozenset((pieces_of(place, itemsize) + place.region.base // 4).tolist())

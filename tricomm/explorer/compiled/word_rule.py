@@ -1,0 +1,82 @@
+"""LL words: none may be overwritten before its reader has taken it, and said so in a word that the writer has seen.
+
+An LL word needs no order with any other word, so clocks of release and acquire say nothing about it. What is kept
+here is what each block has seen of every other through strong accesses of any kind, ordered or not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tricomm.explorer.compiled.thread_clocks import Array
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
+
+_FIRST = 64
+
+
+class WordRule:
+    """Times by block: index 0 is nobody, (rank, -1) is a rank's host code."""
+
+    def __init__(self) -> None:
+        self._now = np.zeros((_FIRST, _FIRST), np.int32)
+        self._index: dict[tuple[int, int], int] = {}
+        self._vectors: list[Array] = [np.zeros(_FIRST, np.int32)]
+        self._last: dict[int, int] = {}  # by block: the vector that still says what it has seen
+
+    def index(self, rank: int, block: int) -> int:
+        found = self._index.get((rank, block))
+        if found is None:
+            found = self._index[rank, block] = len(self._index) + 1
+            if found == len(self._now):
+                self._now = np.pad(self._now, ((0, found), (0, found)))
+            self._now[found, found] = 1
+        return found
+
+    # The host
+
+    def row(self, rank: int, block: int = -1) -> Array:
+        return self._now[self.index(rank, block)].copy()
+
+    def learn(self, rank: int, block: int, known: Array) -> None:
+        me = self.index(rank, block)
+        self._join(me, known)
+
+    # Strong accesses
+
+    def vector(self, rank: int, block: int) -> int:
+        """The number of what a strong write tells whoever reads it."""
+        me = self.index(rank, block)
+        if me not in self._last:
+            self._vectors.append(self._now[me].copy())
+            self._last[me] = len(self._vectors) - 1
+            self._now[me, me] += 1
+        return self._last[me]
+
+    def saw(self, rank: int, block: int, vectors: Array) -> None:
+        """A strong read has read words that were written with these vectors."""
+        me = self.index(rank, block)
+        for number in np.unique(vectors).tolist():
+            if number:
+                self._join(me, self._vectors[number])
+
+    def took(self, rank: int, block: int, shadow: ThreadShadow, pieces: Array) -> None:
+        """A strong read has taken what is there now."""
+        fresh = pieces[shadow.waiting[pieces]]
+        if len(fresh):
+            me = self.index(rank, block)
+            shadow.taker[fresh], shadow.taking[fresh] = me, self._now[me, me]
+            shadow.waiting[fresh] = False
+            self._last.pop(me, None)
+
+    def lost(self, rank: int, block: int, shadow: ThreadShadow, pieces: Array) -> tuple[Array, Array]:
+        """Of words that this block overwrites, bool per piece: never read; perhaps still being polled for."""
+        now = self._now[self.index(rank, block)]
+        never = shadow.waiting[pieces]
+        early: Array = shadow.taking[pieces] > now[shadow.taker[pieces]]
+        return never, early & ~never
+
+    def _join(self, me: int, known: Array) -> None:
+        row = self._now[me, : len(known)]
+        if (known > row).any():
+            np.maximum(row, known, out=row)
+            self._last.pop(me, None)
