@@ -58,12 +58,17 @@ class _Zeros(dict[str, int]):
 
 @dataclass
 class LoadedKernel:
-    """A kernel with its variables in memory, ready to be launched. `steps`: how often a unit may go through loops."""
+    """A kernel with its variables in memory, ready to be launched.
+
+    steps   how often a unit may go through loops
+    timed   its units tell their surroundings of each basic block that they enter: `passes(number)`
+    """
 
     kernel: Kernel
     memory: GlobalMemory
     watch_shared: bool = False
     steps: int = STEPS
+    timed: bool = False
     addresses: dict[str, int] = field(init=False)
     static_shared: int = field(init=False, default=0)
     local_bytes: int = field(init=False, default=0)
@@ -97,18 +102,19 @@ class LoadedKernel:
 
     def code(self, shape: UnitShape) -> KernelCode:
         own = self if self._kept else None  # its code has the addresses of its variables
-        return _code(self.kernel, shape, self.addresses, own)
+        return _code(self, shape, own)
 
 
-_codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
+_codes: dict[tuple[int, int, UnitShape, bool], KernelCode] = {}
 _making = threading.Lock()
 
 
-def _code(kernel: Kernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
-    key = (id(kernel), id(own) if own is not None else 0, shape)
+def _code(loaded: LoadedKernel, shape: UnitShape, own: object) -> KernelCode:
+    key = (id(loaded.kernel), id(own) if own is not None else 0, shape, loaded.timed)
     with _making:
         if key not in _codes:
-            _codes[key] = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
+            # The code refers to its kernel: the number stays the kernel's own.
+            _codes[key] = KernelCode(loaded.kernel, shape, loaded.addresses, loaded.timed)
             if own is not None:
                 weakref.finalize(own, _codes.pop, key, None)
         return _codes[key]

@@ -1,0 +1,60 @@
+"""The queues of bytes between an SM, its GPU's links and its memory, each of which carries one thing after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tricomm.perf.cost_model.latencies import Latencies
+from tricomm.perf.cost_model.machines import MachineSpec
+
+
+class Queue:
+    """Carries `rate` bytes a microsecond."""
+
+    __slots__ = ("free", "rate")
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.free = rate, 0.0
+
+    def carries(self, nbytes: float, now: float) -> float:
+        """When the last one of them is through, if they come at `now`."""
+        self.free = max(self.free, now) + nbytes / self.rate
+        return self.free
+
+
+@dataclass
+class RankQueues:
+    """Of the one block of a rank that is executed. Links and memory are shared with the `blocks` of its grid."""
+
+    machine: MachineSpec
+    times: Latencies
+    blocks: int
+    port_in: Queue = field(init=False)
+    port_out: Queue = field(init=False)
+    egress: Queue = field(init=False)
+    ingress: Queue = field(init=False)
+    memory: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        machine, port = self.machine, self.times.port * self.times.clock
+        self.port_in, self.port_out = Queue(port), Queue(port)
+        share = 1e3 * machine.kernels / self.blocks
+        self.egress, self.ingress = Queue(share), Queue(share)
+        self.memory = Queue(1e3 * machine.memory / self.blocks)
+
+    @property
+    def one_way(self) -> float:
+        """Microseconds from a store until it is in the peer's L2: a hop without the load that sees it there."""
+        return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
+
+    def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
+        """(when a store of `nbytes` is in the peer's memory, what of that it has waited for links)."""
+        through = self.egress.carries(nbytes, self.port_out.carries(nbytes, now))
+        through = peer.ingress.carries(nbytes, through)
+        return through + self.one_way, through - now
+
+    def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
+        """When what a load asks for at `now` has come from the peer's memory."""
+        there = now + self.one_way + self.times.us(self.times.l2)
+        through = self.ingress.carries(nbytes, peer.egress.carries(nbytes, there))
+        return self.port_in.carries(nbytes, through) + self.one_way
