@@ -34,6 +34,18 @@ def registers(cubin: bytes, function: str) -> int | None:
     return None if header is None else header[7] >> 24 or None
 
 
+def instructions(cubin: bytes, function: str) -> int | None:
+    """How many machine instructions `function` has, without those that fill up its end; None if there is no such kernel.
+
+    They have 16 bytes each since Volta.
+    """
+    code = _section(cubin, f".text.{function}")
+    if code is None:
+        return None
+    words = [code[n : n + 16] for n in range(0, len(code), 16)]
+    return len(words) - words.count(words[-1])
+
+
 def _section(cubin: bytes, wanted: str) -> bytes | None:
     header = _header(cubin, wanted)
     return None if header is None else cubin[header[4] : header[4] + header[5]]

@@ -59,7 +59,7 @@ def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
 
 
 def _device(machine: MachineSpec) -> str:
-    return machine.architecture if machine.architecture != "any" else "sm_70"
+    return timed_call.architecture(machine)
 
 
 def predict(
@@ -97,7 +97,11 @@ def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     round_words = blocks * tile * divided
     if words <= _MOST_ROUNDS * round_words:
         return shape, elements, elements
-    staged = kernel.collective in ("all_reduce", "all_gather") and kernel.algorithm == "one_shot" and kernel.protocol == "simple"
+    staged = (
+        kernel.collective in ("all_reduce", "all_gather")
+        and kernel.algorithm == "one_shot"
+        and kernel.protocol == "simple"
+    )
     chunk = plan.largest_tile(kernel.algorithm, kernel.protocol) * (world_size if staged else divided)
     if kernel.zero_copy or chunk >= _MOST_ROUNDS * round_words:
         return shape, _MOST_ROUNDS // 2 * round_words * 2, _MOST_ROUNDS * round_words * 2

@@ -13,13 +13,27 @@ from tricomm.ptx.control_flow import Flow
 from tricomm.ptx.instructions import Instruction, Kernel
 from tricomm.ptx.liveness import read, written
 
-_ORDERED = ("st", "atom", "red", "bar", "barrier", "fence", "membar", "bra", "ret", "exit", "cp", "mbarrier", "nanosleep")
+_ORDERED = (
+    "st",
+    "atom",
+    "red",
+    "bar",
+    "barrier",
+    "fence",
+    "membar",
+    "bra",
+    "ret",
+    "exit",
+    "cp",
+    "mbarrier",
+    "nanosleep",
+)
 _FREE = ("mov", "cvta", "ld.param", "griddepcontrol", "pmevent")
 # Opcode -> (slots, latency in units of a 32-bit addition's).
 _SLOW = {
-    "mul": (1, 1.0), "mad": (1, 1.0), "div": (8, 8.0), "rem": (8, 8.0), "sqrt": (4, 6.0), "rcp": (2, 5.0), "ex2": (2, 5.0), "lg2": (2, 5.0),
-    "cvt": (1, 1.5), "popc": (1, 3.0), "clz": (1, 3.0), "bfind": (1, 3.0), "vote": (1, 3.0), "match": (1, 6.0), "shfl": (1, 6.0), "redux": (1, 6.0),
-    "activemask": (1, 3.0), "setp": (1, 1.5), "bra": (2, 2.0), "ret": (1, 1.0), "exit": (1, 1.0),
+    "div": (8, 8.0), "rem": (8, 8.0), "sqrt": (4, 6.0), "rcp": (2, 5.0), "ex2": (2, 5.0), "lg2": (2, 5.0),
+    "popc": (1, 3.0), "clz": (1, 3.0), "bfind": (1, 3.0), "vote": (1, 3.0), "activemask": (1, 3.0), "match": (1, 6.0),
+    "shfl": (1, 6.0), "redux": (1, 6.0), "cvt": (1, 1.5), "setp": (1, 1.5), "bra": (2, 2.0),
 }  # fmt: skip
 
 
@@ -42,7 +56,11 @@ def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
     opcode, modifiers = instruction.opcode, instruction.modifiers
     if opcode in _FREE or (opcode == "ld" and "param" in modifiers):
         return 0, 0.0
-    if opcode == "cvt" and all(m[:1] in "us" for m in modifiers[-2:]) and {m[1:] for m in modifiers[-2:]} == {"32", "64"}:
+    if (
+        opcode == "cvt"
+        and all(m[:1] in "us" for m in modifiers[-2:])
+        and {m[1:] for m in modifiers[-2:]} == {"32", "64"}
+    ):
         return 0, 0.0
     wide = 2 if any(m[1:] == "64" for m in modifiers[-1:]) and opcode not in ("ld", "st", "atom", "red") else 1
     if opcode in ("ld", "atom") and any(m.startswith("shared") for m in modifiers):
@@ -81,7 +99,9 @@ class KernelCosts:
         # Of each block the innermost loop that polls: one whose blocks have a strong load, and no loop inside that has.
         self.polling: list[int | None] = [None] * len(self.starts)
         for number, loop in enumerate(self.flow.loops):  # inner loops first
-            inside = [n for n in loop.blocks if any(_is_poll(i) for i in kernel.instructions[self.starts[n] : self.ends[n]])]
+            inside = [
+                n for n in loop.blocks if any(_is_poll(i) for i in kernel.instructions[self.starts[n] : self.ends[n]])
+            ]
             if inside and all(self.polling[n] is None for n in loop.blocks):
                 for n in loop.blocks:
                     self.polling[n] = number

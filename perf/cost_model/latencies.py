@@ -10,6 +10,8 @@ l1, shared, l2, memory
 arithmetic  4 cycles from a 32-bit instruction to its use since Volta (arXiv:1804.06826, table 4.1); `instruction_costs`
             has what differs from that
 port        bytes a cycle between an SM and L2: 64 since Volta (arXiv:1804.06826, section 3.4)
+A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it.
+
 boundary    microseconds from the end of a kernel to the first instruction of the next one in a CUDA graph, all that is
             the same for every kernel. CALIBRATED: what the rows of `published` that are marked with * leave of their
             time; Hopper's stands for Blackwell's, whose rows gave no constant

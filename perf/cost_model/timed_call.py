@@ -1,7 +1,7 @@
 """One call of a shipped kernel, compiled, on all ranks: arenas as a communicator lays them out, and one block a rank.
 
-The blocks of a grid are alike: each has every so-manieth tile, its own headers, and its part of the links. So block 0 of
-each rank is executed, as the last one to arrive at the kernel's end, which has the longest way.
+The blocks of a grid are alike: each has its own tiles and headers, and its part of the links. So block 0 of each rank
+is executed, as the last one to arrive at the kernel's end, which has the longest way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
+from tricomm.kernels.launch import cubin
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, extras, takes_counts
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_links import RankQueues
-from tricomm.perf.cost_model.timed_ranks import HOST, Place, TimedRanks
-from tricomm.perf.machine_code import accesses
+from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.instructions import Kernel as PtxKernel
@@ -61,29 +61,28 @@ class TimedCall:
         return sum(self.parts)
 
 
+def architecture(machine: MachineSpec) -> str:
+    """That its kernels are compiled for. Volta's are compiled for Turing, the oldest one that Triton still knows."""
+    return "sm_75" if machine.architecture in ("any", "sm_70") else machine.architecture
+
+
 @cache
-def compiled(kernel: Kernel, architecture: str, world_size: int, tile: int, warps: int) -> tuple[PtxKernel, int, int]:
+def compiled(kernel: Kernel, arch: str, world_size: int, tile: int, warps: int) -> tuple[PtxKernel, int, int | None]:
     """(PTX, dynamic shared bytes, instructions of machine code). Triton's cache keeps what it has compiled."""
     element, op = reduction(DTYPE, "sum")
     values = {
         **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": tile, "LANES": 32 * warps,
         "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": warps,
     }  # fmt: skip
-    made = compile_kernel(kernel.function, values, DTYPE.bits, True, int(architecture.removeprefix("sm_")))
+    made = compile_kernel(kernel.function, values, DTYPE.bits, True, int(arch.removeprefix("sm_")))
     code = parse(made.asm["ptx"])
     grid.refuse_unknown(code)
-    return code, made.metadata.shared, _instructions(made.asm["cubin"])
-
-
-def _instructions(cubin: bytes) -> int:
-    """How many the machine code has, without the padding at its end: 16 bytes each since Volta."""
-    words = [text[n : n + 16] for text in accesses.text_of(cubin).values() for n in range(0, len(text), 16)]
-    return len(words) - words.count(words[-1])
+    return code, made.metadata.shared, cubin.instructions(made.asm["cubin"], code.name)
 
 
 @cache
-def _costs(kernel: Kernel, architecture: str, world_size: int, shape: tuple[int, int], gpu: str) -> KernelCosts:
-    code, _, instructions = compiled(kernel, architecture, world_size, *shape)
+def _costs(kernel: Kernel, arch: str, world_size: int, shape: tuple[int, int], gpu: str) -> KernelCosts:
+    code, _, instructions = compiled(kernel, arch, world_size, *shape)
     return KernelCosts(code, LATENCIES[gpu], instructions)
 
 
@@ -92,7 +91,8 @@ class TimedArenas:
 
     def __init__(self, world_size: int, arena_bytes: int, words_in: int, words_out: int, cold: bool) -> None:
         self.plan = layout.plan(world_size, arena_bytes)
-        self.memory, self.places = GlobalMemory(), []
+        self.memory = GlobalMemory()
+        self.places: list[OwnedMemory] = []
         self._kept: list[np.ndarray] = []
         arenas = [self._new(self.plan.nbytes, rank, "the arena") for rank in range(world_size)]
         self.controls = [self._new(_PAGE, HOST, "a control page") for _ in range(world_size)]
@@ -110,7 +110,7 @@ class TimedArenas:
         skipped = -raw.ctypes.data % _PAGE // 8
         base, nbytes = raw.ctypes.data + 8 * skipped, max(nbytes, 8)
         self.memory.add(base, nbytes, f"{name} of rank {rank}")
-        self.places.append(Place(base, nbytes, rank, cold))
+        self.places.append(OwnedMemory(base, nbytes, rank, cold))
         return base, raw[skipped:]
 
     def _fill(self, rank: int, table: np.ndarray, world_size: int) -> None:
@@ -139,8 +139,8 @@ def run(
     """One call of `elements` 32-bit elements a row. `cold`: tensors come from memory, not L2."""
     if takes_counts(kernel.function):
         raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
-    architecture = machine.architecture if machine.architecture != "any" else "sm_70"
-    code, shared, _ = compiled(kernel, architecture, world_size, shape.tile, shape.warps)
+    arch = architecture(machine)
+    code, shared, _ = compiled(kernel, arch, world_size, shape.tile, shape.warps)
     times, kind = LATENCIES[machine.name], kernel.kind
     words = -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
@@ -157,7 +157,7 @@ def run(
         (block,) = grid.launch(loaded, (1, 1, 1), (32 * shape.warps, 1, 1), shared, parameters)
         block.grid = (shape.blocks, 1, 1)
         blocks.append(block)
-    costs = _costs(kernel, architecture, world_size, (shape.tile, shape.warps), machine.name)
+    costs = _costs(kernel, arch, world_size, (shape.tile, shape.warps), machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, shape.blocks) for _ in blocks], arenas.places)
     ranks.run(blocks)
     state = max(ranks.states, key=lambda each: each.most_flying)

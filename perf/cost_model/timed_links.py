@@ -8,7 +8,7 @@ from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.machines import MachineSpec
 
 
-class Queue:
+class ByteQueue:
     """Carries `rate` bytes a microsecond."""
 
     __slots__ = ("free", "rate")
@@ -29,23 +29,28 @@ class RankQueues:
     machine: MachineSpec
     times: Latencies
     blocks: int
-    port_in: Queue = field(init=False)
-    port_out: Queue = field(init=False)
-    egress: Queue = field(init=False)
-    ingress: Queue = field(init=False)
-    memory: Queue = field(init=False)
+    port_in: ByteQueue = field(init=False)
+    port_out: ByteQueue = field(init=False)
+    egress: ByteQueue = field(init=False)
+    ingress: ByteQueue = field(init=False)
+    memory: ByteQueue = field(init=False)
 
     def __post_init__(self) -> None:
         machine, port = self.machine, self.times.port * self.times.clock
-        self.port_in, self.port_out = Queue(port), Queue(port)
+        self.port_in, self.port_out = ByteQueue(port), ByteQueue(port)
         share = 1e3 * machine.kernels / self.blocks
-        self.egress, self.ingress = Queue(share), Queue(share)
-        self.memory = Queue(1e3 * machine.memory / self.blocks)
+        self.egress, self.ingress = ByteQueue(share), ByteQueue(share)
+        self.memory = ByteQueue(1e3 * machine.memory / self.blocks)
 
     @property
     def one_way(self) -> float:
         """Microseconds from a store until it is in the peer's L2: a hop without the load that sees it there."""
         return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
+
+    @property
+    def fence(self) -> float:
+        """Microseconds of a fence of the system with nothing to wait for: a barrier without its hop and its look."""
+        return max(self.machine.barrier - self.machine.hop - self.times.us(self.times.l2), 0.0)
 
     def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
         """(when a store of `nbytes` is in the peer's memory, what of that it has waited for links)."""

@@ -31,7 +31,7 @@ _INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
 
 
 @dataclass(frozen=True)
-class Place:
+class OwnedMemory:
     """Memory from `base`: of a rank, or of the host. `cold`: not in L2 when a call begins."""
 
     base: int
@@ -107,7 +107,7 @@ class RankState:
 class TimedRanks:
     """One block of each rank. `places` say whose memory an address is."""
 
-    def __init__(self, costs: KernelCosts, queues: list[RankQueues], places: list[Place]) -> None:
+    def __init__(self, costs: KernelCosts, queues: list[RankQueues], places: list[OwnedMemory]) -> None:
         self.costs, self.events = costs, Events()
         self.times: Latencies = queues[0].times
         self.states = [RankState(rank, each) for rank, each in enumerate(queues)]
@@ -116,7 +116,7 @@ class TimedRanks:
         self.clocks: list[list[WarpClock]] = [[] for _ in queues]
         self._left = 0
 
-    def place(self, address: int) -> Place:
+    def place(self, address: int) -> OwnedMemory:
         return self.places[bisect_right(self._bases, address) - 1]
 
     def run(self, blocks: list[BlockState]) -> None:
@@ -185,9 +185,9 @@ class WarpSurroundings:
                 self._store(access, self.ranks.place(base), owners == base)
         if access.sem in ("acquire", "acq_rel"):
             self.state.lines.clear()
-            self.clock.fence(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
+            self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
 
-    def _load(self, access: ThreadAccess, index: int, place: Place, now: float) -> float:
+    def _load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
         """When what it loads is there."""
         clock, state, times = self.clock, self.state, self._times
         nbytes = moved(access)
@@ -207,7 +207,7 @@ class WarpSurroundings:
         clock.delivers(index, there, fetched)
         return there
 
-    def _weak_load(self, access: ThreadAccess, place: Place, nbytes: float, now: float) -> float:
+    def _weak_load(self, access: ThreadAccess, place: OwnedMemory, nbytes: float, now: float) -> float:
         state, times = self.state, self._times
         lines = granules(access, _LINE)
         if all(line in state.lines for line in lines):
@@ -237,7 +237,7 @@ class WarpSurroundings:
             path.label = POLL
             clock.path = path
 
-    def _store(self, access: ThreadAccess, place: Place, chosen: Array | None) -> None:
+    def _store(self, access: ThreadAccess, place: OwnedMemory, chosen: Array | None) -> None:
         clock, state, times = self.clock, self.state, self._times
         now = clock.time
         nbytes = moved(access, chosen)
@@ -278,11 +278,16 @@ class WarpSurroundings:
         """All stores of the block are where the scope's other threads see them, and an answer has come from L2."""
         if scope in ("cta", "cluster"):
             return
-        state, clock, times = self.state, self.clock, self._times
-        until = max(clock.time, state.local_acks)
+        state, clock, answer = self.state, self.clock, self._times.us(self._times.l2)
+        until = max(clock.time, state.local_acks) + answer
         if scope == "sys":
-            until = max(until, state.acks, state.host_acks)
-        clock.fence(until + times.us(times.l2))
+            links = state.queues
+            usual = clock.time + max(links.fence, 2 * links.one_way + answer)
+            until = max(until, clock.time + links.fence, max(state.acks, state.host_acks) + answer)
+            clock.fence(min(usual, until))
+            clock.fence(until, WIRE)  # bytes before it are still on the links
+        else:
+            clock.fence(until)
 
     def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
         self.clock.issue(self._index[id(instruction)])
@@ -328,4 +333,4 @@ def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> An
     return np.unique(addresses >> np.uint64(bits)).tolist()
 
 
-__all__ = ["PARTS", "Place", "RankQueues", "TimedRanks"]
+__all__ = ["PARTS", "OwnedMemory", "RankQueues", "TimedRanks"]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 
-# What the time of a critical path goes for. `start`: until the first store to a peer; `wire`: bytes that wait for a
-# link; `hop`: a store on its way; `poll`: from its arrival until the loop that polls is left; `work`: everything between
-# that and the next push; `tail`: from the last poll to the end.
+# What the time of a critical path goes for.
+#   start  until the first store of payload to a peer, or the first load from one
+#   wire   bytes that wait for a link
+#   hop    a store on its way to a peer, or a load on its way there and back
+#   poll   from a store's arrival until the loop that polls for it is left
+#   fence  until earlier stores are where they have to be
+#   work   everything else before the last poll
+#   tail   everything else behind it
 PARTS = ("start", "wire", "hop", "poll", "fence", "work", "tail")
 START, WIRE, HOP, POLL, FENCE, WORK, TAIL = range(len(PARTS))
 SCHEDULERS = 4  # of an SM
@@ -119,13 +124,16 @@ class WarpClock:
         if fetched:
             self._fetched = max(self._fetched, when)
 
-    def fence(self, until: float) -> None:
-        """The warp stands until then."""
-        if until > self.time:
-            label = self.path.label
-            self.path.goes_on(self.time, FENCE)
-            self.time = until
-            self.path.goes_on(until, label)
+    def stands(self, until: float) -> None:
+        """Nothing is issued until then."""
+        self.time = max(self.time, until)
+
+    def fence(self, until: float, part: int = FENCE) -> None:
+        """The warp stands until then, because of a fence."""
+        label = self.path.label
+        self.path.goes_on(self.time, part)
+        self.stands(until)
+        self.path.goes_on(self.time, label)
 
     def push(self) -> None:
         """The block's first store of payload to a peer is behind it."""
