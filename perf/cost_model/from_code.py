@@ -16,7 +16,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import units
 from tricomm.perf.cost_model import timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
 from tricomm.policy import selection
 from tricomm.policy.selection import SelectionFacts
@@ -72,10 +72,10 @@ def predict(
     working_set = nbytes * (1 + kind.rows_out(world_size) / kind.rows_in(world_size))
     shape, few, many = _executed(kernel, world_size, elements, shape)
     cold = working_set > LATENCIES[machine.name].l2_bytes
-    last = _call(machine.name, kernel.name, world_size, many, shape, cold)
+    last = _call(machine, kernel.name, world_size, many, shape, cold)
     parts = last.parts
     if many < elements:
-        first = _call(machine.name, kernel.name, world_size, few, shape, cold)
+        first = _call(machine, kernel.name, world_size, few, shape, cold)
         more = (elements - many) / (many - few)
         parts = tuple(b + max(0.0, b - a) * more for a, b in zip(first.parts, parts, strict=True))
         # Parts may trade places between two lengths; the sum is what goes on in a line.
@@ -109,11 +109,13 @@ def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
 
 
 @lru_cache(4096)
-def _call(gpu: str, kernel: str, world_size: int, elements: int, shape: LaunchShape, cold: bool) -> TimedCall:
+def _call(
+    machine: MachineSpec, kernel: str, world_size: int, elements: int, shape: LaunchShape, cold: bool
+) -> TimedCall:
     from tricomm.kernels.collectives import registry
 
     found = next(k for k in registry.ALL if k.name == kernel)
-    return timed_call.run(MACHINES[gpu], found, world_size, elements, shape, ARENA_BYTES, cold)
+    return timed_call.run(machine, found, world_size, elements, shape, ARENA_BYTES, cold)
 
 
 def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:

@@ -48,7 +48,7 @@ class TimedCall:
     """A call by one block of each rank.
 
     parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included
-    in_flight   bytes of payload that the block's loads had on their way at most
+    in_flight   bytes of payload that the block's loads had on their way at most: those of the loop that allow the least
     latency     mean microseconds of such a load
     """
 
@@ -160,5 +160,5 @@ def run(
     costs = _costs(kernel, arch, world_size, (shape.tile, shape.warps), machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, shape.blocks) for _ in blocks], arenas.places)
     ranks.run(blocks)
-    state = max(ranks.states, key=lambda each: each.most_flying)
-    return TimedCall(tuple(ranks.path()), state.most_flying, state.flown / state.loaded if state.loaded else 0.0)
+    loads = ranks.scarcest()
+    return TimedCall(tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.machines import MachineSpec
 
+# A load is asked for by a flit of 16 bytes for each line (D. Foley, J. Danskin: Ultra-Performance Pascal GPU and NVLink
+# Interconnect, IEEE Micro 37, 2017).
+_REQUEST, _PACKET = 16, 128
+
 
 class ByteQueue:
     """Carries `rate` bytes a microsecond."""
@@ -53,13 +57,18 @@ class RankQueues:
         return max(self.machine.barrier - self.machine.hop - self.times.us(self.times.l2), 0.0)
 
     def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
-        """(when a store of `nbytes` is in the peer's memory, what of that it has waited for links)."""
-        through = self.egress.carries(nbytes, self.port_out.carries(nbytes, now))
-        through = peer.ingress.carries(nbytes, through)
-        return through + self.one_way, through - now
+        """(when a store of `nbytes` is in the peer's memory, when its last byte has got a place on all links).
+
+        A part of a sector counts as that part: it is written under a mask of bytes.
+        """
+        # They are on all links of the way at once; each link takes what is sent in the order in which it is sent.
+        through = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress, peer.ingress))
+        return through + self.one_way, through
 
     def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
         """When what a load asks for at `now` has come from the peer's memory."""
-        there = now + self.one_way + self.times.us(self.times.l2)
-        through = self.ingress.carries(nbytes, peer.egress.carries(nbytes, there))
-        return self.port_in.carries(nbytes, through) + self.one_way
+        requests = nbytes * _REQUEST / _PACKET
+        for queue in (self.egress, peer.ingress):
+            queue.carries(requests, now)
+        through = max(queue.carries(nbytes, now) for queue in (peer.egress, self.ingress, self.port_in))
+        return through + 2 * self.one_way + self.times.us(self.times.l2)

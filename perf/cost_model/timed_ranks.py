@@ -84,24 +84,34 @@ class RankState:
     host_acks: float = 0.0
     arrivals: dict[int, tuple[float, Path]] = field(default_factory=dict)
     meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
-    last_meeting: float = 0.0
     pushed: bool = False
     blocked: list[tuple[Callable[[], bool], Any]] = field(default_factory=list)
-    in_flight: list[tuple[float, float]] = field(default_factory=list)  # heap of (when it comes, bytes)
-    flying: float = 0.0
-    most_flying: float = 0.0
-    flown: float = 0.0  # bytes times microseconds
-    loaded: float = 0.0
+    loads: dict[int, LoadsInFlight] = field(default_factory=dict)  # of payload, by basic block
 
-    def flies(self, nbytes: float, now: float, until: float) -> None:
-        """A load of payload is on its way."""
-        while self.in_flight and self.in_flight[0][0] <= now:
-            self.flying -= heapq.heappop(self.in_flight)[1]
-        heapq.heappush(self.in_flight, (until, nbytes))
-        self.flying += nbytes
-        self.most_flying = max(self.most_flying, self.flying)
-        self.flown += nbytes * (until - now)
-        self.loaded += nbytes
+
+@dataclass
+class LoadsInFlight:
+    """Loads of one basic block, which overlap. `most` bytes were on their way at once; `total` in all."""
+
+    most: float = 0.0
+    total: float = 0.0
+    _waited: float = 0.0
+    _now: float = 0.0
+    _coming: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, nbytes: float, now: float, until: float) -> None:
+        while self._coming and self._coming[0][0] <= now:
+            self._now -= heapq.heappop(self._coming)[1]
+        heapq.heappush(self._coming, (until, nbytes))
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+        self.total += nbytes
+        self._waited += nbytes * (until - now)
+
+    @property
+    def latency(self) -> float:
+        """Mean microseconds that a byte is on its way."""
+        return self._waited / self.total
 
 
 class TimedRanks:
@@ -140,6 +150,14 @@ class TimedRanks:
         self.events.run()
         if errors:
             raise errors[0]
+
+    def scarcest(self) -> LoadsInFlight | None:
+        """Of the basic blocks that load a tenth of a rank's payload or more, the one whose loads allow the least."""
+        found = []
+        for state in self.states:
+            total = sum(loads.total for loads in state.loads.values())
+            found += [loads for loads in state.loads.values() if loads.total >= total / 10]
+        return min(found, key=lambda loads: loads.most / loads.latency, default=None)
 
     def path(self) -> list[float]:
         """Microseconds by part of the path to the last warp's end."""
@@ -198,17 +216,17 @@ class WarpSurroundings:
                 state.pushed = True
                 clock.push()
             there = state.queues.fetches(self.ranks.states[place.rank].queues, nbytes, now)
-            state.flies(nbytes, now, there)
+            self._flies(index, nbytes, now, there)
         elif access.sem is None:
-            there = self._weak_load(access, place, nbytes, now)
+            there = self._weak_load(access, index, place, now)
         else:
             there = state.queues.port_in.carries(nbytes, now) + times.us(times.l2)
             self._sees(access, index, now)
         clock.delivers(index, there, fetched)
         return there
 
-    def _weak_load(self, access: ThreadAccess, place: OwnedMemory, nbytes: float, now: float) -> float:
-        state, times = self.state, self._times
+    def _weak_load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
+        state, times, nbytes = self.state, self._times, moved(access)
         lines = granules(access, _LINE)
         if all(line in state.lines for line in lines):
             return now + times.us(times.l1)
@@ -217,8 +235,12 @@ class WarpSurroundings:
         if place.cold:
             there = max(there, state.queues.memory.carries(nbytes, now))
         if nbytes >= 128:  # payload, not a word of a table
-            state.flies(nbytes, now, there)
+            self._flies(index, nbytes, now, there)
         return there
+
+    def _flies(self, index: int, nbytes: float, now: float, until: float) -> None:
+        block = self.ranks.costs.flow.block_of(index)
+        self.state.loads.setdefault(block, LoadsInFlight()).add(nbytes, now, until)
 
     def _sees(self, access: ThreadAccess, index: int, now: float) -> None:
         """A load that polls: if it looked in vain before, the time is that of the store that has come since."""
@@ -232,7 +254,7 @@ class WarpSurroundings:
             key=lambda arrival: arrival[0], default=None,
         )  # fmt: skip
         if newest is not None and newest[0] > max(before, clock.waited):
-            clock.waited, path = newest[0], newest[1].copy()
+            clock.waited, clock.fresh, path = newest[0], True, newest[1].copy()
             path.adds(POLL, now)
             path.label = POLL
             clock.path = path
@@ -255,11 +277,12 @@ class WarpSurroundings:
             state.pushed = True
             clock.push()
         peer = self.ranks.states[place.rank]
-        arrival, waited = state.queues.sends(peer.queues, nbytes, now)
+        threads = len(access.addresses) if chosen is None else int(np.count_nonzero(chosen))
+        arrival, through = state.queues.sends(peer.queues, threads * access.width, now)
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
         path.goes_on(now, path.label)
-        path.adds(WIRE, now + waited)
+        path.adds(WIRE, through)
         path.adds(HOP, arrival)
         keys = granules(access, _GRANULE, chosen)
 
@@ -294,7 +317,7 @@ class WarpSurroundings:
         round_ = self._rounds[number] = self._rounds.get(number, 0) + 1
         key = (number, round_)
         if key not in self.state.meetings:
-            self.state.meetings[key] = Meeting(self.state.last_meeting)
+            self.state.meetings[key] = Meeting()
             self.state.meetings.pop((number, round_ - 2), None)
         self.state.meetings[key].arrives(self.clock)
 
@@ -305,7 +328,6 @@ class WarpSurroundings:
 
     def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
         meeting, state = self.state.meetings[number, self._rounds[number]], self.state
-        state.last_meeting = max(state.last_meeting, meeting.time)
         meeting.leaves(self.clock, self._times.us(_BARRIER_CYCLES))
         if state.pushed and not self.clock.pushed:
             self.clock.push()

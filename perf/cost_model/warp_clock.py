@@ -63,6 +63,7 @@ class WarpClock:
         self.polling: int | None = None
         self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
         self.waited = -1.0  # arrival of the store that this warp has waited for last
+        self.fresh = False  # it has seen it since its block last met
         self._fetched = -1.0  # when the latest load from a peer comes
 
     def enter(self, block: int) -> None:
@@ -150,16 +151,15 @@ class WarpClock:
 class Meeting:
     """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
 
-    __slots__ = ("since", "time", "_path", "_waited")
+    __slots__ = ("time", "_path", "_waited")
 
-    def __init__(self, since: float) -> None:
-        self.since = since  # when the block met before
+    def __init__(self) -> None:
         self.time, self._waited = -1.0, -1.0
         self._path: Path | None = None
 
     def arrives(self, clock: WarpClock) -> None:
         # A store that came since the last meeting is why the last look was in vain: it decides, not who is the slowest.
-        waited = clock.waited if clock.waited > self.since else -1.0
+        waited = clock.waited if clock.fresh else -1.0
         if (waited, clock.time) > (self._waited, self.time) or self._path is None:
             self._path, self._waited = clock.path.copy(), waited
             self._path.goes_on(clock.time, self._path.label)
@@ -167,7 +167,7 @@ class Meeting:
 
     def leaves(self, clock: WarpClock, latency: float) -> None:
         assert self._path is not None
-        clock.path = self._path.copy()
+        clock.path, clock.fresh = self._path.copy(), False
         if clock.pushed and clock.path.label == START:
             clock.path.label = WORK
         clock.time = self.time + latency

@@ -135,7 +135,7 @@ def test_bytes_wait_for_a_link() -> None:
     slow = MachineSpec("slow", "sm_90", 1e-3, 1e-3, 1e15, 1e15, hop=1100, barrier=0, launch=0)  # a byte a microsecond
     wide = "mov.u32 %r0, %tid.x; mul.wide.u32 %a2, %r0, 8; add.s64 %a3, %a1, %a2; st.global.u64 [%a3+4096], %a0;"
     quick, late = (timed(wide + "fence.acq_rel.sys;", 2, machine=m).path() for m in (_LINKS, slow))
-    assert sum(late) - sum(quick) == pytest.approx(2 * 256)  # out of one GPU and into the other
+    assert sum(late) - sum(quick) == pytest.approx(256)  # out of one GPU and into the other at once
 
 
 def test_the_clock_is_what_the_kernels_timer_reads() -> None:
