@@ -19,7 +19,7 @@ from tricomm.errors import TricommError
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.timed_links import RankQueues
-from tricomm.perf.cost_model.warp_clock import HOP, PARTS, POLL, WIRE, Meeting, Path, WarpClock
+from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, Meeting, Path, WarpClock
 from tricomm.ptx.access import Array, ThreadAccess
 from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.instructions import Instruction
@@ -349,10 +349,10 @@ def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
 def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> Any:
     """Numbers of the aligned pieces of 1 << `bits` bytes that an access touches."""
     addresses = access.addresses if chosen is None else access.addresses[chosen]
-    low, high = int(addresses[0]), int(addresses[-1])
-    if low == high or high - low == (len(addresses) - 1) * access.width:
-        return range(low >> bits, ((high + access.width - 1) >> bits) + 1)
+    low = int(addresses[0])
+    steps = np.diff(addresses)
+    if not steps.any():
+        return range(low >> bits, ((low + access.width - 1) >> bits) + 1)
+    if (steps == access.width).all():
+        return range(low >> bits, ((int(addresses[-1]) + access.width - 1) >> bits) + 1)
     return np.unique(addresses >> np.uint64(bits)).tolist()
-
-
-__all__ = ["PARTS", "OwnedMemory", "RankQueues", "TimedRanks"]
