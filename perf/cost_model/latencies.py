@@ -47,8 +47,8 @@ class Latencies:
 _M = 1 << 20
 _VOLTA = Latencies(1530.0, 28.0, 19.0, 193.0, 400.0, 6 * _M, boundary=0.0)
 _AMPERE = Latencies(1410.0, 37.9, 29.0, 261.5, 466.3, 40 * _M, boundary=2.2)
-_HOPPER = Latencies(1755.0, 40.7, 29.0, 263.0, 478.8, 50 * _M, boundary=1.6)
-_BLACKWELL = Latencies(1965.0, 40.7, 29.0, 263.0, 478.8, 126 * _M, boundary=1.6)
+_HOPPER = Latencies(1755.0, 40.7, 29.0, 263.0, 478.8, 50 * _M, boundary=2.4)
+_BLACKWELL = Latencies(1965.0, 40.7, 29.0, 263.0, 478.8, 126 * _M, boundary=2.4)
 LATENCIES = {
     "v100": _VOLTA,
     "a100": _AMPERE,
