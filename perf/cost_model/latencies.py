@@ -10,13 +10,15 @@ l1, shared, l2, memory
 arithmetic  4 cycles from a 32-bit instruction to its use since Volta (arXiv:1804.06826); `instruction_costs` has what
             differs from that
 port        bytes a cycle between an SM and L2: 64 (arXiv:1804.06826)
-A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it.
-
+l2_bytes    of the data sheets
 boundary    microseconds from the end of a kernel to the first instruction of the next one in a CUDA graph, all that is
             the same for every kernel. CALIBRATED: what is left of a row of `published` marked with * when the critical
-            path is taken away. A100: 8 KiB in 6.5; H100: 2 KiB in 11 without a graph, 5 of them `eager`; V100: nothing
-            is left of 4 KiB in 4.0 over PCIe. Blackwell has Hopper's, because no row of it gave a constant
+            path is taken away. A100: 8 KiB in 6.5 (of 24 KiB in 7.2 nothing is left); H100: 2 KiB in 11 without a
+            graph, 5 of them `eager`; V100: nothing is left of 4 KiB in 4.0 over PCIe. Blackwell has Hopper's, because
+            no row of it gave a constant
 host        microseconds until a store to host memory is acknowledged: `MachineSpec.hop` of PCIe
+
+A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it (`timed_links`).
 """
 
 from __future__ import annotations

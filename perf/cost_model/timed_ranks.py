@@ -19,7 +19,7 @@ from tricomm.errors import TricommError
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.timed_links import RankQueues
-from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, Meeting, Path, WarpClock
+from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
 from tricomm.ptx.access import Array, ThreadAccess
 from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.instructions import Instruction
@@ -73,7 +73,7 @@ class Events:
 
 
 @dataclass
-class RankState:
+class TimedRank:
     """What the warps of a rank's block share."""
 
     rank: int
@@ -83,7 +83,7 @@ class RankState:
     acks: float = 0.0
     host_acks: float = 0.0
     arrivals: dict[int, tuple[float, Path]] = field(default_factory=dict)
-    meetings: dict[tuple[int, int], Meeting] = field(default_factory=dict)
+    meetings: dict[tuple[int, int], BarrierJoin] = field(default_factory=dict)
     pushed: bool = False
     blocked: list[tuple[Callable[[], bool], Any]] = field(default_factory=list)
     loads: dict[int, LoadsInFlight] = field(default_factory=dict)  # of payload, by basic block
@@ -120,7 +120,7 @@ class TimedRanks:
     def __init__(self, costs: KernelCosts, queues: list[RankQueues], places: list[OwnedMemory]) -> None:
         self.costs, self.events = costs, Events()
         self.times: Latencies = queues[0].times
-        self.states = [RankState(rank, each) for rank, each in enumerate(queues)]
+        self.states = [TimedRank(rank, each) for rank, each in enumerate(queues)]
         self.places = sorted(places, key=lambda place: place.base)
         self._bases = [place.base for place in self.places]
         self.clocks: list[list[WarpClock]] = [[] for _ in queues]
@@ -168,7 +168,7 @@ class TimedRanks:
 class WarpSurroundings:
     """What the PTX machine tells of one warp."""
 
-    def __init__(self, ranks: TimedRanks, state: RankState, clock: WarpClock) -> None:
+    def __init__(self, ranks: TimedRanks, state: TimedRank, clock: WarpClock) -> None:
         self.ranks, self.state, self.clock = ranks, state, clock
         self._index, self._events, self._times = ranks.costs.index, ranks.events, ranks.times
         self._rounds: dict[int, int] = {}
@@ -317,7 +317,7 @@ class WarpSurroundings:
         round_ = self._rounds[number] = self._rounds.get(number, 0) + 1
         key = (number, round_)
         if key not in self.state.meetings:
-            self.state.meetings[key] = Meeting()
+            self.state.meetings[key] = BarrierJoin()
             self.state.meetings.pop((number, round_ - 2), None)
         self.state.meetings[key].arrives(self.clock)
 

@@ -148,7 +148,7 @@ class WarpClock:
         self.polling = None
 
 
-class Meeting:
+class BarrierJoin:
     """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
 
     __slots__ = ("time", "_path", "_waited")
