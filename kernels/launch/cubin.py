@@ -34,6 +34,18 @@ def registers(cubin: bytes, function: str) -> int | None:
     return None if header is None else header[7] >> 24 or None
 
 
+def instructions(cubin: bytes, function: str) -> int | None:
+    """The number of machine instructions of `function` without padding; None if there is no such kernel.
+
+    Each has 16 bytes since Volta.
+    """
+    code = _section(cubin, f".text.{function}")
+    if code is None:
+        return None
+    words = [code[n : n + 16] for n in range(0, len(code), 16)]
+    return len(words) - words.count(words[-1])
+
+
 def _section(cubin: bytes, wanted: str) -> bytes | None:
     header = _header(cubin, wanted)
     return None if header is None else cubin[header[4] : header[4] + header[5]]

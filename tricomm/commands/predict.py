@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -16,19 +17,27 @@ from tricomm.commands.common import usage
 @click.option("--sizes", default="1K:64M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
 @click.option("--check", is_flag=True, help="Set the model beside published measurements instead.")
+@click.option("--from-code", is_flag=True, help="Model it from the compiled kernels, executed with a clock a warp.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def predict(gpu: str, world_size: int, collective: str, sizes: str, mode: str, check: bool, as_json: bool) -> None:
+def predict(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, check: bool, from_code: bool, as_json: bool
+) -> None:
     """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
+
+    With --from-code the kernels are compiled and executed on the PTX machine, which takes about a minute: it says what
+    the critical path consists of, and how many bytes are in flight.
 
     \b
     tricomm predict --gpu h100 --world-size 8 --collective all_reduce
     tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
     tricomm predict --check
+    tricomm predict --from-code --sizes 1K,64K,1M
     """
-    from tricomm.perf.cost_model import forecast, kernel_time
+    from tricomm.perf.cost_model import code_forecast, forecast, kernel_time
 
     if check:
-        click.echo("\n".join(kernel_time.report(kernel_time.check())))
+        click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
         return
-    predicted = usage(lambda: forecast.forecast(gpu, world_size, collective, sizes, mode))
+    chosen: Any = code_forecast if from_code else forecast
+    predicted = usage(lambda: chosen.forecast(gpu, world_size, collective, sizes, mode))
     click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

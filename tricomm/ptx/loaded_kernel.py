@@ -19,12 +19,17 @@ STEPS = 1 << 24
 
 @dataclass
 class LoadedKernel:
-    """A kernel with its variables in memory, ready to be launched. `steps`: how often a unit may go through loops."""
+    """A kernel with its variables in memory, ready to be launched.
+
+    steps   how often a unit may go through loops
+    timed   its units tell their surroundings of each basic block that they enter: `passes(number)`
+    """
 
     kernel: PtxKernel
     memory: GlobalMemory
     watch_shared: bool = False
     steps: int = STEPS
+    timed: bool = False
     addresses: dict[str, int] = field(init=False)
     static_shared: int = field(init=False, default=0)
     local_bytes: int = field(init=False, default=0)
@@ -58,23 +63,23 @@ class LoadedKernel:
 
     def code(self, shape: UnitShape) -> KernelCode:
         own = self if self._kept else None  # its code has the addresses of its variables
-        return _code(self.kernel, shape, self.addresses, own)
+        return _code(self, shape, own)
 
 
-_codes: dict[tuple[int, int, UnitShape], KernelCode] = {}
+_codes: dict[tuple[int, int, UnitShape, bool], KernelCode] = {}
 _MOST_KEPT = 128
 _making = threading.Lock()
 
 
-def _code(kernel: PtxKernel, shape: UnitShape, addresses: dict[str, int], own: object) -> KernelCode:
-    key = (id(kernel), id(own) if own is not None else 0, shape)
+def _code(loaded: LoadedKernel, shape: UnitShape, own: object) -> KernelCode:
+    key = (id(loaded.kernel), id(own) if own is not None else 0, shape, loaded.timed)
     with _making:
-        found = _codes.pop(key, None)
-        if found is None:
-            found = KernelCode(kernel, shape, addresses)  # refers to its kernel: the number stays its own
+        code = _codes.pop(key, None)
+        if code is None:  # it refers to its kernel: the number stays the kernel's own
+            code = KernelCode(loaded.kernel, shape, loaded.addresses, loaded.timed)
             if own is not None:
                 weakref.finalize(own, _codes.pop, key, None)
-        _codes[key] = found  # the last one is the newest
+        _codes[key] = code  # the last one is the newest
         if len(_codes) > _MOST_KEPT:
             del _codes[next(iter(_codes))]
-        return found
+        return code

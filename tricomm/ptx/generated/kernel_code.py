@@ -47,8 +47,8 @@ class Piece:
 class KernelCode:
     """For units of one shape. Raises `InvalidArgument` for an instruction of an unknown form."""
 
-    def __init__(self, kernel: PtxKernel, unit: UnitShape, addresses: dict[str, int]) -> None:
-        self.kernel, self.unit = kernel, unit
+    def __init__(self, kernel: PtxKernel, unit: UnitShape, addresses: dict[str, int], timed: bool = False) -> None:
+        self.kernel, self.unit, self.timed = kernel, unit, timed
         self.flow = Flow(kernel)
         self.live = Liveness(self.flow)
         self.operands = Operands(kernel, unit, {}, addresses)
@@ -124,7 +124,7 @@ class KernelCode:
         ]  # fmt: skip
 
     def _block(self, number: int) -> list[str]:
-        block, lines = self.flow.blocks[number], []
+        block, lines = self.flow.blocks[number], [f"u.surroundings.passes({number})"] if self.timed else []
         for index in range(block.start, block.end):
             instruction = self.kernel.instructions[index]
             if instruction.opcode in CONTROL:

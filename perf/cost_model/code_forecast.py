@@ -1,0 +1,181 @@
+"""`tricomm predict --from-code`: what a call's critical path consists of, kernel by kernel, and how far off that is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.launch.compiler import takes_counts
+from tricomm.perf import parsing, text_table, units
+from tricomm.perf.cost_model import from_code, kernel_time, published
+from tricomm.perf.cost_model.from_code import CodeTime
+from tricomm.perf.cost_model.kernel_time import Checked
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.warp_clock import PARTS
+
+# Held by a test: what `check` gives.
+MEDIAN_ERROR, ROWS = 0.18, 46
+_LABEL = "modelled from the compiled code, not measured"
+LABEL = f"{_LABEL}; median error {MEDIAN_ERROR:.0%} of {ROWS} published rows"
+_NUMBERS = ("size (B)", "time (us)", *PARTS, "busbw", "in flight (KiB)", "allows (GB/s)")
+_HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "")
+
+
+@dataclass(frozen=True)
+class CodeForecastRow:
+    """One kernel at one size. `best`: the fastest of its size."""
+
+    collective: str
+    size_bytes: int
+    kernel: Kernel
+    time: CodeTime
+    eager_us: float
+    busbw_gbs: float
+    best: bool
+
+    @property
+    def time_us(self) -> float:
+        return self.time.time_us + self.eager_us
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {f"{name}_us": value for name, value in zip(PARTS, self.time.parts, strict=True)}
+        return {
+            "collective": self.collective, "size_bytes": self.size_bytes, "algorithm": self.kernel.algorithm,
+            "protocol": self.kernel.protocol, "time_us": self.time_us, "launch_us": self.time.boundary + self.eager_us,
+            **parts, **asdict(self.time.shape), "in_flight_bytes": self.time.in_flight,
+            "allows_gbs": self.time.allows_gbs, "executed": self.time.executed, "busbw_gbs": self.busbw_gbs,
+            "best": self.best,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodeForecast:
+    """Rows of every kernel and size on `world_size` GPUs of `machine`."""
+
+    machine: MachineSpec
+    world_size: int
+    mode: str
+    rows: list[CodeForecastRow]
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {"schema": 1, "predicted": True, "modelled": LABEL, "machine": asdict(self.machine)}
+        return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [row.to_json() for row in self.rows]}
+
+    def lines(self) -> list[str]:
+        """A table for people, with * at the fastest kernel of a size."""
+        launch = self.rows[0].time.boundary + self.rows[0].eager_us
+        lines = [
+            f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32; {LABEL}",
+            f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
+        ]
+        for collective in dict.fromkeys(row.collective for row in self.rows):
+            cells = [_cells(row) for row in self.rows if row.collective == collective]
+            lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
+        return lines
+
+
+def _cells(row: CodeForecastRow) -> tuple[str, ...]:
+    shape, time = row.time.shape, row.time
+    return (
+        str(row.size_bytes), f"{row.kernel.algorithm}/{row.kernel.protocol}",
+        f"{shape.blocks}/{shape.warps}/{shape.tile}", f"{row.time_us:.1f}", *(f"{part:.1f}" for part in time.parts),
+        f"{row.busbw_gbs:.1f}", f"{time.in_flight / 1024:.0f}", f"{time.allows_gbs:.0f}", "*" if row.best else "",
+    )  # fmt: skip
+
+
+def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> CodeForecast:
+    """Every kernel of a comma list of collectives, from its code.
+
+    Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
+    """
+    machine = kernel_time.find(gpu)
+    names = parsing.parse_names(collectives, units.DATA_COLLECTIVES, "collective")
+    rows = []
+    for name in names:
+        kernels = [k for k in kernel_time.kernels(machine, name, world_size) if _modelled(k)]
+        if not kernels and len(names) == 1:
+            raise InvalidArgument(
+                f"{name}: kernels of uneven rows are not modelled from their code; leave --from-code out"
+            )
+        for size in parsing.parse_sizes(sizes):
+            rows += _at(machine, world_size, kernels, size, mode)
+    return CodeForecast(machine, world_size, mode, rows)
+
+
+def _modelled(kernel: Kernel) -> bool:
+    return not takes_counts(kernel.function)
+
+
+def _at(machine: MachineSpec, world_size: int, kernels: list[Kernel], size: int, mode: str) -> list[CodeForecastRow]:
+    eager = machine.eager if mode == "eager" else 0.0
+    rows = []
+    for kernel in kernels:
+        name = kernel.collective
+        elements = units.row_elements(name, size, 4, world_size)
+        nbytes, total = (
+            units.input_bytes(name, elements, 4, world_size),
+            units.total_bytes(name, elements, 4, world_size),
+        )
+        time = from_code.predict(machine, kernel, world_size, nbytes)
+        busbw = units.algorithm_bandwidth(total, time.time_us + eager) * units.bus_factor(name, world_size)
+        rows.append(CodeForecastRow(name, total, kernel, time, eager, busbw, False))
+    least = min((row.time_us for row in rows), default=0.0)
+    return [replace(row, best=row.time_us == least) for row in rows]
+
+
+def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
+    """Every published measurement beside our kernel of that shape, with the grid that suits it best of two.
+
+    If a published kernel sends a part of our bytes (`PublishedTime.share`), the links carry ours as much faster.
+    """
+    checked = []
+    for row in rows:
+        machine = MACHINES[row.gpu]
+        links = replace(machine, kernels=machine.kernels / row.share)
+        time = from_code.tuned(links, row.kernel, row.world_size, row.nbytes).time_us
+        checked.append(Checked(row, time + (machine.eager if row.mode == "eager" else 0.0)))
+    return checked
+
+
+def orders(rows: list[Checked]) -> tuple[int, int]:
+    """(sizes whose fastest measured kernel is the fastest modelled one, sizes with two kernels or more)."""
+    groups: dict[tuple[Any, ...], list[Checked]] = {}
+    for checked in rows:
+        row = checked.row
+        groups.setdefault((row.gpu, row.world_size, row.collective, row.nbytes, row.mode, row.source), []).append(
+            checked
+        )
+    several = [group for group in groups.values() if len({each.row.kernel.name for each in group}) > 1]
+    right = [
+        min(group, key=lambda each: each.time_us) is min(group, key=lambda each: each.row.time_us) for group in several
+    ]
+    return sum(right), len(right)
+
+
+def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64K,256K,1M,8M,64M") -> tuple[int, int]:
+    """(sizes at which `kernel_time`, which counts bytes, hops and barriers, has the same fastest all-reduce, sizes)."""
+    machine = MACHINES[gpu]
+    best = [row for row in forecast(gpu, world_size, "all_reduce", sizes, "graph").rows if row.best]
+    same = 0
+    for row in best:
+        kernels = kernel_time.kernels(machine, "all_reduce", world_size)
+        counted = [kernel_time.predict(machine, k, world_size, row.size_bytes).time_us for k in kernels]
+        same += kernels[counted.index(min(counted))].name == row.kernel.name
+    return same, len(best)
+
+
+def report() -> list[str]:
+    """The table of `check`, and how often the order of kernels is right."""
+    rows = check()
+    right, groups = orders(rows)
+    lines = kernel_time.report(rows)
+    lines[0] = f"# {_LABEL}; 'measured' is others' hardware and kernels; * gave a constant"
+    same, sizes = agreement()
+    return [
+        *lines,
+        f"fastest kernel right at {right} of {groups} published sizes that have several kernels of one source",
+        f"fastest kernel as counted bytes, hops and barriers have it at {same} of {sizes} sizes (8 h100, all_reduce)",
+    ]

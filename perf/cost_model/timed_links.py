@@ -1,0 +1,74 @@
+"""The queues of bytes between an SM, its GPU's links and its memory, each of which carries one thing after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tricomm.perf.cost_model.latencies import Latencies
+from tricomm.perf.cost_model.machines import MachineSpec
+
+# A load is asked for by a flit of 16 bytes for each line (D. Foley, J. Danskin: Ultra-Performance Pascal GPU and NVLink
+# Interconnect, IEEE Micro 37, 2017).
+_REQUEST, _PACKET = 16, 128
+
+
+class ByteQueue:
+    """Carries `rate` bytes a microsecond."""
+
+    __slots__ = ("free", "rate")
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.free = rate, 0.0
+
+    def carries(self, nbytes: float, now: float) -> float:
+        """When the last one of them is through, if they come at `now`."""
+        self.free = max(self.free, now) + nbytes / self.rate
+        return self.free
+
+
+@dataclass
+class RankQueues:
+    """Of the one block of a rank that is executed. Links and memory are shared with the `blocks` of its grid."""
+
+    machine: MachineSpec
+    times: Latencies
+    blocks: int
+    port_in: ByteQueue = field(init=False)
+    port_out: ByteQueue = field(init=False)
+    egress: ByteQueue = field(init=False)
+    ingress: ByteQueue = field(init=False)
+    memory: ByteQueue = field(init=False)
+
+    def __post_init__(self) -> None:
+        machine, port = self.machine, self.times.port * self.times.clock
+        self.port_in, self.port_out = ByteQueue(port), ByteQueue(port)
+        share = 1e3 * machine.kernels / self.blocks
+        self.egress, self.ingress = ByteQueue(share), ByteQueue(share)
+        self.memory = ByteQueue(1e3 * machine.memory / self.blocks)
+
+    @property
+    def one_way(self) -> float:
+        """Microseconds from a store until it is in the peer's L2: a hop without the load that sees it there."""
+        return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
+
+    @property
+    def fence(self) -> float:
+        """Microseconds of a fence of the system with nothing to wait for: a barrier without its hop and its look."""
+        return max(self.machine.barrier - self.machine.hop - self.times.us(self.times.l2), 0.0)
+
+    def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
+        """(when a store of `nbytes` is in the peer's memory, when its last byte has got a place on all links).
+
+        A part of a sector counts as that part: it is written under a mask of bytes.
+        """
+        # They are on all links of the way at once; each link takes what is sent in the order in which it is sent.
+        through = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress, peer.ingress))
+        return through + self.one_way, through
+
+    def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
+        """When what a load asks for at `now` has come from the peer's memory."""
+        requests = nbytes * _REQUEST / _PACKET
+        for queue in (self.egress, peer.ingress):
+            queue.carries(requests, now)
+        through = max(queue.carries(nbytes, now) for queue in (peer.egress, self.ingress, self.port_in))
+        return through + 2 * self.one_way + self.times.us(self.times.l2)

@@ -1,0 +1,173 @@
+"""The clock of a warp: when each instruction goes, and what the time went for."""
+
+from __future__ import annotations
+
+from tricomm.perf.cost_model.instruction_costs import KernelCosts
+
+# What the time of a critical path goes for.
+#   start  until the first store of payload to a peer, or the first load from one
+#   wire   bytes that wait for a link
+#   hop    a store on its way to a peer, or a load on its way there and back
+#   poll   from a store's arrival until the loop that polls for it is left
+#   fence  until earlier stores are where they have to be
+#   work   everything else before the last poll
+#   tail   everything else behind it
+PARTS = ("start", "wire", "hop", "poll", "fence", "work", "tail")
+START, WIRE, HOP, POLL, FENCE, WORK, TAIL = range(len(PARTS))
+SCHEDULERS = 4  # of an SM
+
+
+class Path:
+    """The chain of events that a clock's time came about by: microseconds by part, which sum up to the time."""
+
+    __slots__ = ("label", "mark", "parts", "tail")
+
+    def __init__(self, parts: list[float], mark: float, label: int, tail: float = 0.0) -> None:
+        self.parts, self.mark, self.label = parts, mark, label
+        self.tail = tail  # of `work`, what was before the last poll
+
+    def copy(self) -> Path:
+        return Path(self.parts.copy(), self.mark, self.label, self.tail)
+
+    def goes_on(self, now: float, label: int) -> None:
+        """Until `now` it was what it was; from now on it is `label`."""
+        self.parts[self.label] += now - self.mark
+        self.mark, self.label = now, label
+
+    def adds(self, part: int, until: float) -> None:
+        """From the mark until then it was `part`."""
+        self.parts[part] += until - self.mark
+        self.mark = until
+
+    def ended(self, now: float) -> list[float]:
+        """Parts of the whole, with what came behind the last poll as its tail."""
+        path = self.copy()
+        path.goes_on(now, WORK)
+        path.parts[TAIL] = path.parts[WORK] - path.tail
+        path.parts[WORK] = path.tail
+        return path.parts
+
+
+class WarpClock:
+    """`time` in microseconds. Instructions up to `at` have been issued."""
+
+    def __init__(self, costs: KernelCosts, warps: int, cycle: float) -> None:
+        self._costs, self._table = costs, costs.costs
+        # The warps of a block go through the same code side by side and share its SM's schedulers.
+        self._slot = cycle * max(1.0, warps / SCHEDULERS)
+        self._ready = [0.0] * costs.registers
+        self.time = 0.0
+        self._at = self._end = 0
+        self.path = Path([0.0] * len(PARTS), 0.0, START)
+        self.pushed = False
+        self.polling: int | None = None
+        self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
+        self.waited = -1.0  # arrival of the store that this warp has waited for last
+        self.fresh = False  # it has seen it since its block last met
+        self._fetched = -1.0  # when the latest load from a peer comes
+
+    def enter(self, block: int) -> None:
+        """The end of the block before, and then the first instruction of this one."""
+        costs = self._costs
+        self._run(self._end)
+        self._at, self._end = costs.starts[block], costs.ends[block]
+        polling = costs.polling[block]
+        if polling != self.polling:
+            self._leave_poll()
+            self.polling = polling
+            if polling is not None:
+                self.path.goes_on(self.time, POLL)
+
+    def _leave_poll(self) -> None:
+        if self.polling is not None:
+            self.path.goes_on(self.time, START if not self.pushed else WORK)
+            self.path.tail = self.path.parts[WORK]
+            self.looked.clear()
+
+    def issue(self, index: int) -> float:
+        """Up to instruction `index`, and when that one can go, because its operands are there."""
+        if not self._at <= index < self._end:
+            return self.time
+        self._run(index)
+        cost = self._table[index]
+        when = max([self.time, *(self._ready[n] for n in cost.reads)])
+        self._run(index + 1)
+        return when
+
+    def _run(self, end: int) -> None:
+        """The assembler moves an instruction of a basic block behind later ones that don't need it, so an operand that
+        is late holds up what reads it, and what cannot be moved: stores, barriers, fences and branches."""
+        ready, slot, time = self._ready, self._slot, self.time
+        for cost in self._table[self._at : end]:
+            start = time
+            for n in cost.reads:
+                if ready[n] > start:
+                    start = ready[n]
+            for n in cost.writes:
+                ready[n] = start + cost.latency
+            if cost.ordered and start > time:
+                self._stalls(time, start)
+                time = start
+            time += slot * cost.slots
+        self.time = time
+        self._at = max(end, self._at)
+
+    def _stalls(self, now: float, until: float) -> None:
+        if self._fetched > now:
+            label = self.path.label
+            self.path.goes_on(now, HOP)
+            self.path.goes_on(min(self._fetched, until), label)
+
+    def delivers(self, index: int, when: float, fetched: bool = False) -> None:
+        """What instruction `index` has loaded is there at `when`; `fetched` from a peer."""
+        for n in self._table[index].writes:
+            self._ready[n] = when
+        if fetched:
+            self._fetched = max(self._fetched, when)
+
+    def stands(self, until: float) -> None:
+        """Nothing is issued until then."""
+        self.time = max(self.time, until)
+
+    def fence(self, until: float, part: int = FENCE) -> None:
+        """The warp stands until then, because of a fence."""
+        label = self.path.label
+        self.path.goes_on(self.time, part)
+        self.stands(until)
+        self.path.goes_on(self.time, label)
+
+    def push(self) -> None:
+        """The block's first store of payload to a peer is behind it."""
+        self.pushed = True
+        if self.path.label == START:
+            self.path.goes_on(max(self.time, self.path.mark), WORK)
+
+    def ends(self) -> None:
+        self._run(self._end)
+        self._leave_poll()
+        self.polling = None
+
+
+class BarrierJoin:
+    """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
+
+    __slots__ = ("time", "_path", "_waited")
+
+    def __init__(self) -> None:
+        self.time, self._waited = -1.0, -1.0
+        self._path: Path | None = None
+
+    def arrives(self, clock: WarpClock) -> None:
+        # A store that came since the last meeting is why the last look was in vain: it decides, not who is the slowest.
+        waited = clock.waited if clock.fresh else -1.0
+        if (waited, clock.time) > (self._waited, self.time) or self._path is None:
+            self._path, self._waited = clock.path.copy(), waited
+            self._path.goes_on(clock.time, self._path.label)
+        self.time = max(self.time, clock.time)
+
+    def leaves(self, clock: WarpClock, latency: float) -> None:
+        assert self._path is not None
+        clock.path, clock.fresh = self._path.copy(), False
+        if clock.pushed and clock.path.label == START:
+            clock.path.label = WORK
+        clock.time = self.time + latency

@@ -1,0 +1,100 @@
+"""Kernels modelled from their compiled code: one end to end, its invariants, the command; all published rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from tricomm.cli import cli
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
+from tricomm.perf.cost_model.from_code import LaunchShape
+from tricomm.perf.cost_model.machines import MACHINES
+from tricomm.perf.cost_model.warp_clock import PARTS
+
+_H100 = MACHINES["h100"]
+_LL = registry.find("all_reduce", "one_shot", "ll")
+_SHAPE = LaunchShape(1, 8, 512)
+
+
+def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
+    found = from_code.predict(_H100, _LL, 2, 4096)
+    parts = dict(zip(PARTS, found.parts, strict=True))
+    assert found.shape == _SHAPE and found.executed == 1.0
+    assert found.time_us == pytest.approx(found.boundary + sum(parts.values()))
+    assert parts["start"] > 0 and parts["tail"] > 0 and parts["poll"] > 0
+    assert _H100.hop < sum(parts.values()) < 10
+    # 4 KiB, a tile, in one load a thread; each is on its way for L2's latency at least.
+    assert found.in_flight == 4096 and 10 < found.allows_gbs < 64 * 1.755
+
+
+def test_slower_links_and_a_longer_hop_show() -> None:
+    def path(**changes: float) -> float:
+        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, 64 << 20, False).time_us
+
+    usual = path()
+    assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
+    assert path(kernels=3.2) > usual + 2  # LL sends 8 KiB: 2.6 us at a hundredth of the bandwidth
+
+
+def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
+    shape = LaunchShape(2, 8, 512)
+    rounds = 2 * 4096  # bytes
+    exact = [from_code.predict(_H100, _LL, 2, n * rounds, shape) for n in (2, 4)]
+    assert [each.executed for each in exact] == [1.0, 1.0]
+    long = from_code.predict(_H100, _LL, 2, 64 * rounds, shape)
+    assert long.executed == 4 / 64
+    assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
+
+
+def test_kernels_of_uneven_rows_are_refused() -> None:
+    kernel = registry.find("all_to_all_v", "one_shot", "ll")
+    with pytest.raises(InvalidArgument, match="uneven rows"):
+        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, 64 << 20, False)
+
+
+def test_orders_are_counted_where_one_source_has_several_kernels() -> None:
+    rows = [r for r in published.MEASUREMENTS if r.nbytes == 128 << 10 and r.gpu == "h100"]
+    right = [kernel_time.Checked(row, row.time_us) for row in rows]
+    assert code_forecast.orders(right) == (1, 1)
+    wrong = [kernel_time.Checked(row, -row.time_us) for row in rows]
+    assert code_forecast.orders(wrong) == (0, 1)
+    assert code_forecast.orders(right[:1]) == (0, 0)
+
+
+def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
+    arguments = ["predict", "--from-code", "--world-size", "2", "--sizes", "4K"]
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    assert code_forecast.LABEL in done.output.splitlines()[0] and "modelled" in code_forecast.LABEL
+    assert f"median error {code_forecast.MEDIAN_ERROR:.0%}" in done.output
+    kernels = [line.split()[1] for line in done.output.splitlines() if line.strip().startswith("4096")]
+    assert kernels == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple"]
+    assert sum(line.endswith("*") for line in done.output.splitlines()) == 1
+    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert "modelled" in found["modelled"] and len(found["results"]) == 4
+    row = found["results"][0]
+    assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
+    refused = CliRunner().invoke(cli, ["predict", "--from-code", "--collective", "all_to_all_v", "--sizes", "4K"])
+    assert refused.exit_code == 2 and "uneven rows" in refused.output
+
+
+@pytest.mark.exhaustive
+def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
+    rows = code_forecast.check()
+    assert len(rows) == code_forecast.ROWS
+    assert round(kernel_time.median_error(rows), 2) == code_forecast.MEDIAN_ERROR
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("kernel", [k for k in registry.ALL if k.collective != "all_to_all_v" and not k.pairwise])
+def test_every_kernel_can_be_timed(kernel: registry.Kernel, world_size: int) -> None:
+    if kernel.needs_cube and world_size != registry.CUBE_RANKS:
+        pytest.skip("needs eight ranks")
+    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, 64 << 20, False)
+    assert 0.5 < found.time_us < 100 and min(found.parts) > -1e-9
