@@ -9,6 +9,7 @@ import resource
 import signal
 import stat
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -151,6 +152,8 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch):
 
 def limited(rank: int, world_size: int, tell, limit: int, value: int) -> tuple[str, bool]:
     before = holdings()
+    if limit == resource.RLIMIT_AS:  # beside what the process has: Python itself goes on
+        value += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
     try:
         Segment.create("tricomm-test", 1 << 30 if limit == resource.RLIMIT_AS else 1 << 20)
