@@ -36,10 +36,10 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 
 # Many tests wait: more workers than cores. They start hundreds of processes, for which bytecode is kept.
 test: venv  ## every kernel, protocol, fault and command, in minutes
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 test-all: test  ## the same, and then all variants and long campaigns (marked exhaustive)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --durations 25 -m "exhaustive and not gpu and not soak and not browser"
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 -m "exhaustive and not gpu and not soak and not browser"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser

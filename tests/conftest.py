@@ -16,6 +16,24 @@ def pytest_configure(config):
         signal.signal(signal.SIGINT, lambda number, frame: None)
 
 
+# A file runs in one worker. Those that take longest begin first, so that none of them ends alone.
+LONGEST = (
+    "soak/test_soak.py", "machine_code/test_kernel_report.py", "tuner/test_tune_command.py", "bench/test_bench.py",
+    "c10d/test_two_hosts.py", "c10d/test_endings.py", "faults/test_interrupts.py", "test_examples.py",
+    "test_plain_checkout.py", "compiled/test_check_compiled.py", "c10d/test_collectives.py",
+    "core/test_communicator.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONGEST)}
+
+    def place(item):
+        return next((n for name, n in places.items() if str(item.path).endswith(name)), len(places))
+
+    items.sort(key=place)
+
+
 @pytest.fixture
 def unshrunk(monkeypatch):
     """Findings of `tricomm.check` stay as found: the search for a simpler execution takes most of the time."""
