@@ -83,7 +83,7 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert refused.exit_code == 2 and "uneven rows" in refused.output
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
     rows = code_forecast.check()
     assert len(rows) == code_forecast.ROWS

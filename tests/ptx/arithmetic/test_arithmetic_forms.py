@@ -31,7 +31,7 @@ def test_shipped_kernels_are_known(variant):
     assert {i.opcode for i in kernel.instructions} - OPCODES <= OTHERS
 
 
-@pytest.mark.exhaustive
+@pytest.mark.soak
 @pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_and_operation_is_known(arch, dtype):
