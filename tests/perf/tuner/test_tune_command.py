@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests import forked
 from tests.perf.test_workers import children, gone
 from tricomm.cli import cli
 from tricomm.policy import tuning_tables, user_tables
@@ -35,7 +34,7 @@ def _command(*arguments: str) -> list[str]:
 
 
 def _tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return forked.command("tune", *_SMALL, *arguments, timeout=180)
+    return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=180)
 
 
 def _rounds(folder: Path) -> int:
