@@ -43,7 +43,7 @@ def refuse_unknown(kernel: PtxKernel) -> None:
                 raise unknown_form(instruction, "this instruction is not known")
         except InvalidArgument as error:
             raise InvalidArgument(f"kernel {kernel.name}: {error}") from None
-        except (IndexError, ValueError, StopIteration) as error:
+        except (AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise InvalidArgument(
                 f"kernel {kernel.name}: {unknown_form(instruction, f'its operands are not understood ({error})')}"
             ) from error

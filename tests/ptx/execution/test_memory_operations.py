@@ -309,3 +309,16 @@ def test_what_is_not_known_is_refused_by_name(text):
     code = kernel(text)
     with pytest.raises(InvalidArgument, match=r"(?s)kernel k.*PTX line|PTX line.*kernel k"):
         grid.refuse_unknown(code)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ld.global.u32 %r1, %r2;", "st.global.u32 %r2, %r1;", "red.global.add.u32 %r1, 1;",
+     "mbarrier.init.shared.b64 %r1, 1;", "mbarrier.arrive.shared.b64 %rd1, %r1;", "mbarrier.inval.shared.b64 5;",
+     "cp.async.ca.shared.global %r1, [%rd1], 16;", "cp.async.ca.shared.global [%r1], %rd1, 16;",
+     "cp.async.mbarrier.arrive.shared.b64 %r1;"],
+)  # fmt: skip
+def test_an_operand_that_has_to_be_an_address_is_named(text):
+    code = kernel(text)
+    with pytest.raises(InvalidArgument, match=r"(?s)kernel k.*PTX line.*an address in brackets is expected"):
+        grid.refuse_unknown(code)

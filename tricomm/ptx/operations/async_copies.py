@@ -10,7 +10,7 @@ from tricomm.ptx.access import Array
 from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Instruction, Integer, Operand, Register
 from tricomm.ptx.operations.load_store import MemorySite
-from tricomm.ptx.operations.memory_forms import MemoryForm, unknown_form
+from tricomm.ptx.operations.memory_forms import MemoryForm, address_of, unknown_form
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.operations.transaction_barriers import arrival_site
 from tricomm.ptx.unit_view import UnitView
@@ -111,8 +111,9 @@ def cp(instruction: Instruction, operands: Operands, partial: bool) -> Operation
 
 def _copy(instruction: Instruction, lanes: int) -> Operation:
     target, source, size, *rest = instruction.operands
-    if not isinstance(size, Integer) or size.value not in (4, 8, 16) or not isinstance(source, Address):
+    if not isinstance(size, Integer) or size.value not in (4, 8, 16):
         raise unknown_form(instruction, "this form of cp.async is not known")
+    target, source = address_of(instruction, target), address_of(instruction, source)
     sites = CopySites(instruction, size.value, lanes)
     ignored = bool(rest) and isinstance(rest[0], Register) and rest[0].kind == "pred"
     arguments: list[tuple[Operand, str]] = [(target, "address"), (source, "address")]
@@ -132,8 +133,8 @@ def _copy(instruction: Instruction, lanes: int) -> Operation:
 
 
 def _arrive(instruction: Instruction, operands: Operands, all_lanes: Array) -> Operation:
-    (target,) = instruction.operands
-    assert isinstance(target, Address)
+    (operand,) = instruction.operands
+    target = address_of(instruction, operand)
     site = arrival_site(instruction, target, operands, "noinc" in instruction.modifiers)
 
     def call(unit: UnitView, mask: Array | None, base: int | Array) -> None:

@@ -58,6 +58,13 @@ def unknown_form(instruction: Instruction, why: str) -> InvalidArgument:
     return InvalidArgument(f"{place_of(instruction)}: {why}")
 
 
+def address_of(instruction: Instruction, operand: Operand | None) -> Address:
+    """`operand` as the address that `instruction` needs there. Raises `InvalidArgument` if it is something else."""
+    if not isinstance(operand, Address):
+        raise unknown_form(instruction, "an address in brackets is expected")
+    return operand
+
+
 def memory_form(instruction: Instruction) -> MemoryForm:
     """The form of `ld`, `ldu`, `st`, `atom` or `red`. Raises `InvalidArgument` for one that is not known."""
     space, kind, op, sem, scope, elements = "", instruction.opcode, "", None, None, 1
@@ -98,11 +105,8 @@ def memory_form(instruction: Instruction) -> MemoryForm:
 def _operands(instruction: Instruction) -> tuple[Address, tuple[Operand | None, ...], tuple[Operand | None, ...]]:
     """The address, what is written to (registers, None for `_`), and the sources."""
     operands = instruction.operands
-    at = next((n for n, operand in enumerate(operands) if isinstance(operand, Address)), None)
-    if at is None:
-        raise unknown_form(instruction, "it has no address")
-    address = operands[at]
-    assert isinstance(address, Address)
+    at = next((n for n, operand in enumerate(operands) if isinstance(operand, Address)), len(operands))
+    address = address_of(instruction, operands[at] if at < len(operands) else None)
     sources = operands[at + 1 :]
     if instruction.opcode in ("ld", "ldu"):
         sources = ()  # a cache policy

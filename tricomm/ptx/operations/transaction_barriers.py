@@ -15,7 +15,7 @@ from tricomm.ptx.generated.operand_code import Operands
 from tricomm.ptx.instructions import Address, Instruction, Integer, Operand
 from tricomm.ptx.operations.atomics import AtomicSite
 from tricomm.ptx.operations.load_store import MemorySite
-from tricomm.ptx.operations.memory_forms import SCOPES, MemoryForm, unknown_form
+from tricomm.ptx.operations.memory_forms import SCOPES, MemoryForm, address_of, unknown_form
 from tricomm.ptx.operations.operation import Operation
 from tricomm.ptx.unit_view import UnitView
 
@@ -64,8 +64,8 @@ def mbarrier(instruction: Instruction, operands: Operands, partial: bool) -> Ope
 
 
 def _init(instruction: Instruction, operands: Operands) -> Operation:
-    address, *rest = instruction.operands
-    assert isinstance(address, Address)
+    first, *rest = instruction.operands
+    address = address_of(instruction, first)
     space = "shared" if any(m.startswith("shared") for m in instruction.modifiers) else ""
     form = MemoryForm("store", "", space, "b64", 8, 1, None, None, address, (), tuple(rest), instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(address)[1])
@@ -82,8 +82,8 @@ def _arrive(instruction: Instruction, operands: Operands) -> Operation:
     state: Operand | None = None
     if not isinstance(given[0], Address):
         state = given.pop(0)
-    address, *rest = given
-    assert isinstance(address, Address)
+    first, *rest = given
+    address = address_of(instruction, first)
     drop, expects = instruction.modifiers[0] == "arrive_drop", "expect_tx" in instruction.modifiers
 
     def change(old: int, numbers: tuple[int, ...]) -> int:
@@ -99,8 +99,8 @@ def _arrive(instruction: Instruction, operands: Operands) -> Operation:
 
 
 def _bytes(instruction: Instruction, operands: Operands) -> Operation:
-    address, octets = instruction.operands
-    assert isinstance(address, Address)
+    first, octets = instruction.operands
+    address = address_of(instruction, first)
     sign = 1 if instruction.modifiers[0] == "expect_tx" else -1
     site = _site(instruction, address, operands, lambda old, given: _change(old, 0, sign * given[0]))
 
@@ -112,8 +112,8 @@ def _bytes(instruction: Instruction, operands: Operands) -> Operation:
 
 def _wait(instruction: Instruction, operands: Operands) -> Operation:
     """A `try_wait` may return at once; a loop around it lets others run."""
-    target, address, given = instruction.operands[:3]
-    assert isinstance(address, Address)
+    target, second, given = instruction.operands[:3]
+    address = address_of(instruction, second)
     relaxed = "relaxed" in instruction.modifiers
     scope = next((m for m in instruction.modifiers if m in SCOPES), "cta")
     space = "shared" if any(m.startswith("shared") for m in instruction.modifiers) else ""
