@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from tricomm.errors import ResourceError
-from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.launch import source_paths, triton_adapter
 from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
@@ -75,7 +75,12 @@ def noted(compiled: Any) -> Any:
 def ptx_of(cubin: bytes) -> str | None:
     """The PTX that a cubin of this process was assembled from; None if no kernel that is alive has it."""
     compiled = _by_cubin.get(_digest(cubin))
-    return None if compiled is None else str(compiled.asm["ptx"])
+    return None if compiled is None else ptx_text(compiled)
+
+
+def ptx_text(compiled: Any) -> str:
+    """The PTX of Triton's `compiled` kernel, whose files are those of this process, also if it came from the cache."""
+    return source_paths.of_this_process(compiled.asm["ptx"], compiled.src.fn)
 
 
 def _digest(cubin: bytes) -> bytes:

@@ -17,7 +17,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch import cubin
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, extras, takes_counts
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, extras, ptx_text, takes_counts
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MachineSpec
@@ -75,7 +75,7 @@ def compiled(kernel: Kernel, arch: str, world_size: int, tile: int, warps: int) 
         "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": warps,
     }  # fmt: skip
     made = compile_kernel(kernel.function, values, DTYPE.bits, True, int(arch.removeprefix("sm_")))
-    code = parse(made.asm["ptx"])
+    code = parse(ptx_text(made))
     grid.refuse_unknown(code)
     return code, made.metadata.shared, cubin.instructions(made.asm["cubin"], code.name)
 

@@ -1,0 +1,55 @@
+"""Paths in PTX that came from Triton's cache.
+
+Triton's cache knows a kernel by its source, not by its path: PTX that was compiled for another checkout names that
+checkout's files, which may be gone. The lines are the same, since a line number is part of the key.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+from types import ModuleType
+from typing import Any
+
+_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")([^"]*)', re.M)
+
+
+def of_this_process(ptx: str, kernel: Any) -> str:
+    """`ptx` with the files that `kernel` and the functions it calls were imported from.
+
+    A file that none of them came from stays as it is.
+    """
+    from triton.runtime.jit import JITFunction
+
+    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, JITFunction, set())}
+
+    def present(match: re.Match[str]) -> str:
+        return match[1] + (match[2] if match[2] in paths else _nearest(match[2], paths))
+
+    return _FILE.sub(present, ptx)
+
+
+def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
+    """`function` and what it calls, by the names in its code: also those of a module that it names."""
+    if function in seen:
+        return
+    seen.add(function)
+    yield function
+    code, names = function.fn.__code__, function.fn.__globals__
+    known = [names[n] for n in code.co_names if n in names]
+    known += [cell.cell_contents for cell in function.fn.__closure__ or ()]
+    modules = [value for value in known if isinstance(value, ModuleType)]
+    known += [getattr(module, n) for module in modules for n in code.co_names if hasattr(module, n)]
+    for value in known:
+        if isinstance(value, kind):
+            yield from _functions(value, kind, seen)
+
+
+def _nearest(path: str, paths: set[str]) -> str:
+    """The one of `paths` with the same name at its end, and as many folders as possible; `path` if there is none."""
+    wanted = PurePath(path).parts[::-1]
+    same = {p: len(os.path.commonprefix([wanted, PurePath(p).parts[::-1]])) for p in paths}
+    best = max(same, key=lambda p: (same[p], p), default=path)
+    return best if same.get(best) else path
