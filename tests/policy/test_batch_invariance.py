@@ -1,17 +1,24 @@
 """A batch-invariant group: only kernels that reduce in rank order, no other library for size, all else refused."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tricomm import env
-from tricomm.c10d import capabilities
+from tricomm.c10d import capabilities, dispatch
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
+from tricomm.c10d.fallback_backends import Backends
+from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.options import Options, with_environment
+from tricomm.perf.bench import request
+from tricomm.perf.system import info
 from tricomm.policy.backend_choice import REDUCTIONS, GroupFacts, decide
 from tricomm.policy.selection import SelectionFacts, choose
 from tricomm.policy.tuning_tables import TableRow
@@ -138,6 +145,42 @@ def test_ranks_of_other_minds_have_other_settings():
     memory = layout.plan(2, 1 << 20)
     one, other = (Options(batch_invariant=value).agreed(memory, "cpu") for value in (False, True))
     assert one != other
+
+
+def test_tools_follow_the_variable(monkeypatch):
+    assert "in groups made with" in info._batch_invariant()
+    assert any("hybrid" in case.algorithm for case in request.cases(("all_reduce",), "all", "all", 8))
+    monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "1")
+    assert "in every group" in info._batch_invariant()
+    assert all("batch-invariant" in row["reason"] for row in info._selection())
+    assert not any("hybrid" in case.algorithm for case in request.cases(("all_reduce",), "all", "all", 8))
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_a_c10d_call_on_a_gpu_is_refused_before_nccl_or_the_kernels_memory(batch_invariant, monkeypatch):
+    """Of a coalesced call no part is made."""
+    monkeypatch.setattr(dispatch, "torch_backend", lambda device: "nccl")
+    monkeypatch.setattr(dispatch, "_capturing", lambda device: False)
+    monkeypatch.setattr(dispatch.Dispatcher, "_communicator", lambda self, device: made.append("memory"))
+    device, made = torch.device("cuda", 0), []
+    config = GroupConfig(None, 0, 2, timedelta(seconds=9), [0, 1], "g")
+    agreed = GroupCapabilities((), 1, True, {"cuda": None}, batch_invariant)
+    calls = dispatch.Dispatcher(config, agreed, Backends({}), None)
+    batch = [
+        GroupCall("all_reduce", torch.ones(2, dtype=t), op="sum", device=device) for t in (torch.int32, torch.uint16)
+    ]
+
+    def run():
+        calls.run(batch, lambda: made.append("nccl"))
+
+    if batch_invariant:
+        with pytest.raises(InvalidArgument, match="sum of uint16 is refused in a batch-invariant group"):
+            run()
+        assert made == []
+    else:
+        run()
+        assert made[-1] == "nccl"
+    calls.close()
 
 
 def member(flags):
