@@ -16,9 +16,11 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies import invariance_bodies as c10d
 from tests.core.bodies import nccl_bodies
+from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import reference
+from tricomm.kernels.collectives import registry
 from tricomm.policy.tuning_tables import TableRow
 from tricomm.topology.presets import dgx1v
 
@@ -26,7 +28,7 @@ INVARIANT = tricomm.Options(arena_bytes=256 << 10, batch_invariant=True)
 TINY = 80 << 10  # a call of a few hundred elements takes several chunks
 TYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "complex64", "int8")
 OPS = ("sum", "avg", "prod", "min", "max")
-KERNELS = [(None, None), *((a, p) for a in ("one_shot", "two_shot") for p in ("ll", "simple"))]
+KERNELS = [(None, None), *((k.algorithm, k.protocol) for k in registry.of("all_reduce", 2))]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -86,7 +88,8 @@ def made(comm, x, op, kernel, way):
         middle = len(x) // 2
         return torch.cat(comm.all_reduce([x[:middle], x[middle:]], op, **how))
     if way == "reduce":
-        comm.reduce(x, comm.world_size - 1, op, protocol=how["protocol"])
+        protocols = [k.protocol for k in registry.of("reduce", 2)]
+        comm.reduce(x, comm.world_size - 1, op, protocol=kernel[1] if kernel[1] in protocols else None)
         return x
     if way == "handle":
         handle = comm.symmetric(x.shape, x.dtype)
@@ -123,7 +126,7 @@ def test_the_bits_are_those_of_rank_order_however_a_tensor_is_reduced(
     assert torch.equal(found, in_rank_order(op, name, world_size, count))
 
 
-@pytest.mark.parametrize("protocol", ["ll", "simple"])
+@pytest.mark.parametrize("protocol", [k.protocol for k in registry.of("reduce_scatter", 3)])
 def test_the_rows_of_a_reduce_scatter_are_those_of_an_all_reduce(protocol):
     def body(comm):
         x = numbers(comm.rank, 3 * 201, "bfloat16")
@@ -237,6 +240,19 @@ def test_a_rank_of_a_c10d_group_that_differs_is_named_on_every_rank(url):
 
 SMALL = TableRow("all_reduce", 8, 256, "hybrid_cube_mesh", "ll")
 ROWS = (SMALL, TableRow("all_reduce", 8, None, "two_shot", "simple"))
+
+
+REDUCE = "return finish(accumulate(parts, SPEC.WORLD_SIZE, SPEC), SPEC)"
+
+
+def test_kernels_that_reduce_in_another_order_have_other_bits():
+    def body(comm):
+        return comm.all_reduce(numbers(comm.rank, 100, "bfloat16"))
+
+    backwards = REDUCE.replace("parts", "(parts[2], parts[1], parts[0])")
+    with loaded((Edit("kernels/device/reduction.py", REDUCE, backwards),)):
+        found = bits(tricomm.simulate(body, 3, options=INVARIANT)[0])
+    assert not torch.equal(found, in_rank_order("sum", "bfloat16", 3, 100))
 
 
 @functools.cache

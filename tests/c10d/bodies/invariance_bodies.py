@@ -26,6 +26,7 @@ def bits_of_every_way(rank, world_size, tell, url, route, count):
     wrong = []
     with default_group(rank, world_size, url, route) as group:
         assert group.batch_invariant
+        del os.environ["TRICOMM_BATCH_INVARIANT"]  # which is read when a group is made
         parts = [numbers(r, count) for r in range(world_size)]
         total, mean = (reference.reduced(op, parts) for op in ("sum", "avg"))
         mine = parts[rank]
@@ -73,6 +74,7 @@ def bits_of_every_way(rank, world_size, tell, url, route, count):
         refused(lambda: dist.all_reduce(torch.eye(2).to_sparse()), "all_reduce_sparse", "to_dense()")
         dist.all_reduce(z)  # a refusal costs the group nothing
         look("complex", z, torch.full((4,), 3.0, dtype=torch.complex64))
+        assert all(comm.options.batch_invariant for comm in group._dispatcher._comms.values())
     return wrong
 
 
