@@ -14,7 +14,9 @@ Buffers and slots are powers of two, so that every tile that fits into one divid
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from tricomm.errors import InvalidArgument
 
@@ -27,6 +29,8 @@ PHASES = 3  # headers that a block may send a peer in one epoch
 RANK, CONTROL, LL_BASE, LL_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER, EPOCH, ARRIVALS, BUSY = range(9)
 MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(9, 14)
 PEERS = 16
+# A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
+PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
@@ -105,6 +109,19 @@ def unacknowledged(state: list[int]) -> bool:
         if (state[ACKS + number % SLOTS] >> 32) & (EPOCH_LIMIT - 1) != number:
             return True
     return False
+
+
+def group_words(world_size: int) -> int:
+    """Words of a group as a shipped kernel takes it: `group_argument`."""
+    return PARAMETER_PEERS + 2 * world_size
+
+
+def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[Any, ...]:
+    """What a shipped kernel takes for its group: `table`, of which `words` are the contents, its constants, and the
+    addresses of the ranks' arenas twice, from this rank on and from rank 0 on. The same in every launch."""
+    constants, peers = [int(word) for word in words[:EPOCH]], [int(word) for word in words[PEERS:][:world_size]]
+    rank = constants[RANK]
+    return (table, *constants, *peers[rank:], *peers[:rank], *peers)
 
 
 def plan(world_size: int, arena_bytes: int) -> Layout:

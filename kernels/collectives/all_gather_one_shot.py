@@ -44,10 +44,11 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
 from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
-from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer
+from tricomm.kernels.primitives import barrier, enter, get_ll, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -69,7 +70,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
     status = synchronize(chunk, 0, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
         parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             for r in tl.static_range(WORLD_SIZE):
@@ -98,7 +99,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     if status == 0:

@@ -54,11 +54,12 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.group import peer_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, members, store_words
 from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import barrier, enter, get_ll, leave, peer
+from tricomm.kernels.primitives import barrier, enter, get_ll, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -79,7 +80,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
     status = synchronize(chunk, 0, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
         parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
@@ -98,7 +99,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, chunk.count, chunk.stride):
             parts = ()
             for r in tl.static_range(WORLD_SIZE):
-                there = simple_buffer(chunk, peer(chunk.group, r), 0, SPEC)
+                there = simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC)
                 parts = parts + (load_tile(there, first, chunk.count, SPEC.BLOCK),)
             store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status

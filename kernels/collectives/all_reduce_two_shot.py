@@ -57,6 +57,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
@@ -70,7 +71,7 @@ from tricomm.kernels.device.packing import (
 )
 from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer, put_ll
+from tricomm.kernels.primitives import barrier, enter, get_ll, leave, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -102,7 +103,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
     ours = tl.minimum(count - me * shard, shard)
     here = base + me * shard
     while (first < ours) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
         parts, status = get_ll(group, buffer, 4 * half, epoch, ours - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             total = reduce_words(parts, SPEC)
@@ -118,7 +119,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         there = base + source * shard
         first = chunk.own
         while (first < theirs) & (status == 0):
-            buffer = ll_buffer(chunk, group, source, half + first, SPEC)
+            buffer = ll_buffer(chunk, table_of(group), source, half + first, SPEC)
             part, status = get_ll(group, buffer, 0, epoch, theirs - first, 1, SPEC.BLOCK, SPEC.PTX)
             if status == 0:
                 limit = end_of(there + theirs, numel, PACK)
@@ -148,7 +149,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, ours, chunk.stride):
             parts = ()
             for r in tl.static_range(WORLD_SIZE):
-                parts = parts + (load_tile(simple_buffer(chunk, group, r, SPEC), first, ours, SPEC.BLOCK),)
+                parts = parts + (load_tile(simple_buffer(chunk, table_of(group), r, SPEC), first, ours, SPEC.BLOCK),)
             total = reduce_words(parts, SPEC)
             store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
             for step in range(1, WORLD_SIZE):
@@ -158,7 +159,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     if status == 0:
         for step in range(1, WORLD_SIZE):
             source = (me + step) % WORLD_SIZE
-            buffer = simple_buffer(chunk, group, source, SPEC) + half
+            buffer = simple_buffer(chunk, table_of(group), source, SPEC) + half
             theirs = tl.minimum(count - source * shard, shard)
             copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
     return status
@@ -169,7 +170,7 @@ def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     words = packed_words(x_ptr, numel)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)

@@ -26,10 +26,11 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import Chunk
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
+from tricomm.kernels.device.group import rank_of
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
-from tricomm.kernels.primitives import RANK, advance, enter, leave
+from tricomm.kernels.primitives import advance, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -39,7 +40,7 @@ def all_to_all_v_one_shot(
     # Not `run_chunks`: the number of chunks is known when the peers' counts have come, in the first one.
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     buffer = buffer_words(group, 1, SPEC)
     own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
     stride = tl.num_programs(0) * SPEC.BLOCK

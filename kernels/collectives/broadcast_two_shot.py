@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
 from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
-from tricomm.kernels.primitives import peer
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -53,7 +53,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         ours = tl.minimum(count - me * shard, shard)
         here = base + me * shard
         limit = end_of(here + ours, numel, PACK)
-        given = simple_buffer(chunk, group, root, SPEC)
+        given = simple_buffer(chunk, table_of(group), root, SPEC)
         for first in range(chunk.own, ours, chunk.stride):
             if me == root:
                 part = load_words(x_ptr, here + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
@@ -68,7 +68,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     if (status == 0) & (me != root):
         for step in range(1, SPEC.WORLD_SIZE):
             source = (me + step) % SPEC.WORLD_SIZE
-            buffer = simple_buffer(chunk, group, source, SPEC) + half
+            buffer = simple_buffer(chunk, table_of(group), source, SPEC) + half
             theirs = tl.minimum(count - source * shard, shard)
             copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
     return status

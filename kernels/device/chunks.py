@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.primitives import RANK, advance, enter, leave
+from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.primitives import advance, enter, leave
 
 
 class Chunk(NamedTuple):
     """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
 
-    group    pointer to this rank's group table
+    group    what the kernel knows of its group (`device/group.py`)
     me       this rank
     call     the call's number and fingerprint
     epoch    the chunk's number in the life of the group
@@ -49,7 +50,7 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     words = packed_words(tensors[0], tensors[2])
     chunks = tl.cdiv(words, chunk_words)
     own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK

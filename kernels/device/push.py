@@ -21,10 +21,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.mailbox import LL_BUFFER, clear_idle, clears, ll_buffer, simple_buffer
+from tricomm.kernels.device.group import ll_bytes, peer, table_of
+from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, send_headers, wait_headers
+from tricomm.kernels.primitives import barrier, get_ll, put_ll, send_headers, wait_headers
 
 
 @triton.jit
@@ -58,7 +59,7 @@ def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
 def push_tile(chunk, to, first, words, count, SPEC: tl.constexpr):
     """The tile at word `first` of a run of `count`, into this rank's buffer at rank `to`."""
     group = chunk.group
-    me = tl.load(group + RANK)
+    me = chunk.me
     if SPEC.LL:
         buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
         put_ll(buffer, words, chunk.epoch, count - first, SPEC.BLOCK, SPEC.PTX)
@@ -80,7 +81,7 @@ def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    me = tl.load(chunk.group + RANK)
+    me = chunk.me
     for step in range(SPEC.WORLD_SIZE):
         to = (me + step) % SPEC.WORLD_SIZE
         push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
@@ -93,7 +94,7 @@ def push_to_all(x_ptr, numel, chunk, SPEC: tl.constexpr):
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
     group = chunk.group
-    me = tl.load(group + RANK)
+    me = chunk.me
     for first in range(chunk.own, chunk.count, chunk.stride):
         mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(SPEC.WORLD_SIZE):
@@ -109,12 +110,14 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
     status = 0
     parts = ()
     if SPEC.LL:
-        buffer = ll_buffer(chunk, group, source, first, SPEC)
-        distance = tl.load(group + LL_BUFFER) // 8
+        buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
+        distance = ll_bytes(group) // 8
         parts, status = get_ll(group, buffer, distance, chunk.epoch, count - first, SOURCES, SPEC.BLOCK, SPEC.PTX)
     else:
         for n in tl.static_range(SOURCES):
-            parts = parts + (load_tile(simple_buffer(chunk, group, source + n, SPEC), first, count, SPEC.BLOCK),)
+            parts = parts + (
+                load_tile(simple_buffer(chunk, table_of(group), source + n, SPEC), first, count, SPEC.BLOCK),
+            )
     return parts, status
 
 
@@ -158,7 +161,7 @@ def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
 @triton.jit
 def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
     """Simple: this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
-    buffer = simple_buffer(chunk, chunk.group, 0, SPEC)
+    buffer = simple_buffer(chunk, table_of(chunk.group), 0, SPEC)
     for first in range(chunk.own, chunk.count, chunk.stride):
         words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
         store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)

@@ -12,7 +12,6 @@ from tests.explorer.message_mutants import MESSAGES
 from tests.explorer.mutation import Edit, Mutant
 from tests.explorer.own_mutants import OWN
 from tests.explorer.push_mutants import PUSHES
-from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
 T = ("all_reduce", "two_shot", "simple")
@@ -35,11 +34,11 @@ _STAGE = "    stage(x_ptr, numel, chunk, SPEC)\n"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _FIRST = f"{_MEET}    if status == 0:\n"
 _SECOND = "status = synchronize(chunk, 1, SPEC)"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + SIMPLE_BASE)"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_base(group)"
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
-    all_here = (tl.atomic_add(group + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
-    while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
+    all_here = (tl.atomic_add(table_of(group) + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
+    while tl.atomic_add(table_of(group) + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
 _MEETING = (
@@ -116,7 +115,7 @@ REAL = (
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
             Edit(CHUNKS, "    stride = tl.num_programs(0) * SPEC.BLOCK\n",
-                 f"    grid = tl.num_programs(0) - (tl.load(group + {layout.RANK}) == 0)\n"
+                 "    grid = tl.num_programs(0) - (rank_of(group) == 0)\n"
                  "    stride = grid * SPEC.BLOCK\n"),
             Edit(CHUNKS, "(number < chunks) & (status == 0):", "(number < chunks) & (status == 0) & (own < stride):"),
         ),
@@ -126,14 +125,14 @@ REAL = (
         "K12", "one header for all blocks", "flags of consecutive calls overlap when shapes change: vllm#25892",
         (
             Edit(PRIMITIVES, "8 * (row * MAX_BLOCKS + tl.program_id(0))", "8 * (row * MAX_BLOCKS)"),
-            Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
-                 "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),
+            Edit(PRIMITIVES, "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+                 "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS"),
         ),
         (S,), RACE, blocks=2,
     ),
     Mutant(
         "K13", "all ranks signal the same slot", "one slot for several writers; one writer per word is the rule",
-        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
+        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)\n",
               "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE\n"),),
         (S,), DEADLOCK,
     ),
@@ -145,8 +144,8 @@ REAL = (
     ),
     Mutant(
         "K15", "epoch moved on without order", "K01 for epochs: the last block does not know that others have read it",
-        (Edit(PRIMITIVES, 'tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
-              'tl.atomic_add(group + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
+        (Edit(PRIMITIVES, 'tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
+              'tl.atomic_add(table + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
         (S,), RACE, "make it sem='release'", blocks=2,
     ),
     Mutant(
@@ -174,8 +173,8 @@ REAL = (
     Mutant(
         "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets, vllm#8558, #8404",
         (
-            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
-                 "row = PHASE * WORLD_SIZE + tl.load(group + RANK)\n"),
+            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)\n",
+                 "row = PHASE * WORLD_SIZE + rank_of(group)\n"),
             Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)",
                  "row = PHASE * WORLD_SIZE + tl.where(mask, source, 0)"),
         ),
@@ -195,7 +194,7 @@ REAL = (
         "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
         (
             Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, table_of(group), source, SPEC) + half", "(chunk, table_of(group), source, SPEC)"),
         ),
         (T,), RACE,
     ),
@@ -217,8 +216,8 @@ REAL = (
     ),
     Mutant(
         "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
-        (Edit(PRIMITIVES, "    epoch = tl.load(group + EPOCH)\n",
-              f"{_GRID_WAIT}    epoch = tl.load(group + EPOCH)\n"),),
+        (Edit(PRIMITIVES, "    epoch = tl.load(table + EPOCH)\n",
+              f"{_GRID_WAIT}    epoch = tl.load(table + EPOCH)\n"),),
         (S,), DEADLOCK, world_size=1, blocks=2, residency=1,
     ),
     Mutant(

@@ -28,7 +28,7 @@ _BEFORE_WRAP = 2**32 - 2
 _LATE = "late |= expected & (((seen >> 32) & LOW) != flag)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + LL_BASE)"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = ll_base(group)"
 _SAME = "chunk._replace(epoch=chunk.epoch * 0),"
 _SHARD = "buffer = simple_buffer(chunk, peer(group, to), me, SPEC)\n"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
@@ -50,7 +50,7 @@ _TORN = """\
         tl.store(half + 2, high.to(tl.int32), mask=mask)
         tl.store(half + 3, (high >> 32).to(tl.int32), mask=mask)
 """
-_MOVE_ON = "            tl.store(group + EPOCH, advance(epoch, chunks))\n"
+_MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
@@ -124,7 +124,7 @@ OWN = (
     ),
     Mutant(
         "M14", "arrivals not reset", "from the second call on no block is the last one",
-        (Edit(PRIMITIVES, "            tl.store(group + ARRIVALS, 0)\n", ""),),
+        (Edit(PRIMITIVES, "            tl.store(table + ARRIVALS, 0)\n", ""),),
         (S,), frozenset({"race", "exception"}),
     ),
     Mutant(
@@ -134,7 +134,7 @@ OWN = (
     ),
     Mutant(
         "M16", "busy word not reset", "the next launch takes this one for a second stream: pytorch#189228",
-        (Edit(PRIMITIVES, "            tl.store(group + BUSY, 0)\n", ""),),
+        (Edit(PRIMITIVES, "            tl.store(table + BUSY, 0)\n", ""),),
         (B,), frozenset({"exception", "leftover"}),
     ),
     Mutant(
@@ -166,14 +166,14 @@ OWN = (
     ),
     Mutant(
         "M22", "reduced from the own rank on", "ranks hold different bits: vLLM keeps one order for this reason",
-        (Edit(ONE_SHOT, "peer(chunk.group, r), 0,",
-              "peer(chunk.group, (r + tl.load(chunk.group)) % WORLD_SIZE), 0,"),),
+        (Edit(ONE_SHOT, "import peer_of, table_of", "import peer_ahead, table_of"),
+         Edit(ONE_SHOT, "peer_of(chunk.group, r, WORLD_SIZE), 0,", "peer_ahead(chunk.group, r, WORLD_SIZE), 0,")),
         (S,), frozenset({"rank_mismatch"}), world_size=3, body=bodies.floats,
     ),
     Mutant(
         "M23", "every block waits for block 0's header", "block b reads what block b of a peer wrote",
-        (Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
-              "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),),
+        (Edit(PRIMITIVES, "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+              "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS"),),
         (S,), RACE, blocks=2,
     ),
     Mutant(
@@ -196,8 +196,8 @@ OWN = (
         "M27", "two-shot LL: both phases in one half", "a word of the second phase is taken for one of the first",
         (
             Edit(TWO_SHOT, "peer(group, to), me, half + first, SPEC)", "peer(group, to), me, first, SPEC)"),
-            Edit(TWO_SHOT, "ll_buffer(chunk, group, source, half + first, SPEC)",
-                 "ll_buffer(chunk, group, source, first, SPEC)"),
+            Edit(TWO_SHOT, "ll_buffer(chunk, table_of(group), source, half + first, SPEC)",
+                 "ll_buffer(chunk, table_of(group), source, first, SPEC)"),
         ),
         (TL,), RACE,
     ),
@@ -206,8 +206,8 @@ OWN = (
         (
             Edit(TWO_SHOT, _SHARD, _SHARD.replace("chunk,", _SAME)),
             Edit(TWO_SHOT, "(chunk, peer(group, to), me, SPEC) + half", f"({_SAME} peer(group, to), me, SPEC) + half"),
-            Edit(TWO_SHOT, "(chunk, group, r, SPEC)", f"({_SAME} group, r, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC)", f"({_SAME} group, source, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, table_of(group), r, SPEC)", f"({_SAME} table_of(group), r, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, table_of(group), source, SPEC)", f"({_SAME} table_of(group), source, SPEC)"),
         ),
         (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
     ),

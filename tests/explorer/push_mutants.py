@@ -92,19 +92,19 @@ PUSHES = (
     ),
     Mutant(
         "P08", "push: one buffer too few is received", "off by one in the number of senders",
-        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
-              "simple_buffer(chunk, group, (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
+        (Edit(FILE, "simple_buffer(chunk, table_of(group), source + n, SPEC)",
+              "simple_buffer(chunk, table_of(group), (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
         (DS,), WRONG, world_size=3,
     ),
     Mutant(
         "P09", "push: received from the other parity", "sender and receiver disagree about the mailbox",
-        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
-              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), group, source + n, SPEC)"),),
+        (Edit(FILE, "simple_buffer(chunk, table_of(group), source + n, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), table_of(group), source + n, SPEC)"),),
         (GS,), UNWRITTEN,
     ),
     Mutant(
         "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
-        (Edit(FILE, "distance = tl.load(group + LL_BUFFER) // 8", "distance = tl.load(group + LL_BUFFER) // 16"),),
+        (Edit(FILE, "distance = ll_bytes(group) // 8", "distance = ll_bytes(group) // 16"),),
         (RL,), DEADLOCK,
     ),
     Mutant(
@@ -148,7 +148,7 @@ PUSHES = (
         "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
         (
             Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
+            Edit(TWO_SHOT, "(chunk, table_of(group), source, SPEC) + half", "(chunk, table_of(group), source, SPEC)"),
         ),
         (BT,), RACE,
     ),
