@@ -43,7 +43,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.chunks import packed_words, run_chunks, run_pushed
 from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
@@ -57,7 +57,7 @@ def all_gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
     if SPEC.LL:
         run_chunks(_ll, (x_ptr, y_ptr, numel, words), group, call, words, SPEC)
     else:  # all buffers of a parity, used as one stage
-        run_chunks(_simple, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
+        run_pushed(_stage, _read, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
@@ -80,19 +80,19 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
+def _stage(tensors, chunk, SPEC: tl.constexpr):
+    stage(tensors[0], tensors[2], chunk, SPEC)
+
+
+@triton.jit
+def _read(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel = tensors
-    me = chunk.me
-    open_epoch(chunk, 1, SPEC)
-    stage(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        for step in range(SPEC.WORLD_SIZE):
-            source = (me + step) % SPEC.WORLD_SIZE
-            there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
-            for first in range(chunk.own, chunk.count, chunk.stride):
-                part = load_tile(there, first, chunk.count, SPEC.BLOCK)
-                store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    for step in range(SPEC.WORLD_SIZE):
+        source = (chunk.me + step) % SPEC.WORLD_SIZE
+        there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
+        for first in range(chunk.own, chunk.count, chunk.stride):
+            part = load_tile(there, first, chunk.count, SPEC.BLOCK)
+            store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 
 

@@ -56,7 +56,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.chunks import packed_words, run_chunks, run_two_hops
 from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
@@ -69,17 +69,19 @@ from tricomm.kernels.device.packing import (
     store_tile,
     store_words,
 )
-from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
+from tricomm.kernels.device.push import open_epoch, push_part, synchronize, take_shards
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, get_ll, leave, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    BODY: tl.constexpr = _ll if SPEC.LL else _simple
     half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, half)
-    run_chunks(BODY, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+    if SPEC.LL:
+        run_chunks(_ll, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+    else:
+        run_two_hops(_push, _reduce, _take, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
@@ -129,40 +131,41 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
-    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half = tensors
     group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(count, WORLD_SIZE)
-    open_epoch(chunk, 2, SPEC)
-    for step in range(WORLD_SIZE):
-        to = (me + step) % WORLD_SIZE
+    shard = shard_words(count, SPEC.WORLD_SIZE)
+    for step in range(SPEC.WORLD_SIZE):
+        to = (me + step) % SPEC.WORLD_SIZE
         buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
         theirs = tl.minimum(count - to * shard, shard)
         push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        ours = tl.minimum(count - me * shard, shard)
-        here = base + me * shard
-        limit = end_of(here + ours, numel, PACK)
-        for first in range(chunk.own, ours, chunk.stride):
-            parts = ()
-            for r in tl.static_range(WORLD_SIZE):
-                parts = parts + (load_tile(simple_buffer(chunk, table_of(group), r, SPEC), first, ours, SPEC.BLOCK),)
-            total = reduce_words(parts, SPEC)
-            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            for step in range(1, WORLD_SIZE):
-                to = (me + step) % WORLD_SIZE
-                store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
-        status = synchronize(chunk, 1, SPEC)
-    if status == 0:
+
+
+@triton.jit
+def _reduce(tensors, chunk, SPEC: tl.constexpr):
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    x_ptr, y_ptr, numel, half = tensors
+    group, me = chunk.group, chunk.me
+    shard = shard_words(chunk.count, WORLD_SIZE)
+    ours = tl.minimum(chunk.count - me * shard, shard)
+    here = chunk.base + me * shard
+    limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    for first in range(chunk.own, ours, chunk.stride):
+        parts = ()
+        for r in tl.static_range(WORLD_SIZE):
+            parts = parts + (load_tile(simple_buffer(chunk, table_of(group), r, SPEC), first, ours, SPEC.BLOCK),)
+        total = reduce_words(parts, SPEC)
+        store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
         for step in range(1, WORLD_SIZE):
-            source = (me + step) % WORLD_SIZE
-            buffer = simple_buffer(chunk, table_of(group), source, SPEC) + half
-            theirs = tl.minimum(count - source * shard, shard)
-            copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
-    return status
+            to = (me + step) % WORLD_SIZE
+            store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
+
+
+@triton.jit
+def _take(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    take_shards(y_ptr, numel, half, chunk, SPEC)
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.group import ll_bytes, peer, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
+from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, get_ll, put_ll, send_headers, wait_headers
 
@@ -183,3 +183,14 @@ def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     for first in range(chunk.own, count, chunk.stride):
         words = load_tile(buffer, first, count, SPEC.BLOCK)
         store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
+    """Simple: copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    for step in range(1, SPEC.WORLD_SIZE):
+        source = (chunk.me + step) % SPEC.WORLD_SIZE
+        buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half
+        theirs = tl.minimum(chunk.count - source * shard, shard)
+        copy_part(y_ptr, numel, chunk.base + source * shard, theirs, buffer, chunk, SPEC)
