@@ -44,10 +44,10 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_chunks, run_pushed
-from tricomm.kernels.device.group import peer, rank_of, table_of
+from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
-from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
+from tricomm.kernels.device.packing import load_words, member, store_words
+from tricomm.kernels.device.push import copy_rows, open_epoch, push_to_all, stage, synchronize
 from tricomm.kernels.primitives import barrier, enter, get_ll, leave
 
 
@@ -87,12 +87,11 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel = tensors
-    for step in range(SPEC.WORLD_SIZE):
-        source = (chunk.me + step) % SPEC.WORLD_SIZE
-        there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
-        for first in range(chunk.own, chunk.count, chunk.stride):
-            part = load_tile(there, first, chunk.count, SPEC.BLOCK)
-            store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    rows, stages = (), ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
+        rows = rows + (y_ptr + (chunk.me + step) % SPEC.WORLD_SIZE * numel,)
+        stages = stages + (simple_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), 0, SPEC),)
+    copy_rows(rows, numel, stages, chunk, SPEC)
     return status
 
 

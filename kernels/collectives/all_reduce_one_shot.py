@@ -56,7 +56,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import packed_words, run_chunks, run_pushed
 from tricomm.kernels.device.group import peer_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, members, store_words
+from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
 from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, get_ll, leave
@@ -97,11 +97,11 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     x_ptr, y_ptr, numel = tensors
+    stages = ()
+    for r in tl.static_range(WORLD_SIZE):
+        stages = stages + (simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC),)
     for first in range(chunk.own, chunk.count, chunk.stride):
-        parts = ()
-        for r in tl.static_range(WORLD_SIZE):
-            there = simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC)
-            parts = parts + (load_tile(there, first, chunk.count, SPEC.BLOCK),)
+        parts = load_tiles(stages, first, chunk.count, WORLD_SIZE, SPEC.BLOCK)
         store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 

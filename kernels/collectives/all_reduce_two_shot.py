@@ -57,19 +57,19 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_chunks, run_two_hops
-from tricomm.kernels.device.group import peer, rank_of, table_of
+from tricomm.kernels.device.group import peer, peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
-    load_tile,
+    load_tiles,
     load_words,
     members,
     shard_words,
     store_everywhere,
-    store_tile,
+    store_tiles,
     store_words,
 )
-from tricomm.kernels.device.push import open_epoch, push_part, synchronize, take_shards
+from tricomm.kernels.device.push import open_epoch, push_shards, synchronize, take_shards
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, get_ll, leave, put_ll
 
@@ -133,13 +133,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half = tensors
-    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    for step in range(SPEC.WORLD_SIZE):
-        to = (me + step) % SPEC.WORLD_SIZE
-        buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
-        theirs = tl.minimum(count - to * shard, shard)
-        push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
+    push_shards(x_ptr, numel, chunk, SPEC)
 
 
 @triton.jit
@@ -151,15 +145,15 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
     ours = tl.minimum(chunk.count - me * shard, shard)
     here = chunk.base + me * shard
     limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    given, results = (), ()
+    for r in tl.static_range(WORLD_SIZE):
+        given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
+    for step in tl.static_range(1, WORLD_SIZE):
+        results = results + (simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half,)
     for first in range(chunk.own, ours, chunk.stride):
-        parts = ()
-        for r in tl.static_range(WORLD_SIZE):
-            parts = parts + (load_tile(simple_buffer(chunk, table_of(group), r, SPEC), first, ours, SPEC.BLOCK),)
-        total = reduce_words(parts, SPEC)
+        total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
+        store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)
         store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        for step in range(1, WORLD_SIZE):
-            to = (me + step) % WORLD_SIZE
-            store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
 
 
 @triton.jit

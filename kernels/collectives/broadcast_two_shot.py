@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_two_hops
-from tricomm.kernels.device.group import peer, table_of
+from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
-from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
-from tricomm.kernels.device.push import push_part, take_shards
+from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
+from tricomm.kernels.device.push import push_shards, take_shards
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -38,14 +38,8 @@ def broadcast_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, roo
 @triton.jit
 def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, half = tensors
-    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    if me == root:
-        for step in range(1, SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
-            theirs = tl.minimum(count - to * shard, shard)
-            push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
+    if chunk.me == root:
+        push_shards(x_ptr, numel, chunk, SPEC)
 
 
 @triton.jit
@@ -55,18 +49,16 @@ def _pass_on(tensors, chunk, SPEC: tl.constexpr):
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     ours = tl.minimum(chunk.count - me * shard, shard)
     here = chunk.base + me * shard
-    limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    limit = end_of(here + ours, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
     given = simple_buffer(chunk, table_of(group), root, SPEC)
     for first in range(chunk.own, ours, chunk.stride):
-        if me == root:
-            part = load_words(x_ptr, here + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        else:
-            part = load_tile(given, first, ours, SPEC.BLOCK)
+        part = load_tile(given, first, ours, SPEC.BLOCK)
+        for step in tl.static_range(1, SPEC.WORLD_SIZE):
+            if (me + step) % SPEC.WORLD_SIZE != root:
+                theirs = simple_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, SPEC) + half
+                store_tile(theirs, first, part, ours, SPEC.BLOCK)
+        if me != root:
             store_words(y_ptr, here + first, part, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        for step in range(1, SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            if to != root:
-                store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, part, ours, SPEC.BLOCK)
 
 
 @triton.jit
