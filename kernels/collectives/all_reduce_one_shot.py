@@ -30,7 +30,8 @@ Bytes     (N-1) n read from peers per rank; n staged in local memory.
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
 Reuse     two stages, by the epoch's parity. This rank stages epoch e + 2 over e only after it has seen the peers'
-          headers of e + 1, and those are released after the peers' reads of e.
+          headers of e + 1, and those are released after the peers' reads of e. It does so at once, before it reads
+          e + 1: a chunk is staged while the one before is read.
 Source    one-shot all-reduce of vLLM's custom all-reduce and of PyTorch's symmetric memory.
 
 Zero copy, out of symmetric memory: barrier, read every rank's input in place, barrier.

@@ -23,15 +23,22 @@ Reuse     as in one shot: a peer writes e + 2 only after it has seen this block'
           block has polled both halves of e.
 Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.
 
-simple: a barrier behind each push.
+simple: chunks overlap. While shards of chunk k + 1 are on their way, chunk k is reduced and its results follow, and the
+results of chunk k - 1 are copied out; one barrier a chunk publishes all of that (`run_two_hops` in `device/chunks.py`).
 
 Bytes     2 (N-1)/N n written to peers per rank, the least that any algorithm without in-network reduction can do;
           nothing is read from a peer.
-Hops      2 one-way pushes, each followed by a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: the shards that block b of each peer pushed here are
-          visible. Header of phase 1: so are the results.
-Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
-          has seen this block's header of e + 1, released after this block has read both halves of e.
+Hops      2 one-way pushes, each followed by a barrier; of C chunks C + 1 barriers.
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the shards of chunk k that block b of each peer
+          pushed here are visible, and the results of chunk k - 1. Header of phase 1 of the last chunk: so are its
+          results.
+Reuse     two mailboxes, by the epoch's parity, half of each buffer for shards and half for results. A peer pushes
+          shards of e + 2 after it has seen this block's header of e + 1, released after this block has reduced e;
+          results of e + 2 after the header of e + 2, released after this block has copied those of e. The last chunk's
+          results are copied behind the last barrier; the next call writes there only in its second epoch, behind a
+          header that this block sends when it has left this call.
+Copies    the results are copied out of the mailbox, because only its own rank knows where an output is. The zero-copy
+          form, of symmetric memory, writes them to their place.
 Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom all-reduce, here by push.
 
 Zero copy, in place in symmetric memory: barrier, reduce one's own shard out of every rank's memory, write it back to

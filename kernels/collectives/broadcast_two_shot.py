@@ -7,11 +7,12 @@
 
 Bytes     2 (N-1)/N n written to peers by the root (its own shard to all), (N-2)/N n by the others; one shot has the
           root write (N-1) n. A shard is rounded up to 16 bytes.
-Hops      2 one-way pushes, each followed by a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: the root's shard for this rank is visible. Header of phase 1:
-          so are the others'.
-Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
-          has seen this block's header of e + 1, released after this block has read both halves of e.
+          The root's own shard goes through its own buffer, in its own memory: that spares it a special case.
+Hops      2 one-way pushes, each followed by a barrier; of C overlapping chunks C + 1 barriers (`run_two_hops` in
+          `device/chunks.py`).
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the root's shard of chunk k for this rank is
+          visible, and the others' of chunk k - 1. Header of phase 1 of the last chunk: so are the others' of it.
+Reuse     as in `all_reduce_two_shot`.
 Order     nothing is summed.
 Source    van de Geijn's broadcast (scatter and all-gather), with direct exchanges for both.
 """

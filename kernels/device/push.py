@@ -4,16 +4,19 @@
 
 LL        the words carry flags, so `synchronize` only compares fingerprints and `receive` polls. Hops: 1.
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
-          barrier.
+          barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
+Flight    under `simple` every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all
+          are loaded before the first is stored, because a thread stands at a store until the load has come.
 Bytes     what is pushed; under LL twice that, because half of it is flags. Nothing is read from a peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
           left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
           pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header
-          of e + 1, sent after this block has received all that it receives of e. A rank that receives nothing (of a
-          broadcast its root, of a gather all but the root) sends and awaits the same headers: so a root never runs
-          ahead.
+          of e + 1, sent after this block has received all that it receives of e. Under `simple` it may do so at once,
+          before it receives e + 1 itself. A rank that receives nothing (of a broadcast its root, of a gather all but
+          the root) sends and awaits the same headers: so a root never runs ahead.
+Copies    what has come is copied out of the mailbox, because only its own rank knows where an output is.
 """
 
 from __future__ import annotations
