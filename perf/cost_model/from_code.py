@@ -102,7 +102,7 @@ def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
         and kernel.algorithm == "one_shot"
         and kernel.protocol == "simple"
     )
-    chunk = plan.largest_tile(kernel.algorithm, kernel.protocol) * (world_size if staged else divided)
+    chunk = plan.buffer_words(kernel.algorithm, kernel.protocol) * (world_size if staged else divided)
     if kernel.zero_copy or chunk >= _MOST_ROUNDS * round_words:
         return shape, _MOST_ROUNDS // 2 * round_words * 2, _MOST_ROUNDS * round_words * 2
     return shape, 2 * chunk, 4 * chunk

@@ -100,8 +100,11 @@ class TimedArenas:
         self.outputs = [self._new(8 * words_out, rank, "the output", cold) for rank in range(world_size)]
         self.tables = [self._new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in range(world_size)]
         self.arenas = [base for base, _ in arenas]
+        self.groups: list[tuple[int, ...]] = []
         for rank, (_, table) in enumerate(arenas):
             self._fill(rank, table, world_size)
+            words = table[: layout.HEADERS // 8].tolist()
+            self.groups.append(layout.group_argument(self.arenas[rank], words, world_size))
             self.tables[rank][1][:world_size] = [base for base, _ in self.inputs]
 
     def _new(self, nbytes: int, rank: int, name: str, cold: bool = False) -> tuple[int, np.ndarray]:
@@ -149,10 +152,11 @@ def run(
     loaded = grid.LoadedKernel(code, arenas.memory, timed=True)
     blocks = []
     for rank in range(world_size):
-        values = [arenas.inputs[rank][0], arenas.outputs[rank][0], arenas.arenas[rank], elements, 1 << 32 | 1]
+        group = arenas.groups[rank]
+        values = [arenas.inputs[rank][0], arenas.outputs[rank][0], *group, elements, 1 << 32 | 1]
         values += [arenas.tables[rank][0] if kernel.zero_copy else 0 for _ in extras(kernel.function)]
         if kernel.collective == "barrier":
-            values = [arenas.arenas[rank], 1 << 32 | 1]
+            values = [*group, 1 << 32 | 1]
         parameters = struct.pack(f"={len(values) + _SCRATCH}Q", *values, *[0] * _SCRATCH)
         (block,) = grid.launch(loaded, (1, 1, 1), (32 * shape.warps, 1, 1), shared, parameters)
         block.grid = (shape.blocks, 1, 1)
