@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 import tricomm
 from tests.c10d.bodies.groups import same
 from tests.soak import groups, growth
