@@ -50,6 +50,7 @@ class Planner:
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
+            batch_invariant=group.options.batch_invariant,
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
