@@ -14,7 +14,8 @@ Arrival   A wide word that carries the awaited flag is complete, because it is o
 Reuse     As for LL words: none may be overwritten before its reader has taken it, and has said so. Memory that wide
           words are polled in holds nothing else: payload of another format may look like a flag.
 Offered   Compiled from Triton 3.9 and sm_75 on. Older Triton copies inline assembly from one layout to another, as it
-          likes; flag and payload may then come from two loads, and the later flag vouches for the earlier payload.
+          likes; flag and payload may then come from two loads, and a later flag vouches for an earlier payload. With
+          planes of this form 3.6, 3.7 and 3.8 were not seen to; nothing keeps them from it. Stores may be copied.
           Under the interpreter always: there a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
 """
 
@@ -56,7 +57,6 @@ def require(architecture: int | None, version: str = triton.__version__) -> None
 @triton.jit
 def store_wide(pointer, low, high, mask):
     """Store `low` and `high` (int64 tiles) as one 16-byte access each at `pointer` (int64*, multiples of 16)."""
-    tl.static_assert(_COMPILES, "wide words need Triton 3.9 or newer: older ones may copy inline assembly")
     tl.inline_asm_elementwise(
         _STORE, "=r,l,l,l,r", [pointer, low, high, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
     )
