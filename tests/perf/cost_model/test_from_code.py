@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
@@ -34,7 +35,7 @@ def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
 
 def test_slower_links_and_a_longer_hop_show() -> None:
     def path(**changes: float) -> float:
-        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, 64 << 20, False).time_us
+        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False).time_us
 
     usual = path()
     assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
@@ -54,7 +55,7 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
 def test_kernels_of_uneven_rows_are_refused() -> None:
     kernel = registry.find("all_to_all_v", "one_shot", "ll")
     with pytest.raises(InvalidArgument, match="uneven rows"):
-        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, 64 << 20, False)
+        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False)
 
 
 def test_orders_are_counted_where_one_source_has_several_kernels() -> None:
@@ -96,5 +97,5 @@ def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
 def test_every_kernel_can_be_timed(kernel: registry.Kernel, world_size: int) -> None:
     if kernel.needs_cube and world_size != registry.CUBE_RANKS:
         pytest.skip("needs eight ranks")
-    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, 64 << 20, False)
+    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, layout.plan(world_size, 64 << 20), False)
     assert 0.5 < found.time_us < 100 and min(found.parts) > -1e-9
