@@ -26,6 +26,7 @@ from tricomm.policy.selection import SelectionFacts
 
 ARENA_BYTES = 64 << 20  # what `Options` has
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
+_STAGED = ("all_reduce", "all_gather")  # by one shot: all buffers of a parity are one stage
 _WIDE, _LONG = LaunchShape(64, 8, 2048), 256 << 10
 
 
@@ -98,9 +99,10 @@ def predict(
         parts = _continued(last, (first, last, (rounds - _MOST_ROUNDS) / (_MOST_ROUNDS // 2)))
         executed = float(_MOST_ROUNDS)
     elif cut.rounds <= _MOST_ROUNDS:
-        first, last = call(2, cut.rounds), call(4, cut.rounds)
-        parts = _continued(last, (first, last, (rounds / cut.rounds - 4) / 2))
-        executed = 4 * cut.rounds
+        first, last = call(2, cut.rounds), call(3, cut.rounds)
+        rest = rounds - (chunks - 1) * cut.rounds  # of the last one, which may be shorter
+        parts = _continued(call(3, (2 * cut.rounds + rest) / 3), (first, last, chunks - 3))
+        executed = 3 * cut.rounds
     else:
         one, first = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
         short = cut.shorter(_MOST_ROUNDS)
@@ -130,39 +132,39 @@ def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> t
 @dataclass(frozen=True)
 class _Division:
     """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. `shape` has no more
-    blocks than there are tiles, `part` are the words of a chunk that go to one buffer."""
+    blocks than there are tiles."""
 
     shape: LaunchShape
     plan: Layout
     round: int
     chunks: int
     rounds: float
-    part: int
 
     def shorter(self, rounds: int) -> Layout:
         """An arena whose chunks have only so many rounds."""
-        tiles = rounds * self.shape.blocks * self.shape.tile
-        ll, simple = (buffer // self.part * tiles for buffer in (self.plan.ll_buffer, self.plan.simple_buffer))
+        ll, simple = (int(each * rounds / self.rounds) for each in (self.plan.ll_buffer, self.plan.simple_buffer))
         return replace(self.plan, ll_buffer=ll, simple_buffer=simple)
 
 
 def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> _Division:
     plan = layout.plan(world_size, ARENA_BYTES)
     divided = 1 if kernel.shards is None else kernel.shards or world_size
-    part = plan.largest_tile(kernel.algorithm, kernel.protocol)
-    tile = shape.tile if kernel.zero_copy else min(shape.tile, part)
+    tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words = -(-elements // 2)
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
     shape = LaunchShape(blocks, min(shape.warps, tile // selection.WORDS_PER_WARP), tile)
     round_words = blocks * tile * divided
-    staged = (
-        kernel.collective in ("all_reduce", "all_gather")
-        and kernel.algorithm == "one_shot"
-        and kernel.protocol == "simple"
-    )
-    chunk = part * (world_size if staged else divided)
+    chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
-    return _Division(shape, plan, 2 * round_words, chunks, chunk / round_words, part)
+    return _Division(shape, plan, 2 * round_words, chunks, chunk / round_words)
+
+
+def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
+    """64-bit words of a row that one epoch takes at most."""
+    part = plan.largest_tile(kernel.algorithm, kernel.protocol)
+    if kernel.algorithm == "one_shot" and kernel.protocol == "simple" and kernel.collective in _STAGED:
+        return part * world_size
+    return part * (1 if kernel.shards is None else kernel.shards or world_size)
 
 
 @lru_cache(4096)

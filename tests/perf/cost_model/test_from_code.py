@@ -12,6 +12,7 @@ from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
+from tricomm.perf import units
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
 from tricomm.perf.cost_model.machines import MACHINES
@@ -50,6 +51,36 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
     long = from_code.predict(_H100, _LL, 2, 64 * rounds, shape)
     assert long.executed == 4 / 64
     assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "protocol", "blocks", "error"),
+    [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 4, 0.01), ("one_shot", "ll", 1, 0.1)],
+)
+def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
+) -> None:
+    monkeypatch.setattr(from_code, "ARENA_BYTES", 1 << 20)
+    kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
+    plan = layout.plan(2, 1 << 20)
+    elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half
+    found = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
+    exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
+    assert (found.chunks, exact.epochs) == (6, 6) and found.executed < 0.7
+    assert found.barriers == exact.barriers / exact.epochs == (2 if protocol == "simple" else 0)
+    assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
+
+
+def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
+    with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
+        from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
+
+
+@pytest.mark.parametrize("kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube])
+def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
+    found = timed_call.run(_H100, kernel, 4, 3072, _SHAPE, layout.plan(4, 1 << 20), False)
+    assert found.moved == units.moved(kernel, 4) * 4 * 3072 and found.headers > 0
 
 
 def test_kernels_of_uneven_rows_are_refused() -> None:
