@@ -1,6 +1,7 @@
 """Communication between kernels: group table, LL words, headers, signal and wait. Public, for users' kernels too.
 
-`group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it.
+`group` is the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it; in the
+shipped kernels it is a tuple of their parameters (`device/group.py`).
 
 Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
 runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
@@ -20,13 +21,13 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
+from tricomm.kernels.device.group import control_of, peer_addresses, rank_of, table_of
+from tricomm.kernels.device.group import peer as peer
 
 RANK = tl.constexpr(layout.RANK)
-CONTROL = tl.constexpr(layout.CONTROL)
 EPOCH = tl.constexpr(layout.EPOCH)
 ARRIVALS = tl.constexpr(layout.ARRIVALS)
 BUSY = tl.constexpr(layout.BUSY)
-PEERS = tl.constexpr(layout.PEERS)
 HEADERS = tl.constexpr(layout.HEADERS)
 STATUS = tl.constexpr(layout.STATUS)
 STARTED = tl.constexpr(layout.STARTED)
@@ -50,12 +51,6 @@ _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
 @triton.jit
 def pause(spins):
     """Once per spin. Does nothing on a GPU; the interpreter lets other ranks run here."""
-
-
-@triton.jit
-def peer(group, rank):
-    """Pointer (int64*, 16-byte aligned) to the head of `rank`'s arena."""
-    return tl.multiple_of(tl.load(group + PEERS + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
@@ -122,7 +117,7 @@ def look(group, spins, late, PTX: tl.constexpr):
     gone = late.to(tl.int32) * 0
     every: tl.constexpr = 256 if PTX else 4
     if (spins & (every - 1)) == every - 1:  # not %: `spins` turns negative in the end
-        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        control = control_of(group)
         # A tile of pointers to the same two words: every thread reads, one reduction by the caller decides.
         words = control + tl.zeros(late.shape, tl.int32)
         gone = ((tl.load(words, volatile=True) | tl.load(words + STATUS, volatile=True)) != 0).to(tl.int32) * 2
@@ -194,7 +189,7 @@ def send_headers(
     under `ll`, because the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
     """
     lane = tl.arange(0, LANES)
-    mask = (lane < WORLD_SIZE) & (lane != tl.load(group + RANK))
+    mask = (lane < WORLD_SIZE) & (lane != rank_of(group))
     send_headers_to(group, mask, epoch, call, PHASE, RELEASE, WORLD_SIZE, LANES, PTX)
 
 
@@ -212,8 +207,8 @@ def send_headers_to(
 ):
     """`send_headers` only to peers whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
     lane = tl.arange(0, LANES)
-    base = tl.load(group + PEERS + lane, mask=mask, other=0)
-    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)
+    base = peer_addresses(group, lane, mask, WORLD_SIZE, PTX)
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)
     pointer = (base + HEADERS + 8 * (row * MAX_BLOCKS + tl.program_id(0))).to(tl.pointer_type(tl.int64))
     signal(pointer, tl.zeros([LANES], tl.int64) + ((epoch << 32) | (call & LOW)), mask, RELEASE, PTX)
 
@@ -228,7 +223,7 @@ def wait_headers(
     peer and what it sent, and this rank leaves before it has used any data.
     """
     source = tl.arange(0, LANES) % SOURCES
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     mask = (source < WORLD_SIZE) & (source != me)
     return wait_headers_of(group, mask, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)
 
@@ -244,7 +239,7 @@ def wait_headers_of(
     culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
     if (culprit != 0) & (status == 0):
         got = tl.max(tl.where(source == culprit - 1, seen & LOW, 0), axis=0)
-        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        control = control_of(group)
         tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
         status = 2
     return status
@@ -257,7 +252,7 @@ def wait_words(
     """This block's header words of this epoch from the peers of `mask`, whatever they hold: (words, status)."""
     source = tl.arange(0, LANES) % SOURCES
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
-    pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
+    pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
     return wait_sequence(group, pointer, epoch, mask, PTX)
 
 
@@ -292,9 +287,9 @@ def enter(group, call):
     Another launch is reported here already, because neither of the two may come to its end. An earlier report stays,
     because a launch that was aborted leaves its busy word behind.
     """
-    epoch = tl.load(group + EPOCH)
-    owner = tl.load(group + BUSY, volatile=True)
-    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+    table, control = table_of(group), control_of(group)
+    epoch = tl.load(table + EPOCH)
+    owner = tl.load(table + BUSY, volatile=True)
     if tl.program_id(0) == 0:
         tl.store(control + STARTED, epoch)
     if (owner != 0) & (owner != call):
@@ -302,7 +297,7 @@ def enter(group, call):
             tl.store(control + STATUS, OVERLAP)
     # Threads load the busy word on their own: none may store it before all of them have read it.
     tl.debug_barrier()
-    tl.store(group + BUSY, call)
+    tl.store(table + BUSY, call)
     return epoch, owner
 
 
@@ -314,17 +309,17 @@ def leave(group, epoch, owner, call, chunks, status):
     other one came later. It reports that in the status word; neither launch's output is defined then.
     """
     tl.debug_barrier()
-    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
-    foreign = ((owner != 0) & (owner != call)) | (tl.load(group + BUSY, volatile=True) != call)
+    table, control = table_of(group), control_of(group)
+    foreign = ((owner != 0) & (owner != call)) | (tl.load(table + BUSY, volatile=True) != call)
     if (status == 0) & foreign:
         tl.store(control + STATUS, OVERLAP)
     tl.debug_barrier()
     if status == 0:
         # acq_rel: the last arrival comes after every other block's accesses.
-        arrived = tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(0) - 1:
             tl.debug_barrier()  # holds the block's other threads until one of them has acquired
-            tl.store(group + ARRIVALS, 0)
-            tl.store(group + BUSY, 0)
-            tl.store(group + EPOCH, advance(epoch, chunks))
+            tl.store(table + ARRIVALS, 0)
+            tl.store(table + BUSY, 0)
+            tl.store(table + EPOCH, advance(epoch, chunks))
             tl.store(control + ENDED, advance(epoch, chunks))

@@ -4,8 +4,8 @@ Triton's own dispatch looks at every argument of every launch to choose a compil
 host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
 launch packs 64-bit words into memory that the driver already has a pointer to.
 
-Every argument of our kernels is one 64-bit word: addresses and int64 numbers. Triton adds two pointers to scratch
-memory at the end, which our kernels do not use.
+Every argument of our kernels is one 64-bit word, or a tuple of them: addresses and int64 numbers. Triton adds two
+pointers to scratch memory at the end, which our kernels do not use.
 """
 
 from __future__ import annotations
@@ -94,25 +94,28 @@ def make_launcher(
     bits: int | None,
     aligned: bool,
     more: Sequence[int | torch.Tensor],
-    group: torch.Tensor,
+    group: Sequence[Any],
     device: Device,
 ) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
-    `more` are the last arguments, the same in every launch. All others belong to one launch alone: the driver has
-    copied them, also into a graph, when `run` returns.
+    `group` (`layout.group_argument`) and `more`, the last arguments, are the same in every launch. All others belong to
+    one launch alone: the driver has copied them, also into a graph, when `run` returns.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
     uneven = takes_counts(kernel)
     even = takes_data(kernel) and not uneven
-    arguments = 5 if even else 5 + 2 * constexprs["WORLD_SIZE"] if uneven else 2
-    words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
-    words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
+    own = 4 if even else 4 + 2 * constexprs["WORLD_SIZE"] if uneven else 1  # words of one launch alone, in front
+    fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
+    words = (ctypes.c_uint64 * (own + len(fixed) + _SCRATCH))()
+    words[own : own + len(fixed)] = fixed
+    before, behind = 2 if takes_data(kernel) else 0, own + len(group)  # the group comes behind the two tensors
+    order = (*range(before), *range(own, behind), *range(before, own), *range(behind, len(words)))
     first = ctypes.addressof(words)
-    pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
-    pack, table = struct.Struct(f"={arguments}Q").pack_into, group.data_ptr()
+    pointers = (ctypes.c_void_p * len(words))(*(first + 8 * place for place in order))
+    pack = struct.Struct(f"={own}Q").pack_into
     bindings, current, used = device.bindings, device.stream, None
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
 
@@ -126,11 +129,11 @@ def make_launcher(
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: tuple[tuple[int, ...], ...] = ()) -> None:
         nonlocal launch, used
         if even:
-            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call)
+            pack(words, 0, x.data_ptr(), y.data_ptr(), count, call)
         elif uneven:
-            pack(words, 0, x.data_ptr(), y.data_ptr(), table, count, call, *rows[0], *rows[1])
+            pack(words, 0, x.data_ptr(), y.data_ptr(), count, call, *rows[0], *rows[1])
         else:
-            pack(words, 0, table, call)
+            pack(words, 0, call)
         raw = current()
         if raw != used:
             launch, used = on(raw), raw

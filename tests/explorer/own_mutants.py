@@ -28,9 +28,14 @@ _BEFORE_WRAP = 2**32 - 2
 _LATE = "late |= expected & (((seen >> 32) & LOW) != flag)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + LL_BASE)"
-_SAME = "chunk._replace(epoch=chunk.epoch * 0),"
-_SHARD = "buffer = simple_buffer(chunk, peer(group, to), me, SPEC)\n"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = ll_base(group)"
+_SAME = "ahead._replace(epoch=ahead.epoch * 0)"
+_AHEAD = "PUSH(tensors, ahead, SPEC)\n"
+_MET = "status = synchronize(ahead, 0, SPEC)\n"
+_TWO_BACK = "nth(whole, number - 2, chunk_words)"
+_SHARD = """\
+        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+    for first in range(chunk.own, shard"""
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
     if SPEC.LL:
@@ -50,7 +55,7 @@ _TORN = """\
         tl.store(half + 2, high.to(tl.int32), mask=mask)
         tl.store(half + 3, (high >> 32).to(tl.int32), mask=mask)
 """
-_MOVE_ON = "            tl.store(group + EPOCH, advance(epoch, chunks))\n"
+_MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
@@ -119,12 +124,12 @@ OWN = (
     ),
     Mutant(
         "M13", "all chunks in one epoch", "a chunk of a long message is an epoch",
-        (Edit(CHUNKS, "advance(start, number)", "start"),),
+        (Edit(CHUNKS, "advance(whole.epoch, number)", "whole.epoch"),),
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
         "M14", "arrivals not reset", "from the second call on no block is the last one",
-        (Edit(PRIMITIVES, "            tl.store(group + ARRIVALS, 0)\n", ""),),
+        (Edit(PRIMITIVES, "            tl.store(table + ARRIVALS, 0)\n", ""),),
         (S,), frozenset({"race", "exception"}),
     ),
     Mutant(
@@ -134,7 +139,7 @@ OWN = (
     ),
     Mutant(
         "M16", "busy word not reset", "the next launch takes this one for a second stream: pytorch#189228",
-        (Edit(PRIMITIVES, "            tl.store(group + BUSY, 0)\n", ""),),
+        (Edit(PRIMITIVES, "            tl.store(table + BUSY, 0)\n", ""),),
         (B,), frozenset({"exception", "leftover"}),
     ),
     Mutant(
@@ -144,18 +149,17 @@ OWN = (
     ),
     Mutant(
         "M18", "two-shot: one header for both phases", "the second barrier finds the first one's flag",
-        (Edit(TWO_SHOT, "synchronize(chunk, 1, SPEC)", "synchronize(chunk, 0, SPEC)"),),
+        (Edit(CHUNKS, "synchronize(behind, 1, SPEC)", "synchronize(behind, 0, SPEC)"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "M19", "two-shot: result pushed to the first half", "writer and reader disagree about the place",
-        (Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),),
+        (Edit(TWO_SHOT, "me, SPEC) + half,)", "me, SPEC),)"),),
         (T,), frozenset({"uninitialised", "race"}),
     ),
     Mutant(
         "M20", "two-shot: a shard ends at a whole word", "the last word of a tensor may have one element only",
-        (Edit(TWO_SHOT, "base + me * shard\n        limit = end_of(here + ours, numel, PACK)",
-              "base + me * shard\n        limit = (here + ours) * PACK"),),
+        (Edit(TWO_SHOT, "limit = end_of(here + ours, numel, 64 // x_ptr", "limit = (here + ours) * (64 // x_ptr"),),
         (T,), OUTSIDE, sizes=(7, 1, 9), dtype=torch.int32, body=bodies.in_turn,
     ),
     Mutant(
@@ -166,20 +170,21 @@ OWN = (
     ),
     Mutant(
         "M22", "reduced from the own rank on", "ranks hold different bits: vLLM keeps one order for this reason",
-        (Edit(ONE_SHOT, "peer(chunk.group, r), 0,",
-              "peer(chunk.group, (r + tl.load(chunk.group)) % WORLD_SIZE), 0,"),),
+        (Edit(ONE_SHOT, "import peer_of, table_of", "import peer_ahead, table_of"),
+         Edit(ONE_SHOT, "peer_of(chunk.group, r, WORLD_SIZE), 0,", "peer_ahead(chunk.group, r, WORLD_SIZE), 0,")),
         (S,), frozenset({"rank_mismatch"}), world_size=3, body=bodies.floats,
     ),
     Mutant(
         "M23", "every block waits for block 0's header", "block b reads what block b of a peer wrote",
-        (Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
-              "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),),
+        (Edit(PRIMITIVES, "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+              "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS"),),
         (S,), RACE, blocks=2,
     ),
     Mutant(
         "M24", "two-shot: a rank without a shard does not meet", "every block sends headers, with payload or without",
-        (Edit(TWO_SHOT, f"{_MEET}    if status == 0:\n",
-              f"    status = 0\n    if count > me * shard:\n    {_MEET}    if status == 0:\n"),),
+        (Edit(CHUNKS, f"            {_MET}        elif",
+              f"            if ahead.count > ahead.me * tl.cdiv(ahead.count, 2 * SPEC.WORLD_SIZE) * 2:\n"
+              f"                {_MET}        elif"),),
         (T,), DEADLOCK,
     ),
     Mutant(
@@ -196,18 +201,17 @@ OWN = (
         "M27", "two-shot LL: both phases in one half", "a word of the second phase is taken for one of the first",
         (
             Edit(TWO_SHOT, "peer(group, to), me, half + first, SPEC)", "peer(group, to), me, first, SPEC)"),
-            Edit(TWO_SHOT, "ll_buffer(chunk, group, source, half + first, SPEC)",
-                 "ll_buffer(chunk, group, source, first, SPEC)"),
+            Edit(TWO_SHOT, "ll_buffer(chunk, table_of(group), source, half + first, SPEC)",
+                 "ll_buffer(chunk, table_of(group), source, first, SPEC)"),
         ),
         (TL,), RACE,
     ),
     Mutant(
         "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
         (
-            Edit(TWO_SHOT, _SHARD, _SHARD.replace("chunk,", _SAME)),
-            Edit(TWO_SHOT, "(chunk, peer(group, to), me, SPEC) + half", f"({_SAME} peer(group, to), me, SPEC) + half"),
-            Edit(TWO_SHOT, "(chunk, group, r, SPEC)", f"({_SAME} group, r, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC)", f"({_SAME} group, source, SPEC)"),
+            Edit(CHUNKS, "PASS_ON(tensors, behind,", "PASS_ON(tensors, behind._replace(epoch=behind.epoch * 0),"),
+            Edit(CHUNKS, f"2, SPEC)\n            {_AHEAD}", f"2, SPEC)\n            {_AHEAD.replace('ahead', _SAME)}"),
+            Edit(CHUNKS, f"{_TWO_BACK}, SPEC)", f"{_TWO_BACK}._replace(epoch=number * 0), SPEC)"),
         ),
         (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
     ),
@@ -219,7 +223,7 @@ OWN = (
     ),
     Mutant(
         "M30", "nothing staged", "peers read memory that was never written",
-        (Edit(ONE_SHOT, "    stage(x_ptr, numel, chunk, SPEC)\n", ""),),
+        (Edit(ONE_SHOT, "    stage(tensors[0], tensors[2], chunk, SPEC)\n", "    pass\n"),),
         (S,), frozenset({"uninitialised"}),
     ),
     Mutant(
@@ -240,7 +244,7 @@ OWN = (
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
-        (Edit(TWO_SHOT, _SHARD, _SHARD.replace("me,", "to,")),),
+        (Edit(PUSH, _SHARD, _SHARD.replace("me,", "to,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(

@@ -10,7 +10,9 @@ from click.testing import CliRunner
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
+from tricomm.perf import units
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
 from tricomm.perf.cost_model.machines import MACHINES
@@ -34,7 +36,7 @@ def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
 
 def test_slower_links_and_a_longer_hop_show() -> None:
     def path(**changes: float) -> float:
-        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, 64 << 20, False).time_us
+        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False).time_us
 
     usual = path()
     assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
@@ -51,10 +53,40 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
     assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "protocol", "blocks", "error"),
+    [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 4, 0.01), ("one_shot", "ll", 1, 0.1)],
+)
+def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
+) -> None:
+    monkeypatch.setattr(from_code, "ARENA_BYTES", 1 << 20)
+    kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
+    plan = layout.plan(2, 1 << 20)
+    elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half
+    found = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
+    exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
+    assert (found.chunks, exact.epochs) == (6, 6) and found.executed < 0.7
+    assert found.barriers == exact.barriers / exact.epochs == (2 if protocol == "simple" else 0)
+    assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
+
+
+def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
+    with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
+        from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
+
+
+@pytest.mark.parametrize("kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube])
+def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
+    found = timed_call.run(_H100, kernel, 4, 3072, _SHAPE, layout.plan(4, 1 << 20), False)
+    assert found.moved == units.moved(kernel, 4) * 4 * 3072 and found.headers > 0
+
+
 def test_kernels_of_uneven_rows_are_refused() -> None:
     kernel = registry.find("all_to_all_v", "one_shot", "ll")
     with pytest.raises(InvalidArgument, match="uneven rows"):
-        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, 64 << 20, False)
+        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False)
 
 
 def test_orders_are_counted_where_one_source_has_several_kernels() -> None:
@@ -96,5 +128,5 @@ def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
 def test_every_kernel_can_be_timed(kernel: registry.Kernel, world_size: int) -> None:
     if kernel.needs_cube and world_size != registry.CUBE_RANKS:
         pytest.skip("needs eight ranks")
-    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, 64 << 20, False)
+    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, layout.plan(world_size, 64 << 20), False)
     assert 0.5 < found.time_us < 100 and min(found.parts) > -1e-9
