@@ -71,6 +71,7 @@ class NullGpu:
 class NullStream:
     """A stream or an event with nothing to do."""
 
+    cuda_stream = 0
     query = staticmethod(partial(operator.truth, True))
 
 

@@ -129,7 +129,10 @@ class Launcher:
         """What a call returns: its result, or with `async_op` a `Work`."""
         if not async_op:
             return result
-        return Work(self._faults, self.guard, result, self._gpu.recorded() if self._gpu is not None else None)
+        event, gpu, known = None, self._gpu, self._stream
+        if gpu is not None:  # the stream of the last eager call is an object already
+            event = gpu.recorded(known if known is not None and known.cuda_stream == gpu.raw_stream() else None)
+        return Work(self._faults, self.guard, result, event)
 
     # Calls that all ranks make by other means
 

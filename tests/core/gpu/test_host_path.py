@@ -34,6 +34,15 @@ def test_an_eager_and_a_captured_call_ask_the_same_three_things_once(comm, world
     assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH
 
 
+def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
+    found = asked(world, lambda: comm.all_reduce(torch.ones(8), async_op=True))
+    assert found == {**ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "Event": 1}
+    side = world.new_stream(torch.device("cuda", MINE))
+    with world.capture(side):
+        comm.all_reduce(torch.ones(8), async_op=True)
+        assert world.log[-1] == f"event on {side}", "not on the stream of the last eager call"
+
+
 def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
     """What the count would show if every call followed its stream by torch's objects."""
     with world.stream(world.new_stream(torch.device("cuda", MINE))):
