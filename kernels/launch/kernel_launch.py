@@ -17,6 +17,10 @@ GroupArgument = tuple[Any, ...]  # `layout.group_argument`
 Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
 
 
+# A compiled kernel's launch of a shape in place: of the address, the call's number and the handle of the stream.
+InPlace = Callable[[int, int, int], None]
+
+
 class BoundKernel(Protocol):
     """One of our kernels, compiled and bound to a group: called with tensors and numbers, by one thread at a time."""
 
