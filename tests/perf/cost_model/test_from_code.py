@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -41,6 +41,22 @@ def test_slower_links_and_a_longer_hop_show() -> None:
     usual = path()
     assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
     assert path(kernels=3.2) > usual + 2  # LL sends 8 KiB: 2.6 us at a hundredth of the bandwidth
+
+
+@pytest.mark.parametrize(
+    ("kernel", "nbytes", "changes", "limit"),
+    [
+        (_LL, 1024, {}, "latency"),
+        (_LL, 8 * 4096, {}, "bytes in flight"),  # eight tiles of one block
+        (_LL, 8 * 4096, {"kernels": 1.0}, "links"),
+        (registry.find("all_reduce", "two_shot", "simple"), 4096, {}, "barriers"),
+    ],
+)
+def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
+    found = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
+    assert found.shares.limit == limit, found
+    assert min(asdict(found.shares).values()) >= 0
+    assert sum(asdict(found.shares).values()) == pytest.approx(found.time_us)
 
 
 def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
@@ -112,6 +128,8 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert "modelled" in found["modelled"] and len(found["results"]) == 4
     row = found["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
+    assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))
+    assert row["limit"].replace(" ", "_") in row["shares_us"] and f"  {row['limit']} " in done.output
     refused = CliRunner().invoke(cli, ["predict", "--from-code", "--collective", "all_to_all_v", "--sizes", "4K"])
     assert refused.exit_code == 2 and "uneven rows" in refused.output
 
