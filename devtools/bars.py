@@ -110,7 +110,8 @@ def bars() -> Iterator[Bar]:
         yield Bar(f"{row.name}: share of the usable link bandwidth", "", least=0.8)
         yield Bar(f"{row.name}: share that bytes in flight allow", "", least=0.8)
         yield Bar(f"{row.name}: bytes in flight a GPU", "KiB", least=512)
-        yield Bar(f"{row.name}: barriers a chunk", "", 1)
+        yield Bar(f"{row.name}: barriers that a chunk more takes", "", 1)
+        yield Bar(f"{row.name}: barriers", "")
         yield Bar(f"{row.name}: chunks", "")
         yield from _of_call(row)
     for name in kraken.INSTRUCTIONS:
@@ -174,7 +175,8 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
         f"{row.name}: share of the usable link bandwidth": sent / MACHINE.kernels / 1e3 / path,
         f"{row.name}: share that bytes in flight allow": min(1.0, time.allows_gbs / MACHINE.kernels),
         f"{row.name}: bytes in flight a GPU": time.in_flight / 1024,
-        f"{row.name}: barriers a chunk": time.barriers,
+        f"{row.name}: barriers that a chunk more takes": time.more_barriers,
+        f"{row.name}: barriers": time.barriers,
         f"{row.name}: chunks": time.chunks,
         f"{row.name}: launched as blocks/warps/words of a tile": f"{shape.blocks}/{shape.warps}/{shape.tile}",
     }

@@ -19,8 +19,10 @@ from tricomm.kernels.layout import Layout
 from tricomm.perf import units
 from tricomm.perf.cost_model import timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
+from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
+from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
 from tricomm.policy import selection
 from tricomm.policy.selection import SelectionFacts
 
@@ -38,9 +40,11 @@ class UnknownChunks(TricommError):
 class CodeTime:
     """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, the boundary not included.
 
-    `in_flight` bytes of payload are on their way to the SMs of a GPU at once, at most; `allows_gbs` is the bandwidth
-    that they allow. `executed`: the part of the message that was executed. `chunks` of the call, with so many
-    `barriers` each; `chain`: round trips to memory before the first push (`TimedCall`).
+    in_flight, allows_gbs  bytes of payload on their way to the SMs of a GPU at once, at most; the bandwidth they allow
+    executed               the part of the message that was executed
+    chunks, barriers       of the call; `more_barriers`: that a chunk more would take, if there are several
+    chain                  round trips to memory before the first push (`TimedCall`)
+    shares                 of the time, the boundary included
     """
 
     shape: LaunchShape
@@ -50,8 +54,10 @@ class CodeTime:
     allows_gbs: float
     executed: float
     chunks: int
-    barriers: float
+    barriers: int
+    more_barriers: float | None
     chain: tuple[int, int] | None
+    shares: TimeShares
 
     @property
     def time_us(self) -> float:
@@ -93,30 +99,46 @@ def predict(
     chunks, rounds = cut.chunks, elements / cut.round
     if rounds <= _MOST_ROUNDS or (chunks <= _MOST_CHUNKS and cut.rounds <= _MOST_ROUNDS):
         last = call(chunks, rounds / chunks)
-        parts, executed = last.parts, rounds
+        parts, executed, barriers = last.parts, rounds, float(last.barriers)
+        more = (last.barriers - call(1, cut.rounds).barriers) / (chunks - 1) if chunks > 1 else None
     elif chunks == 1:
         first, last = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
         parts = _continued(last, (first, last, (rounds - _MOST_ROUNDS) / (_MOST_ROUNDS // 2)))
-        executed = float(_MOST_ROUNDS)
+        executed, barriers, more = float(_MOST_ROUNDS), float(last.barriers), None
     elif cut.rounds <= _MOST_ROUNDS:
         first, last = call(2, cut.rounds), call(3, cut.rounds)
         rest = rounds - (chunks - 1) * cut.rounds  # of the last one, which may be shorter
         parts = _continued(call(3, (2 * cut.rounds + rest) / 3), (first, last, chunks - 3))
-        executed = 3 * cut.rounds
+        executed, more = 3 * cut.rounds, float(last.barriers - first.barriers)
+        barriers = last.barriers + (chunks - 3) * more
     else:
         one, first = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
         short = cut.shorter(_MOST_ROUNDS)
         two, last = call(2, _MOST_ROUNDS, short), call(3, _MOST_ROUNDS, short)
         # A chunk more is as many rounds more, and what chunks cost for themselves.
-        more = (rounds - _MOST_ROUNDS * chunks) / (_MOST_ROUNDS // 2)
-        parts = _continued(last, (two, last, chunks - 3), (one, first, more))
-        executed = 3.0 * _MOST_ROUNDS
+        further = (rounds - _MOST_ROUNDS * chunks) / (_MOST_ROUNDS // 2)
+        parts = _continued(last, (two, last, chunks - 3), (one, first, further))
+        executed, more = 3.0 * _MOST_ROUNDS, float(last.barriers - two.barriers)
+        barriers = last.barriers + (chunks - 3) * more
     in_flight = cut.shape.blocks * last.in_flight
     allows = in_flight / last.latency / 1e3 if last.latency else 0.0
+    boundary = LATENCIES[machine.name].boundary
+    single = call(1, min(1.0, cut.rounds)) if rounds > 1 else last
+    least, _, _ = _split(single.parts, single.barriers * machine.barrier)
+    rest, wire, at_barriers = _split(parts, barriers * machine.barrier)
+    once = min(rest, least)
+    shares = TimeShares(boundary + once, rest - once, wire, at_barriers)
     return CodeTime(
-        cut.shape, LATENCIES[machine.name].boundary, parts, in_flight, allows, executed / rounds, chunks,
-        last.barriers / last.epochs, last.chain,
+        cut.shape, boundary, parts, in_flight, allows, executed / rounds, chunks, round(barriers), more, last.chain,
+        shares,
     )  # fmt: skip
+
+
+def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
+    """(everything else, what waits for a link, what goes for barriers, which take `barriers` microseconds)."""
+    waits = parts[FENCE] + parts[HOP] + parts[POLL]
+    found = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
+    return sum(parts) - parts[WIRE] - found, parts[WIRE], found
 
 
 def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> tuple[float, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -43,6 +43,22 @@ def test_slower_links_and_a_longer_hop_show() -> None:
     assert path(kernels=3.2) > usual + 2  # LL sends 8 KiB: 2.6 us at a hundredth of the bandwidth
 
 
+@pytest.mark.parametrize(
+    ("kernel", "nbytes", "changes", "limit"),
+    [
+        (_LL, 1024, {}, "latency"),
+        (_LL, 8 * 4096, {}, "bytes in flight"),  # eight tiles of one block
+        (_LL, 8 * 4096, {"kernels": 1.0}, "links"),
+        (registry.find("all_reduce", "two_shot", "simple"), 4096, {}, "barriers"),
+    ],
+)
+def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
+    found = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
+    assert found.shares.limit == limit, found
+    assert min(asdict(found.shares).values()) >= 0
+    assert sum(asdict(found.shares).values()) == pytest.approx(found.time_us)
+
+
 def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
     shape = LaunchShape(2, 8, 512)
     rounds = 2 * 4096  # bytes
@@ -67,7 +83,8 @@ def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
     found = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
     exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
     assert (found.chunks, exact.epochs) == (6, 6) and found.executed < 0.7
-    assert found.barriers == exact.barriers / exact.epochs == (2 if protocol == "simple" else 0)
+    assert found.barriers == exact.barriers and (exact.barriers > 0) == (protocol == "simple")
+    assert found.more_barriers is not None and found.more_barriers <= found.barriers / found.chunks
     assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
 
 
@@ -111,6 +128,8 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert "modelled" in found["modelled"] and len(found["results"]) == 4
     row = found["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
+    assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))
+    assert row["limit"].replace(" ", "_") in row["shares_us"] and f"  {row['limit']} " in done.output
     refused = CliRunner().invoke(cli, ["predict", "--from-code", "--collective", "all_to_all_v", "--sizes", "4K"])
     assert refused.exit_code == 2 and "uneven rows" in refused.output
 
