@@ -23,7 +23,8 @@ simple: stage the input, barrier, copy every rank's staged input into its row.
 Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); n staged in local memory.
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
-Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e.
+Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e. A chunk is staged while the
+          one before is read. The tiles of all ranks are on their way at once.
 
 Zero copy, out of symmetric memory: barrier, copy every rank's input from its place, barrier.
 
@@ -44,10 +45,10 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
-from tricomm.kernels.device.group import peer, rank_of
+from tricomm.kernels.device.group import peer_ahead, rank_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
-from tricomm.kernels.device.push import first_tile, push_to_all, receive_rows, stage
+from tricomm.kernels.device.packing import load_words, member, store_words
+from tricomm.kernels.device.push import copy_rows, first_tile, push_to_all, receive_rows, stage
 from tricomm.kernels.primitives import barrier, enter, leave
 
 
@@ -73,12 +74,11 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel = tensors
-    for step in range(SPEC.WORLD_SIZE):
-        source = (chunk.me + step) % SPEC.WORLD_SIZE
-        there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
-        for first in range(chunk.own, chunk.count, chunk.stride):
-            part = load_tile(there, first, chunk.count, SPEC.BLOCK)
-            store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    rows, stages = (), ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
+        rows = rows + (y_ptr + (chunk.me + step) % SPEC.WORLD_SIZE * numel,)
+        stages = stages + (simple_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), 0, SPEC),)
+    copy_rows(rows, numel, stages, chunk, SPEC)
     return status
 
 

@@ -30,7 +30,8 @@ Bytes     (N-1) n read from peers per rank; n staged in local memory.
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
 Reuse     two stages, by the epoch's parity. This rank stages epoch e + 2 over e only after it has seen the peers'
-          headers of e + 1, and those are released after the peers' reads of e.
+          headers of e + 1, and those are released after the peers' reads of e. It does so at once, before it reads
+          e + 1: a chunk is staged while the one before is read.
 Source    one-shot all-reduce of vLLM's custom all-reduce and of PyTorch's symmetric memory.
 
 Zero copy, out of symmetric memory: barrier, read every rank's input in place, barrier.
@@ -56,7 +57,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
 from tricomm.kernels.device.group import peer_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, members, store_words
+from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced, stage
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
@@ -85,11 +86,11 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     x_ptr, y_ptr, numel = tensors
+    stages = ()
+    for r in tl.static_range(WORLD_SIZE):
+        stages = stages + (simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC),)
     for first in range(chunk.own, chunk.count, chunk.stride):
-        parts = ()
-        for r in tl.static_range(WORLD_SIZE):
-            there = simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC)
-            parts = parts + (load_tile(there, first, chunk.count, SPEC.BLOCK),)
+        parts = load_tiles(stages, first, chunk.count, WORLD_SIZE, SPEC.BLOCK)
         store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 

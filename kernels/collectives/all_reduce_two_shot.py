@@ -23,15 +23,22 @@ Reuse     as in one shot: a peer writes e + 2 only after it has seen this block'
           block has polled both halves of e.
 Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.
 
-simple: a barrier behind each push.
+simple: chunks overlap. While shards of chunk k + 1 are on their way, chunk k is reduced and its results follow, and the
+results of chunk k - 1 are copied out; one barrier a chunk publishes all of that (`run_two_hops` in `device/chunks.py`).
 
 Bytes     2 (N-1)/N n written to peers per rank, the least that any algorithm without in-network reduction can do;
           nothing is read from a peer.
-Hops      2 one-way pushes, each followed by a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: the shards that block b of each peer pushed here are
-          visible. Header of phase 1: so are the results.
-Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
-          has seen this block's header of e + 1, released after this block has read both halves of e.
+Hops      2 one-way pushes, each followed by a barrier; of C chunks C + 1 barriers.
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the shards of chunk k that block b of each peer
+          pushed here are visible, and the results of chunk k - 1. Header of phase 1 of the last chunk: so are its
+          results.
+Reuse     two mailboxes, by the epoch's parity, half of each buffer for shards and half for results. A peer pushes
+          shards of e + 2 after it has seen this block's header of e + 1, released after this block has reduced e;
+          results of e + 2 after the header of e + 2, released after this block has copied those of e. The last chunk's
+          results are copied behind the last barrier; the next call writes there only in its second epoch, behind a
+          header that this block sends when it has left this call.
+Copies    the results are copied out of the mailbox, because only its own rank knows where an output is. The zero-copy
+          form, of symmetric memory, writes them to their place.
 Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom all-reduce, here by push.
 
 Zero copy, in place in symmetric memory: barrier, reduce one's own shard out of every rank's memory, write it back to
@@ -58,19 +65,19 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_words
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
-from tricomm.kernels.device.group import peer, peer_ahead, rank_of, table_of
+from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
-    load_tile,
+    load_tiles,
     load_words,
     members,
     shard_words,
     store_everywhere,
-    store_tile,
+    store_tiles,
     store_words,
 )
-from tricomm.kernels.device.push import push_part, take_shards
+from tricomm.kernels.device.push import push_shards, take_shards
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave, put_ll
 
@@ -168,13 +175,7 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half = tensors
-    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    for step in range(SPEC.WORLD_SIZE):
-        to = (me + step) % SPEC.WORLD_SIZE
-        buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
-        theirs = tl.minimum(count - to * shard, shard)
-        push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
+    push_shards(x_ptr, numel, chunk, SPEC)
 
 
 @triton.jit
@@ -186,15 +187,15 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
     ours = tl.minimum(chunk.count - me * shard, shard)
     here = chunk.base + me * shard
     limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    given, results = (), ()
+    for r in tl.static_range(WORLD_SIZE):
+        given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
+    for step in tl.static_range(1, WORLD_SIZE):
+        results = results + (simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half,)
     for first in range(chunk.own, ours, chunk.stride):
-        parts = ()
-        for r in tl.static_range(WORLD_SIZE):
-            parts = parts + (load_tile(simple_buffer(chunk, table_of(group), r, SPEC), first, ours, SPEC.BLOCK),)
-        total = reduce_words(parts, SPEC)
+        total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
+        store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)
         store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        for step in range(1, WORLD_SIZE):
-            to = (me + step) % WORLD_SIZE
-            store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
 
 
 @triton.jit

@@ -7,7 +7,7 @@
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible; under LL twice that.
           One's own row goes through one's own room, in one's own memory: that spares it a special case.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     nothing is summed.

@@ -7,7 +7,7 @@
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
           reduction; under LL twice that.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     rank 0 .. N-1: the bits of an all-reduce.

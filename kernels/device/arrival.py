@@ -6,8 +6,8 @@ one reduction over the block says what goes on:
 
     0 all is here   1 something is late   2 aborted   3 another launch   4 a peer made another call
 
-The larger number wins, so a wrong header ends the wait even if its sender's words never come, and no word is used before
-every peer's header of this epoch was seen.
+The larger number wins, so a wrong header ends the wait even if its sender's words never come, and no word is used
+before every peer's header of this epoch was seen.
 """
 
 from __future__ import annotations
@@ -25,17 +25,11 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
-def low_half(words):
-    """int32: the low halves of int64 words."""
-    return words.to(tl.int32)
-
-
-@triton.jit
 def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
-    """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each are this epoch's.
+    """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
 
-    `pointers` and `counts` are tuples, of int64* (16-byte aligned) and int64. MEET: until every peer's header of phase 0
-    is here, too, and none has another fingerprint. Returns (a tuple of COUNT int64 [BLOCK] tiles, status); a status
+    `pointers` and `counts` are tuples, of int64* (16-byte aligned) and int64. MEET: until every peer's header of phase
+    0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT int64 [BLOCK] tiles, status); a status
     that is not zero has been reported in the status word, if it is not that of an abort. A word that was seen is
     complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope; see `get_ll`.
     """
