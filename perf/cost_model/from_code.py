@@ -97,12 +97,7 @@ def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     round_words = blocks * tile * divided
     if words <= _MOST_ROUNDS * round_words:
         return shape, elements, elements
-    staged = (
-        kernel.collective in ("all_reduce", "all_gather")
-        and kernel.algorithm == "one_shot"
-        and kernel.protocol == "simple"
-    )
-    chunk = plan.buffer_words(kernel.algorithm, kernel.protocol) * (world_size if staged else divided)
+    chunk = plan.buffer_words(kernel.algorithm, kernel.protocol) * (world_size if kernel.staged else divided)
     if kernel.zero_copy or chunk >= _MOST_ROUNDS * round_words:
         return shape, _MOST_ROUNDS // 2 * round_words * 2, _MOST_ROUNDS * round_words * 2
     return shape, 2 * chunk, 4 * chunk
