@@ -235,14 +235,33 @@ def wait_headers_of(
     """`wait_headers` only of peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
     source = tl.arange(0, LANES) % SOURCES
     seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
-    wrong = mask & ((seen & LOW) != (call & LOW))
-    culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
-    if (culprit != 0) & (status == 0):
+    if status == 0:
+        status = report_mismatch(group, source, mask, seen, call)
+    return status
+
+
+@triton.jit
+def report_mismatch(group, source, mask, seen, call):
+    """Status 2, and in the status word a peer and its fingerprint, if a header in `seen` has another one than `call`.
+
+    Lane n of `seen` is of rank `source[n]`; only those of `mask` count.
+    """
+    status = 0
+    culprit = tl.max(tl.where(mask & ((seen & LOW) != (call & LOW)), source + 1, 0), axis=0)
+    if culprit != 0:
         got = tl.max(tl.where(source == culprit - 1, seen & LOW, 0), axis=0)
-        control = control_of(group)
-        tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
+        tl.store(control_of(group) + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
         status = 2
     return status
+
+
+@triton.jit
+def report_overlap(group):
+    """Say in the status word that two launches overlap. An earlier report stays, and a launch that was told to leave
+    has left its busy word behind."""
+    control = control_of(group)
+    if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
+        tl.store(control + STATUS, OVERLAP)
 
 
 @triton.jit
@@ -281,45 +300,76 @@ def advance(epoch, chunks):
 
 
 @triton.jit
+def read_epoch(group):
+    """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running.
+
+    Nothing waits for these loads here: what comes before the first use of them is in flight beside them.
+    """
+    table = table_of(group)
+    return tl.load(table + EPOCH), tl.load(table + BUSY, volatile=True)
+
+
+@triton.jit
+def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word.
+
+    The busy word is a strong store, because other threads of the block may still read it; only the reading of the
+    thread that stores it counts.
+    """
+    if tl.program_id(0) == 0:
+        tl.store(control_of(group) + STARTED, epoch)
+    lane = tl.arange(0, LANES)
+    signal(table_of(group) + BUSY + lane * 0, call + lane * 0, lane == 0, False, PTX)
+
+
+@triton.jit
 def enter(group, call):
     """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
 
-    Another launch is reported here already, because neither of the two may come to its end. An earlier report stays,
-    because a launch that was aborted leaves its busy word behind.
+    Another launch is reported here already, because neither of the two may come to its end.
     """
-    table, control = table_of(group), control_of(group)
-    epoch = tl.load(table + EPOCH)
-    owner = tl.load(table + BUSY, volatile=True)
+    epoch, owner = read_epoch(group)
     if tl.program_id(0) == 0:
-        tl.store(control + STARTED, epoch)
+        tl.store(control_of(group) + STARTED, epoch)
     if (owner != 0) & (owner != call):
-        if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
-            tl.store(control + STATUS, OVERLAP)
+        report_overlap(group)
     # Threads load the busy word on their own: none may store it before all of them have read it.
     tl.debug_barrier()
-    tl.store(table + BUSY, call)
+    tl.store(table_of(group) + BUSY, call)
     return epoch, owner
 
 
 @triton.jit
 def leave(group, epoch, owner, call, chunks, status):
-    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
+    """`finish`, for a launch that has not looked at the busy word since its start.
 
     A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
     other one came later. It reports that in the status word; neither launch's output is defined then.
     """
     tl.debug_barrier()
-    table, control = table_of(group), control_of(group)
-    foreign = ((owner != 0) & (owner != call)) | (tl.load(table + BUSY, volatile=True) != call)
+    foreign = ((owner != 0) & (owner != call)) | (tl.load(table_of(group) + BUSY, volatile=True) != call)
     if (status == 0) & foreign:
-        tl.store(control + STATUS, OVERLAP)
-    tl.debug_barrier()
+        tl.store(control_of(group) + STATUS, OVERLAP)
+    finish(group, epoch, chunks, status)
+
+
+@triton.jit
+def finish(group, epoch, chunks, status):
+    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
+
+    A block that is alone needs no atomic and no fence: the next launch comes after all of this one.
+    """
+    table = table_of(group)
+    tl.debug_barrier()  # the block's other threads have read the words that one stores
     if status == 0:
-        # acq_rel: the last arrival comes after every other block's accesses.
-        arrived = tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(0) - 1:
-            tl.debug_barrier()  # holds the block's other threads until one of them has acquired
-            tl.store(table + ARRIVALS, 0)
+        last = tl.num_programs(0) == 1
+        if tl.num_programs(0) > 1:
+            # acq_rel: the last arrival comes after every other block's accesses.
+            last = tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+            if last:
+                tl.debug_barrier()  # holds the block's other threads until one of them has acquired
+                tl.store(table + ARRIVALS, 0)
+        if last:
             tl.store(table + BUSY, 0)
             tl.store(table + EPOCH, advance(epoch, chunks))
-            tl.store(control + ENDED, advance(epoch, chunks))
+            tl.store(control_of(group) + ENDED, advance(epoch, chunks))

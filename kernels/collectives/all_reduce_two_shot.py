@@ -63,8 +63,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks, run_two_hops
-from tricomm.kernels.device.group import peer, peer_ahead, rank_of, table_of
+from tricomm.kernels.device.arrival import poll_words
+from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
+from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
@@ -76,9 +77,9 @@ from tricomm.kernels.device.packing import (
     store_tiles,
     store_words,
 )
-from tricomm.kernels.device.push import open_epoch, push_shards, synchronize, take_shards
+from tricomm.kernels.device.push import push_shards, take_shards
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import barrier, enter, get_ll, leave, put_ll
+from tricomm.kernels.primitives import barrier, enter, leave, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -86,54 +87,88 @@ def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
     half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, half)
     if SPEC.LL:
-        run_chunks(_ll, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+        run_ll(_load_ll, _push_ll, _take_ll, tensors, group, call, half * SPEC.WORLD_SIZE, 2, SPEC)
     else:
         run_two_hops(_push, _reduce, _take, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
+def _shards(tensors, chunk, first, SPEC: tl.constexpr):
+    """The tile at word `first` of the chunk's shard of every rank, from this one on."""
     x_ptr, y_ptr, numel, half = tensors
-    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    open_epoch(chunk, 2, SPEC)
-    for step in range(SPEC.WORLD_SIZE):
-        to = (me + step) % SPEC.WORLD_SIZE
-        theirs = tl.minimum(count - to * shard, shard)
-        there = base + to * shard
-        for first in range(chunk.own, theirs, chunk.stride):
-            limit = end_of(there + theirs, numel, PACK)
-            mine = load_words(x_ptr, there + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-            put_ll(buffer, mine, epoch, theirs - first, SPEC.BLOCK, SPEC.PTX)
-    status = synchronize(chunk, 0, SPEC)
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    tiles = ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        end = chunk.base + tl.minimum((to + 1) * shard, chunk.count)
+        limit = end_of(end, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+        words = load_words(x_ptr, chunk.base + to * shard + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        tiles = tiles + (words,)
+    return tiles
+
+
+@triton.jit
+def _load_ll(tensors, chunk, SPEC: tl.constexpr):
+    return _shards(tensors, chunk, chunk.own, SPEC)
+
+
+@triton.jit
+def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     first = chunk.own
-    ours = tl.minimum(count - me * shard, shard)
-    here = base + me * shard
-    while (first < ours) & (status == 0):
-        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
-        parts, status = get_ll(group, buffer, 4 * half, epoch, ours - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
-        if status == 0:
-            total = reduce_words(parts, SPEC)
-            store_words(y_ptr, here + first, total, end_of(here + ours, numel, PACK), SPEC.BLOCK, SPEC.ALIGNED)
-            for step in range(1, SPEC.WORLD_SIZE):
-                to = (me + step) % SPEC.WORLD_SIZE
-                buffer = ll_buffer(chunk, peer(group, to), me, half + first, SPEC)
-                put_ll(buffer, total, epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
+    while first < shard:
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            to = (chunk.me + step) % SPEC.WORLD_SIZE
+            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+            count = tl.minimum(chunk.count - to * shard, shard) - first
+            put_ll(buffer, tiles[step], chunk.epoch, count, SPEC.BLOCK, SPEC.PTX)
         first += chunk.stride
-    for step in range(1, SPEC.WORLD_SIZE):
-        source = (me + step) % SPEC.WORLD_SIZE
-        theirs = tl.minimum(count - source * shard, shard)
-        there = base + source * shard
-        first = chunk.own
-        while (first < theirs) & (status == 0):
-            buffer = ll_buffer(chunk, table_of(group), source, half + first, SPEC)
-            part, status = get_ll(group, buffer, 0, epoch, theirs - first, 1, SPEC.BLOCK, SPEC.PTX)
-            if status == 0:
-                limit = end_of(there + theirs, numel, PACK)
-                store_words(y_ptr, there + first, part[0], limit, SPEC.BLOCK, SPEC.ALIGNED)
-            first += chunk.stride
+        if first < shard:
+            tiles = _shards(tensors, chunk, first, SPEC)
+
+
+@triton.jit
+def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    group, me = chunk.group, chunk.me
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    ours = tl.minimum(chunk.count - me * shard, shard)
+    here = chunk.base + me * shard
+    limit = end_of(here + ours, numel, PACK)
+    first = chunk.own
+    more = status == 0  # a block without words, too, because of the headers
+    while more:
+        pointers, counts = (), ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            pointers = pointers + (ll_buffer(chunk, table_of(group), r, tl.where(first < ours, first, 0), SPEC),)
+            counts = counts + (ours - first,)
+        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE, True, SPEC)
+        if (status == 0) & (first < ours):
+            total = reduce_words(parts, SPEC)
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                buffer = ll_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, half + first, SPEC)
+                put_ll(buffer, total, chunk.epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
+            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+        more = (status == 0) & (first < ours)
+    first = chunk.own
+    while (first < shard) & (status == 0):
+        pointers, counts = (), ()
+        for step in tl.static_range(1, SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            pointers = pointers + (ll_buffer(chunk, table_of(group), source, half + first, SPEC),)
+            counts = counts + (tl.minimum(chunk.count - source * shard, shard) - first,)
+        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE - 1, False, SPEC)
+        if status == 0:
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                there = (me + step) % SPEC.WORLD_SIZE * shard
+                end = chunk.base + tl.minimum(there + shard, chunk.count)
+                store_words(
+                    y_ptr, chunk.base + there + first, parts[step - 1], end_of(end, numel, PACK), SPEC.BLOCK,
+                    SPEC.ALIGNED,
+                )  # fmt: skip
+        first += chunk.stride
     return status
 
 

@@ -40,7 +40,7 @@ def all_to_all_v_one_shot(
     # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
     start, owner = enter(group, call)
     buffer = buffer_words(group, 1, SPEC)
-    whole = whole_call((x_ptr, y_ptr, numel), group, call, start, SPEC)
+    whole = whole_call((x_ptr, y_ptr, numel), group, call, start, owner, SPEC)
     chunks = tl.zeros([], tl.int64) + 1
     status = 0
     number = tl.zeros([], tl.int64)

@@ -17,7 +17,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.packing import load_words
-from tricomm.kernels.device.push import push_tile, receive_row
+from tricomm.kernels.device.push import push_tile, receive_nothing, receive_row
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -41,4 +41,6 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
     if chunk.me != root:
         status = receive_row(y_ptr, numel, root, chunk, status, SPEC)
+    else:
+        status = receive_nothing(chunk, status, SPEC)
     return status

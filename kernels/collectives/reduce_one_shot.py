@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import push_row, receive_reduced
+from tricomm.kernels.device.push import push_row, receive_nothing, receive_reduced
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -38,4 +38,6 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
     if chunk.me == root:
         status = receive_reduced(y_ptr, numel, chunk, status, SPEC)
+    else:
+        status = receive_nothing(chunk, status, SPEC)
     return status

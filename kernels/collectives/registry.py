@@ -93,6 +93,11 @@ class Kernel:
         return self.collective in collective_specs.MESSAGES
 
     @property
+    def staged(self) -> bool:
+        """Whether peers read what a rank has staged: all buffers of a parity are one stage then."""
+        return not self.zero_copy and self.read(2) > 0
+
+    @property
     def shards(self) -> int | None:
         """How many shards a message is divided into, 0 for one a rank; None if it is not divided."""
         return None if "two_shot" not in self.algorithm else 4 if self.needs_cube else 0

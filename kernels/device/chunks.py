@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.group import rank_of
-from tricomm.kernels.device.push import open_epoch, synchronize
-from tricomm.kernels.primitives import advance, enter, leave
+from tricomm.kernels.device.push import after_clearing, open_epoch, synchronize
+from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):
@@ -27,6 +27,7 @@ class Chunk(NamedTuple):
     count    its words
     own      the first word of this block's first tile
     stride   words from one tile of this block to the next
+    owner    the busy word as the launch has read it
     """
 
     group: Any
@@ -37,6 +38,7 @@ class Chunk(NamedTuple):
     count: Any
     own: Any
     stride: Any
+    owner: Any
 
 
 @triton.jit
@@ -46,11 +48,11 @@ def packed_words(x_ptr, numel):
 
 
 @triton.jit
-def whole_call(tensors, group, call, start, SPEC: tl.constexpr):
+def whole_call(tensors, group, call, start, owner, SPEC: tl.constexpr):
     """All of a call's words as one chunk; `start` is the call's first epoch."""
     words = packed_words(tensors[0], tensors[2])
     own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
-    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.BLOCK)
+    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.BLOCK, owner)
 
 
 @triton.jit
@@ -59,7 +61,36 @@ def nth(whole, number, chunk_words):
     base = number * chunk_words
     count = tl.minimum(whole.count - base, chunk_words)
     epoch = advance(whole.epoch, number)
-    return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride)
+    return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride, whole.owner)
+
+
+@triton.jit
+def run_ll(
+    LOAD: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words,
+    PARTS: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """LL: run a whole call. LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) with what LOAD has
+    returned, TAKE(tensors, chunk, status, SPEC) for each chunk, until one returns a status that is not zero.
+
+    `tensors` is (x_ptr, y_ptr, numel) and whatever else these take; `chunk_words` the most words of a chunk. LOAD does
+    not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once.
+    """
+    start, owner = read_epoch(group)
+    unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
+    chunks = tl.cdiv(unnumbered.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    while (number < chunks) & (status == 0):
+        tiles = LOAD(tensors, nth(unnumbered, number, chunk_words), SPEC)
+        chunk = nth(whole_call(tensors, group, call, start, owner, SPEC), number, chunk_words)
+        open_epoch(chunk, PARTS, SPEC)
+        PUSH(tensors, chunk, tiles, SPEC)
+        if number == 0:
+            announce(group, start, call, SPEC.LANES, SPEC.PTX)
+        status = after_clearing(chunk, SPEC)
+        status = TAKE(tensors, chunk, status, SPEC)
+        number += 1
+    finish(group, start, chunks, status)
 
 
 @triton.jit
@@ -69,7 +100,7 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
     start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, SPEC)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -88,7 +119,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
     no peer reads what it overwrites, the chunk before that. Under LL it has to wait until that chunk is polled.
     """
     start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, SPEC)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -97,7 +128,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
             chunk = nth(whole, number, chunk_words)
             open_epoch(chunk, 1, SPEC)
             PUSH(tensors, chunk, SPEC)
-            status = synchronize(chunk, 0, SPEC)
+            status = after_clearing(chunk, SPEC)
             status = TAKE(tensors, chunk, status, SPEC)
             number += 1
     else:
@@ -133,7 +164,7 @@ def run_two_hops(
     behind a barrier, or headers, of its own.
     """
     start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, SPEC)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)

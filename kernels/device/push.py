@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import poll_words
 from tricomm.kernels.device.group import ll_bytes, peer, peer_ahead, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
@@ -123,19 +124,25 @@ def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def push_to_all(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk's words of x_ptr[0:numel] to every rank, one's own included.
+def first_tile(tensors, chunk, SPEC: tl.constexpr):
+    """LL: this block's first tile of the chunk, for `push_to_all`."""
+    return load_words(tensors[0], chunk.base + chunk.own, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def push_to_all(tensors, chunk, tile, SPEC: tl.constexpr):
+    """LL: this block's tiles of the chunk, of which `tile` is the first, to every rank, one's own included.
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    group = chunk.group
-    me = chunk.me
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        for step in range(SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-            put_ll(buffer, mine, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+    first = chunk.own
+    while first < chunk.count:
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+            put_ll(buffer, tile, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+        first += chunk.stride
+        if first < chunk.count:
+            tile = load_words(tensors[0], chunk.base + first, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
 
 
 @triton.jit
@@ -156,15 +163,53 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
 
 
 @triton.jit
+def after_clearing(chunk, SPEC: tl.constexpr):
+    """LL: wait for the headers of an epoch that clears, which have to be acquired; returns the status.
+
+    A poll acquires nothing: what this rank pushes next could still be overtaken by the zeros of a peer.
+    """
+    status = 0
+    if clears(chunk.epoch):
+        status = synchronize(chunk, 0, SPEC)
+    return status
+
+
+@triton.jit
+def receive_nothing(chunk, status, SPEC: tl.constexpr):
+    """LL: wait for what a rank that receives nothing has to know, the headers; returns the status."""
+    if SPEC.LL:
+        if status == 0:
+            status = synchronize(chunk, 0, SPEC)
+    return status
+
+
+@triton.jit
+def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
+    """LL: the tile at word `first` of the chunk in SOURCES buffers of one's own from rank `source` on, and every peer's
+    header: (a tuple of tiles, status). A tile without words is there at once, so only headers are waited for."""
+    pointers, counts = (), ()
+    buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
+    for n in tl.static_range(SOURCES):
+        pointers = pointers + (buffer + n * (ll_bytes(chunk.group) // 8),)
+        counts = counts + (chunk.count - first,)
+    return poll_words(chunk, pointers, counts, SOURCES, True, SPEC)
+
+
+@triton.jit
 def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
-    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status."""
+    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status.
+
+    Under LL a block without words looks for headers, too.
+    """
     if SPEC.LL:
         first = chunk.own
-        while (first < chunk.count) & (status == 0):
-            parts, status = receive(chunk, source, first, chunk.count, 1, SPEC)
-            if status == 0:
+        more = status == 0
+        while more:
+            parts, status = arrived(chunk, source, first, 1, SPEC)
+            if (status == 0) & (first < chunk.count):
                 store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
             first += chunk.stride
+            more = (status == 0) & (first < chunk.count)
     elif status == 0:
         buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC)
         copy_part(y_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
@@ -176,12 +221,14 @@ def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
     if SPEC.LL:
         first = chunk.own
-        while (first < chunk.count) & (status == 0):
-            parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-            if status == 0:
+        more = status == 0
+        while more:
+            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+            if (status == 0) & (first < chunk.count):
                 for r in tl.static_range(SPEC.WORLD_SIZE):
                     store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
             first += chunk.stride
+            more = (status == 0) & (first < chunk.count)
     else:
         rows, buffers = (), ()
         for r in tl.static_range(SPEC.WORLD_SIZE):
@@ -211,11 +258,16 @@ def copy_rows(rows, numel, buffers, chunk, SPEC: tl.constexpr):
 def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
     first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-        if status == 0:
+    more = (status == 0) & (SPEC.LL | (first < chunk.count))
+    while more:
+        if SPEC.LL:
+            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+        else:
+            parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if (status == 0) & (first < chunk.count):
             store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
         first += chunk.stride
+        more = (status == 0) & (first < chunk.count)
     return status
 
 

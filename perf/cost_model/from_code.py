@@ -28,7 +28,6 @@ from tricomm.policy.selection import SelectionFacts
 
 ARENA_BYTES = 64 << 20  # what `Options` has
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
-_STAGED = ("all_reduce", "all_gather")  # by one shot: all buffers of a parity are one stage
 _WIDE, _LONG = LaunchShape(64, 8, 2048), 256 << 10
 
 
@@ -174,7 +173,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words = -(-elements // 2)
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
-    shape = LaunchShape(blocks, min(shape.warps, tile // selection.WORDS_PER_WARP), tile)
+    shape = LaunchShape(blocks, min(shape.warps, tile // 32), tile)
     round_words = blocks * tile * divided
     chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
@@ -184,7 +183,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
 def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
     """64-bit words of a row that one epoch takes at most."""
     part = plan.buffer_words(kernel.algorithm, kernel.protocol)
-    if kernel.algorithm == "one_shot" and kernel.protocol == "simple" and kernel.collective in _STAGED:
+    if kernel.staged:
         return part * world_size
     return part * (1 if kernel.shards is None else kernel.shards or world_size)
 

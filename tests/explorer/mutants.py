@@ -36,11 +36,12 @@ _MEET = "                status = synchronize(ahead, 0, SPEC)\n"
 _NEXT = "            number += 1\n"
 _FIRST = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _SECOND = "status = synchronize(behind, 1, SPEC)"
-_STRIDE = "own, tl.num_programs(0) * SPEC.BLOCK)"
+_STRIDE = "own, tl.num_programs(0) * SPEC.BLOCK, owner)"
 _RESULTS = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_base(group)"
+_RESULTS = "store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)\n        "
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
     all_here = (tl.atomic_add(table_of(group) + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
@@ -120,7 +121,7 @@ REAL = (
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
-            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.BLOCK)"),
+            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.BLOCK, owner)"),
             Edit(CHUNKS, "(number <= chunks) & (status == 0):",
                  "(number <= chunks) & (status == 0) & (whole.own < whole.stride):"),
         ),
@@ -216,14 +217,12 @@ REAL = (
     ),
     Mutant(
         "K26", "two-shot, own shard stored at the wrong place", "the reduced chunk lands elsewhere",
-        (Edit(TWO_SHOT, "store_words(y_ptr, here + first, total, limit",
-              "store_words(y_ptr, base + first, total, limit"),),
+        (Edit(TWO_SHOT, f"{_RESULTS}store_words(y_ptr, here +", f"{_RESULTS}store_words(y_ptr, chunk.base +"),),
         (T,), WRONG,
     ),
     Mutant(
         "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
-        (Edit(PRIMITIVES, "    epoch = tl.load(table + EPOCH)\n",
-              f"{_GRID_WAIT}    epoch = tl.load(table + EPOCH)\n"),),
+        (Edit(PRIMITIVES, "    return tl.load(table + EPOCH),", f"{_GRID_WAIT}    return tl.load(table + EPOCH),"),),
         (S,), DEADLOCK, world_size=1, blocks=2, residency=1,
     ),
     Mutant(

@@ -15,6 +15,8 @@ VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simpl
 DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
 
 FILE = "kernels/device/push.py"
+BROADCAST = "kernels/collectives/broadcast_one_shot.py"
+GATHER = "kernels/collectives/gather_one_shot.py"
 TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 REDUCE = "kernels/collectives/reduce_one_shot.py"
 SCATTER = "kernels/collectives/scatter_one_shot.py"
@@ -22,7 +24,7 @@ UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 SPLITS = "kernels/device/counts.py"
 CHUNKS = "kernels/device/chunks.py"
 
-_MET_LL = "            status = synchronize(chunk, 0, SPEC)\n"
+_NOTHING = "        status = receive_nothing(chunk, status, SPEC)\n"
 _MET = "                status = synchronize(ahead, 0, SPEC)\n            number"
 _SIGNAL_ONLY = """\
                 if ahead.me == tensors[3]:
@@ -31,7 +33,7 @@ _SIGNAL_ONLY = """\
                 else:
                     status = synchronize(ahead, 0, SPEC)
             number"""
-_IMPORT = "from tricomm.kernels.primitives import advance, enter, leave"
+_IMPORT = "from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
@@ -56,7 +58,7 @@ def _barrier(old: str, new: str) -> tuple[Edit, ...]:
 PUSHES = (
     Mutant(
         "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
-        (Edit(CHUNKS, _MET_LL, f"            if chunk.me != tensors[3]:\n    {_MET_LL}"),),
+        (Edit(BROADCAST, _NOTHING, "        status = 0\n"),),
         (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -66,7 +68,7 @@ PUSHES = (
     ),
     Mutant(
         "P03", "LL gather: a rank that is not the root does not wait", "senders run ahead of the root",
-        (Edit(CHUNKS, _MET_LL, f"            if chunk.me == tensors[3]:\n    {_MET_LL}"),),
+        (Edit(GATHER, _NOTHING, "        status = 0\n"),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(

@@ -212,6 +212,8 @@ def _shape(
         tile = GPU_TILE
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
         blocks = min(32, max(1, -(-share // tile)))
+        if kernel.protocol == "simple":
+            blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
     warps = GPU_WARPS
     if row is not None:
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
@@ -219,6 +221,17 @@ def _shape(
     if facts.device != "cpu":
         warps = max(1, min(warps, tile // WORDS_PER_WARP))
     return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
+
+
+def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
+    """As many blocks as run at once, or fewer that have no more tiles each: a chunk takes as long as its busiest block.
+
+    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
+    """
+    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol) * (facts.world_size if kernel.staged else 1)
+    tiles = max(1, -(-(words if kernel.zero_copy else min(words, chunk)) // tile))
+    rounds = -(-tiles // min(MAX_BLOCKS, facts.max_blocks))
+    return -(-tiles // rounds)
 
 
 def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
