@@ -25,7 +25,7 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 GATHER = "kernels/collectives/all_gather_one_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
 MAILBOX = "kernels/device/mailbox.py"
-PUSH = "kernels/device/push.py"
+PLAIN = "kernels/device/plain_data.py"
 GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
@@ -200,8 +200,8 @@ REAL = (
         "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
         (
             Edit(TWO_SHOT, _RESULTS, _RESULTS.removesuffix(" + half")),
-            Edit(PUSH, _TAKEN, _TAKEN.removesuffix(" + half")),
-            Edit(PUSH, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
         ),
         (T,), RACE,
     ),

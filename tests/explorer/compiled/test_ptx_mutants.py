@@ -94,7 +94,7 @@ FORBIDDEN = (
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
     # Behind the acquire the reduction over the fingerprints has barriers of its own.
-    Group(S, "barrier", ("barrier",), 1, "removed", innermost=True, harmless=(0, 1)),
+    Group(S, "barrier", ("barrier",), 1, "removed", innermost=True, harmless=(1, 0)),
     Group(S, "wait_sequence", ("barrier",), 4, "bar.sync"),
     Group(B, "signal", ("scope", "strength", "width"), 3, "st.release"),
     Group(B, "acquire", ("scope", "strength", "width"), 3, "ld.acquire"),
