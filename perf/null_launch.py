@@ -89,7 +89,7 @@ class NullRuntime(Processes):
         bits: int | None,
         aligned: bool,
         more: Sequence[int | torch.Tensor],
-        group: torch.Tensor,
+        group: kernel_launch.GroupArgument,
         timeout: float = 600.0,
     ) -> kernel_launch.BoundKernel:
         options = compiler.COMPILE_OPTIONS

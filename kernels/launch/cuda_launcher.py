@@ -4,8 +4,8 @@ Triton's own dispatch looks at every argument of every launch to choose a compil
 host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
 launch packs 64-bit words into memory that the driver already has a pointer to.
 
-Every argument of our kernels is one 64-bit word: addresses and int64 numbers. Triton adds two pointers to scratch
-memory at the end, which our kernels do not use.
+Every argument of our kernels is one 64-bit word, or a tuple of them: addresses and int64 numbers. Triton adds two
+pointers to scratch memory at the end, which our kernels do not use.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def make_launcher(
     bits: int | None,
     aligned: bool,
     more: Sequence[int | torch.Tensor],
-    group: torch.Tensor,
+    group: Sequence[Any],
     device: Device,
 ) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
-    `more` are the last arguments, the same in every launch. All others belong to one launch alone: the driver has
-    copied them, also into a graph, when `run` returns.
+    `group` (`layout.group_argument`) and `more`, the last arguments, are the same in every launch. All others belong to
+    one launch alone: the driver has copied them, also into a graph, when `run` returns.
 
     `run.in_place(count, facts)` gives `again(address, number, stream)`, which launches the call `number << 32 | facts`
     over `count` elements at `address`, in place, on the current `stream`: it writes nothing that a plan has decided.
@@ -103,14 +103,16 @@ def make_launcher(
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
     data, uneven = takes_data(kernel), takes_counts(kernel)
-    # x, y, group, count, call and rows to and from each rank; without data: group, call.
-    group_at, count_at, call_at = (2, 3, 4) if data else (0, 0, 1)
-    arguments = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else 0)
-    words = (ctypes.c_uint64 * (arguments + len(more) + _SCRATCH))()
-    words[arguments : arguments + len(more)] = [m.data_ptr() if isinstance(m, torch.Tensor) else m for m in more]
-    words[group_at] = group.data_ptr()
+    # The words of one launch alone lie in front: x, y, count, call, and rows to and from each rank; without data: call.
+    count_at, call_at = (2, 3) if data else (0, 0)
+    own = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else 0)
+    fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
+    words = (ctypes.c_uint64 * (own + len(fixed) + _SCRATCH))()
+    words[own : own + len(fixed)] = fixed
+    before, behind = 2 if data else 0, own + len(group)  # the group's parameters come behind the two tensors
+    order = (*range(before), *range(own, behind), *range(before, own), *range(behind, len(words)))
     first = ctypes.addressof(words)
-    pointers = (ctypes.c_void_p * len(words))(*range(first, first + 8 * len(words), 8))
+    pointers = (ctypes.c_void_p * len(words))(*(first + 8 * place for place in order))
     word = memoryview(words).cast("B").cast("Q")  # writes one word quicker than struct or ctypes do
     bindings, current, used = device.bindings, device.stream, None
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
@@ -128,7 +130,7 @@ def make_launcher(
             word[1] = address if y is x else y.data_ptr()
             word[count_at] = count
             if uneven:
-                words[call_at + 1 : arguments] = [*rows[0], *rows[1]]
+                words[call_at + 1 : own] = [*rows[0], *rows[1]]
         word[call_at] = call
         if (raw := current()) != used:
             follow(raw)

@@ -51,6 +51,7 @@ class Planner:
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
+            batch_invariant=group.options.batch_invariant,
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
@@ -59,7 +60,7 @@ class Planner:
         self.nccl: nccl.Nccl | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
-        self._bind = partial(group.runtime.bind, group=group.table, timeout=group.timeout)
+        self._bind = partial(group.runtime.bind, group=group.argument, timeout=group.timeout)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
