@@ -173,13 +173,13 @@ def test_a_launch_in_place_writes_what_changes_and_nothing_else():
     for number, (at, stream) in enumerate([(x, 7), (y, 7), (x, 0)], start=(1 << 31) - 3):
         again(at.data_ptr(), number, stream)
         last = device.launches[-1]
-        want = [at.data_ptr(), at.data_ptr(), GROUP.data_ptr(), 8, number << 32 | 0xFEDCBA98]
-        assert last.words[:5] == want and last.stream == stream and last.words[-2:] == [0, 0]
+        want = [at.data_ptr(), at.data_ptr(), *group_parameters(2), 8, number << 32 | 0xFEDCBA98, 0, 0]
+        assert last.words == want and last.stream == stream
     device.raw = 0
     run(x, y, 8, 5 << 32 | 0xFEDCBA98)
     again(y.data_ptr(), 6, 0)
     assert [launch.words[:2] for launch in device.launches[-2:]] == [[x.data_ptr(), y.data_ptr()], [y.data_ptr()] * 2]
-    assert device.launches[-1].words[4] == 6 << 32 | 0xFEDCBA98
+    assert device.launches[-1].words[-3] == 6 << 32 | 0xFEDCBA98
 
 
 def test_a_launch_in_place_is_refused_and_repeated_as_any_other():
