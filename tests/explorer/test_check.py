@@ -163,7 +163,7 @@ def test_the_lanes_of_a_block(before, after):
 
 @pytest.mark.parametrize("kernel", [k.trusts_the_header, k.trusts_one_word], ids=lambda f: f.fn.__name__)
 @pytest.mark.parametrize("faults", [(), ("delay",)], ids=str)
-def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults):
+def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults, unshrunk):
     def fn(comm):
         memory, out = words(comm), torch.full((2,), -1)
         comm.launch(kernel, 1, memory.peers, out, comm.rank)
