@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
@@ -37,12 +38,16 @@ class Crew:
 
 
 class UnitMachine:
-    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None."""
+    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None.
+
+    With a seed a warp stops anywhere in its polling loop, so that what it polls changes between any two of its loads.
+    """
 
     def __init__(
         self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
-        patience: int = 1,
+        patience: int = 1, seed: int | None = None,
     ) -> None:  # fmt: skip
+        self._random = None if seed is None else Random(seed)
         self.memory, self.detector, self.weak, self.contention = memory, detector, weak, contention
         self.scheduler: Scheduler
         self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
@@ -299,6 +304,8 @@ class UnitMachine:
         if task.rank in self.aborted:
             rounds = _ABORTED
         if task.note_read(look, site, seen, rounds) and not self._news(task, crew):
+            if self._random is not None and len(task.loop()) > 1 and self._random.random() < 0.5:
+                return
             if self.contention is not None:
                 self.contention.parked(task)
             self.scheduler.park()

@@ -153,7 +153,9 @@ class Memory:
 
     def abort_words(self, rank: int) -> bytes:
         """The abort and status words of a rank."""
-        return next(r for r in self if r.kind == "control" and r.rank == rank).bytes[: 8 * (layout.STATUS + 1)].tobytes()
+        return (
+            next(r for r in self if r.kind == "control" and r.rank == rank).bytes[: 8 * (layout.STATUS + 1)].tobytes()
+        )
 
     def nearest(self, address: int, private: list[Region]) -> str:
         """The region closest to an address that lies in none."""

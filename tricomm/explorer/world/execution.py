@@ -290,7 +290,8 @@ def _machine(
     if compiled:
         assert not isinstance(detector, Detector)
         weak = WeakMemory(seed) if seed is not None and detector is not None else None
-        return UnitMachine(memory, detector, weak, contention, patience), weak
+        at_random = None if contention is not None else execution.seed
+        return UnitMachine(memory, detector, weak, contention, patience, at_random), weak
     assert not isinstance(detector, ThreadDetector)
     delays = Delays(seed) if seed is not None else None
     return Machine(memory, detector, delays, contention, patience), delays
