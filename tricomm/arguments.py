@@ -49,7 +49,7 @@ def is_plain(x: torch.Tensor, device: torch.device, itemsize: int, nbytes: int) 
             and x.is_contiguous()
             and not x.requires_grad
             and not x.is_neg()
-            and x.untyped_storage().nbytes() >= x.storage_offset() * itemsize + nbytes
+            and len(x.untyped_storage()) >= x.storage_offset() * itemsize + nbytes  # its bytes; quicker than nbytes()
         )
     except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
         return False

@@ -184,7 +184,9 @@ class UnitMachine:
         self.detector.access(crew.maker, access, places, changed)
 
     def _shared(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
-        task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))  # type: ignore[arg-type]
+        task.sync = access.sem is not None and (
+            self.contention is None or self.contention.contested(task, places, access.itemsize)  # type: ignore[arg-type]
+        )
         self.scheduler.take_turns()
         weak = self.weak
         if weak is not None:
@@ -210,7 +212,8 @@ class UnitMachine:
         if self.contention is not None:
             site = site_of(access.instruction, crew.maker.kernel.name)
             strong = writes or access.sem in ("release", "acq_rel")
-            self.contention.done(task, places, strong, site, b"" if old is None else old.tobytes())  # type: ignore[arg-type]
+            seen = b"" if old is None else old.tobytes()
+            self.contention.done(task, places, strong, site, seen, access.itemsize)  # type: ignore[arg-type]
         if writes:
             task.forget_polls()
             self.scheduler.wrote(_addresses(places, access))

@@ -78,7 +78,9 @@ class Machine:
         site = source_lines.current()
         if access.kind == "store" and access.sem is None and allowed.is_ll(site):
             access.sem, access.scope = "relaxed", "sys"
-        task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))
+        task.sync = access.sem is not None and (
+            self.contention is None or self.contention.contested(task, places, access.itemsize)
+        )
         self.scheduler.take_turns()
         if self.delays is not None:
             for held in self.delays.before(task, access):
@@ -99,7 +101,7 @@ class Machine:
             self.detector.access(task, access, places, site, changed)
         if self.contention is not None:
             writes = changed or access.sem in ("release", "acq_rel")
-            self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes())
+            self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes(), access.itemsize)
         if changed:
             task.forget_polls()
             self.scheduler.wrote(access.addresses)

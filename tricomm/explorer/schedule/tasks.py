@@ -66,7 +66,8 @@ class Poll:
     high: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.low, self.high = int(self.access.addresses.min()), int(self.access.addresses.max())
+        # From line to line of 16 bytes, the widest element: a write is known by where it begins.
+        self.low, self.high = int(self.access.addresses.min()) & -16, int(self.access.addresses.max()) | 15
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         if not self.relation and relation != "&":
