@@ -167,8 +167,9 @@ class Page:
         words, numbers, place = self._words, self._numbers, self._place
 
         def announce(sequence: int, packed: PackedDescriptor) -> None:
-            number = numbers.get(packed)
-            if number is None:
+            try:
+                number = numbers[packed]
+            except KeyError:
                 number = place(packed)
             words[_RING + sequence % RING] = word = sequence << _BITS | number
             words[_SEQUENCE] = word
