@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +151,12 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, An
             continue
         details[row.name] = {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}
         values |= _times(row, time)
-        put((f"{row.name}: bytes to peers over the formula",), lambda row=row: (_counted(row.kernel),))  # type: ignore[misc]
+        put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel))
         code = ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
-        put(tuple(f"{row.name}: {each}" for each in code), lambda row=row, time=time: _code(row.kernel, time.shape))  # type: ignore[misc]
+        put(tuple(f"{row.name}: {each}" for each in code), partial(_code, row.kernel, time.shape))
     for name in kraken.INSTRUCTIONS:
         full = f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes"
-        put((full,), lambda name=name: (_steady(f"all_reduce_{name}_zero_copy"),))  # type: ignore[misc]
+        put((full,), partial(_steady, f"all_reduce_{name}_zero_copy"))
     put(tuple(f"host time over `fake`: {each}" for each in ("direct", "through c10d")), _host)
     return {
         "schema": 1, "label": LABEL, "commit": provenance.commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -182,11 +183,11 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
     }
 
 
-def _counted(kernel: Kernel) -> float:
+def _counted(kernel: Kernel) -> tuple[Value, ...]:
     """Bytes of payload of one block that does the whole call, over the formula."""
     plan, shape = layout.plan(WORLD_SIZE, from_code.ARENA_BYTES), LaunchShape(1, 8, 512)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, shape, plan, False).moved
-    return moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES)
+    return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
 
 
 def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
@@ -198,12 +199,12 @@ def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
     return report.steady * 2 / words_a_thread, used.spill_loads + used.spill_stores, used.registers
 
 
-def _steady(kernel: str) -> int:
-    return kernel_report.examine(Variant(kernel, MACHINE.architecture)).steady
+def _steady(kernel: str) -> tuple[Value, ...]:
+    return (kernel_report.examine(Variant(kernel, MACHINE.architecture)).steady,)
 
 
 def _host() -> tuple[Value, ...]:
-    times = c10d_overhead.measure(calls=2000)
+    times = c10d_overhead.measure(calls=100, rounds=301)  # rounds that are shorter than a time slice of a busy machine
     return times["communicator_over_fake"], times["c10d_over_fake"]
 
 

@@ -45,18 +45,9 @@ VARIANTS = _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_10
 QUICK = _of_each_kind("sm_90", 0.0)
 
 
-@pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> dict[Variant, kernel_report.KernelReport]:
-    """Of all variants that this run asks for at once: they compile side by side."""
-    calls = (getattr(item, "callspec", None) for item in request.session.items if item.module is request.module)
-    variants = [call.params["variant"] for call in calls if call is not None and "variant" in call.params]
-    return dict(zip(variants, kernel_report.examine_all(variants), strict=True))
-
-
-@pytest.mark.timeout(1200)  # all of them compile in the first one's set-up
 @pytest.mark.parametrize("variant", some(VARIANTS, lambda number, variant: variant in QUICK), ids=_name)
-def test_each_kernel_keeps_to_the_bars(reports: dict[Variant, kernel_report.KernelReport], variant: Variant) -> None:
-    assert kernel_report.check(reports[variant]) == []
+def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
+    assert kernel_report.check(kernel_report.examine(variant)) == []
 
 
 @pytest.mark.soak
