@@ -124,7 +124,8 @@ def bars() -> Iterator[Bar]:
 def _of_call(row: CallRow) -> Iterator[Bar]:
     yield Bar(f"{row.name}: launched as blocks/warps/words of a tile", "")
     yield Bar(f"{row.name}: bytes to peers over the formula", "", 1, 1)
-    yield Bar(f"{row.name}: SASS instructions for 16 bytes, float32", "", ratio=1)
+    yield Bar(f"{row.name}: executed instructions for 16 bytes, float32", "", ratio=1)
+    yield Bar(f"{row.name}: SASS instructions for 16 bytes, float32", "")
     yield Bar(f"{row.name}: spills", "", 0)
     yield Bar(f"{row.name}: registers a thread", "")
 
@@ -152,6 +153,7 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, An
         details[row.name] = {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}
         values |= _times(row, time)
         put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel))
+        put((f"{row.name}: executed instructions for 16 bytes, float32",), partial(_executed, row))
         code = ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
         put(tuple(f"{row.name}: {each}" for each in code), partial(_code, row.kernel, time.shape))
     for name in kraken.INSTRUCTIONS:
@@ -188,6 +190,10 @@ def _counted(kernel: Kernel) -> tuple[Value, ...]:
     plan, shape = layout.plan(WORLD_SIZE, from_code.ARENA_BYTES), LaunchShape(1, 8, 512)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, shape, plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
+
+
+def _executed(row: CallRow) -> tuple[Value, ...]:
+    return (from_code.instructions(MACHINE, row.kernel, WORLD_SIZE, row.nbytes),)
 
 
 def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:

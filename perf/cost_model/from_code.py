@@ -140,6 +140,22 @@ def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, flo
     return sum(parts) - parts[WIRE] - found, parts[WIRE], found
 
 
+def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> float:
+    """Machine instructions of a thread for 16 bytes of a rank's input, outside of polls, by the model's count.
+
+    In the steady state if a block has several tiles, else of the whole call.
+    """
+    kind, shape = kernel.kind, policy_shape(machine, kernel, world_size, nbytes)
+    elements = max(1, nbytes // 4 // kind.rows_in(world_size))
+    cut = _division(kernel, world_size, elements, shape)
+    most = min(_MOST_ROUNDS, elements / cut.round, cut.rounds)
+    sizes = [int(most * cut.round), int(most / 2 * cut.round) if most >= 2 else 0]
+    issued = [_call(machine, kernel.name, world_size, n, cut.shape, False, cut.plan, 1).issued for n in sizes if n]
+    more = issued[0] - sum(issued[1:])
+    # A warp's instruction is for 32 threads, so for 512 bytes.
+    return cut.shape.blocks * more * 512 / (4 * kind.rows_in(world_size) * (sizes[0] - sizes[1]))
+
+
 def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> tuple[float, ...]:
     """The parts of `base` and as many times more of what each longer call takes beyond the shorter one."""
     parts, whole = list(base.parts), base.time_us

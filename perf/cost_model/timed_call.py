@@ -54,6 +54,7 @@ class TimedCall:
     chain       round trips to memory before the first push, by data and in order (`load_chains`)
     moved       bytes of payload to and from peers, of the rank with the most; `headers`: of control words
     barriers    barriers of all ranks, as fences of the system; `epochs`: that the call took
+    issued      machine instructions of the block's warps outside of polls, by the model's count
     """
 
     parts: tuple[float, ...]
@@ -64,6 +65,7 @@ class TimedCall:
     headers: int
     barriers: int
     epochs: int
+    issued: float
 
     @property
     def time_us(self) -> float:
@@ -184,5 +186,5 @@ def run(
     return TimedCall(
         tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0, ranks.chain(),
         max(state.written + state.read for state in ranks.states), max(state.headers for state in ranks.states),
-        ranks.system_fences(), arenas.epochs,
+        ranks.system_fences(), arenas.epochs, ranks.issued(),
     )  # fmt: skip

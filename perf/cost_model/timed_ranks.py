@@ -179,6 +179,10 @@ class TimedRanks:
         """That a warp has passed, of the one with the most."""
         return max(clock.system_fences for clocks in self.clocks for clock in clocks)
 
+    def issued(self) -> float:
+        """Machine instructions of all warps of a rank's block outside of polls, of the rank with the most."""
+        return max(sum(clock.issued for clock in clocks) for clocks in self.clocks)
+
     def path(self) -> list[float]:
         """Microseconds by part of the path to the last warp's end."""
         last = max((clock for clocks in self.clocks for clock in clocks), key=lambda clock: clock.time)

@@ -55,6 +55,7 @@ class WarpClock:
     chain          of loads, until the block's first push
     first_push     of the warp: `LoadChain.before` it; None if it makes none
     system_fences  that it has passed
+    issued         slots of its scheduler that it has taken outside of polls
     """
 
     def __init__(self, costs: KernelCosts, warps: int, cycle: float, shared: SharedChain) -> None:
@@ -74,6 +75,7 @@ class WarpClock:
         self.chain: LoadChain | None = LoadChain(costs.registers, shared)
         self.first_push: tuple[int, int] | None = None
         self.system_fences = 0
+        self.issued = 0.0
 
     def enter(self, block: int) -> None:
         """The end of the block before, and then the first instruction of this one."""
@@ -120,6 +122,8 @@ class WarpClock:
             time += slot * cost.slots
             if chain is not None:
                 chain.passes(cost)
+        if self.polling is None:
+            self.issued += sum(cost.slots for cost in self._table[self._at : end])
         self.time = time
         self._at = max(end, self._at)
 
