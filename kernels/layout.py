@@ -8,25 +8,31 @@
                               what was sent, own counters
     slots                     of messages: [source][channel][slot], `slot` bytes each
 
-Buffers and slots are powers of two, so that every tile that fits into one divides it.
+LL buffers and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so that a tile no
+larger than `Layout.largest_tile` divides its part of the buffer. LL needs little, because its messages are short: of a
+large arena it gets a quarter at most, messages between two ranks a sixteenth, and `simple` the rest.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from tricomm.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
-VERSION = 3
+VERSION = 4
 PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER, EPOCH, ARRIVALS, BUSY = range(9)
 MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(9, 14)
 PEERS = 16
+# A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
+PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
@@ -53,6 +59,8 @@ EPOCH_LIMIT = 1 << 32
 CLEAR_EVERY = 1 << 30
 MIN_ARENA = 64 * 1024
 _LEAST_BUFFER, _LEAST_SLOT, _GOOD_SLOT, _LARGEST_SLOT = 512, 256, 8192, 65536  # bytes
+_GOOD_LL = 65536  # bytes of an LL buffer up to which LL gets half of an arena
+_LEAST_STEP, _LARGEST_STEP = 32768, 131072  # bytes: two halves of tiles of 2048 words (a GPU's), of 8192 (a CPU's)
 
 
 @dataclass(frozen=True)
@@ -76,9 +84,16 @@ class Layout:
         return zlib.crc32(repr((VERSION, MAX_BLOCKS, HEADERS, astuple(self))).encode())
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
-        """64-bit payload words of the largest tile that divides a buffer of this kernel."""
+        """64-bit payload words of the largest tile that divides a buffer of this kernel: a power of two."""
         if protocol == "ll":
             return self.ll_buffer // (32 if "two_shot" in algorithm else 16)
+        step = self.simple_buffer & -self.simple_buffer
+        return step // (8 if algorithm == "one_shot" else 16)
+
+    def buffer_words(self, algorithm: str, protocol: str) -> int:
+        """64-bit payload words of the part of a buffer that one phase of this kernel has."""
+        if protocol == "ll":
+            return self.largest_tile(algorithm, protocol)
         return self.simple_buffer // (8 if algorithm == "one_shot" else 16)
 
     def slot_words(self, protocol: str) -> int:
@@ -107,8 +122,21 @@ def unacknowledged(state: list[int]) -> bool:
     return False
 
 
+def group_words(world_size: int) -> int:
+    """Words of a group as a shipped kernel takes it: `group_argument`."""
+    return PARAMETER_PEERS + 2 * world_size
+
+
+def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[Any, ...]:
+    """What a shipped kernel takes for its group: `table`, of which `words` are the contents, its constants, and the
+    addresses of the ranks' arenas twice, from this rank on and from rank 0 on. The same in every launch."""
+    constants, peers = [int(word) for word in words[:EPOCH]], [int(word) for word in words[PEERS:][:world_size]]
+    rank = constants[RANK]
+    return (table, *constants, *peers[rank:], *peers[:rank], *peers)
+
+
 def plan(world_size: int, arena_bytes: int) -> Layout:
-    """Divide `arena_bytes` between the two mailboxes, and the rest that rounding leaves among messages.
+    """Divide `arena_bytes` between the two mailboxes and messages. The mailboxes of a small arena are alike.
 
     Raises `InvalidArgument` if it is too small for the group.
     """
@@ -116,20 +144,39 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
     ll = -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // 4096) * 4096
     good = world_size * (CHANNEL_STATE + SLOTS * _GOOD_SLOT)
-    reserve = good if 8 * good <= arena_bytes else world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
-    per_source = (arena_bytes - ll - reserve) // (4 * world_size)  # two mailboxes, two parities each
-    if per_source < _LEAST_BUFFER:
+    large = 8 * good <= arena_bytes
+    reserve = world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
+    if large:
+        reserve = max(good, world_size * MAX_CHANNELS * CHANNEL_STATE + arena_bytes // 16)
+    half = (arena_bytes - ll - reserve) // (4 * world_size)  # two mailboxes, two parities each
+    if half < _LEAST_BUFFER:
         least = max(MIN_ARENA, ll + reserve + 4 * world_size * _LEAST_BUFFER)
         raise InvalidArgument(
             f"arena_bytes={arena_bytes} is too small for {world_size} ranks: at least {least} bytes are needed"
         )
-    buffer = 1 << (per_source.bit_length() - 1)
-    simple = ll + 2 * world_size * buffer
-    states = simple + 2 * world_size * buffer
+    ll_buffer = simple_buffer = _power_of_two(half)
+    if ll_buffer > _GOOD_LL:
+        ll_buffer = max(_GOOD_LL, _power_of_two(arena_bytes // (8 * world_size)))
+    simple = ll + 2 * world_size * ll_buffer
+    if large:
+        simple_buffer = _simple_buffer((arena_bytes - simple - reserve) // (2 * world_size))
+    states = simple + 2 * world_size * simple_buffer
     channels, slot = _channels((arena_bytes - states) // world_size)
     slots = states + world_size * channels * CHANNEL_STATE
     nbytes = slots + world_size * channels * SLOTS * slot
-    return Layout(world_size, nbytes, ll, buffer, simple, buffer, states, channels, slots, slot)
+    return Layout(world_size, nbytes, ll, ll_buffer, simple, simple_buffer, states, channels, slots, slot)
+
+
+def _power_of_two(nbytes: int) -> int:
+    """The largest one up to `nbytes`."""
+    return 1 << (nbytes.bit_length() - 1)
+
+
+def _simple_buffer(nbytes: int) -> int:
+    """Bytes of a buffer of at most `nbytes`: a large one is a multiple of a 32nd of a power of two."""
+    whole = _power_of_two(nbytes)
+    step = min(whole, max(_LEAST_STEP, min(_LARGEST_STEP, whole // 32)))
+    return nbytes // step * step
 
 
 def _channels(nbytes: int) -> tuple[int, int]:

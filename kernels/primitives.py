@@ -1,6 +1,7 @@
 """Communication between kernels: group table, LL words, headers, signal and wait. Public, for users' kernels too.
 
-`group` is always the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it.
+`group` is the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it; in the
+shipped kernels it is a tuple of their parameters (`device/group.py`).
 
 Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
 runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
@@ -20,13 +21,13 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
+from tricomm.kernels.device.group import control_of, peer_addresses, rank_of, table_of
+from tricomm.kernels.device.group import peer as peer
 
 RANK = tl.constexpr(layout.RANK)
-CONTROL = tl.constexpr(layout.CONTROL)
 EPOCH = tl.constexpr(layout.EPOCH)
 ARRIVALS = tl.constexpr(layout.ARRIVALS)
 BUSY = tl.constexpr(layout.BUSY)
-PEERS = tl.constexpr(layout.PEERS)
 HEADERS = tl.constexpr(layout.HEADERS)
 STATUS = tl.constexpr(layout.STATUS)
 STARTED = tl.constexpr(layout.STARTED)
@@ -50,12 +51,6 @@ _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
 @triton.jit
 def pause(spins):
     """Once per spin. Does nothing on a GPU; the interpreter lets other ranks run here."""
-
-
-@triton.jit
-def peer(group, rank):
-    """Pointer (int64*, 16-byte aligned) to the head of `rank`'s arena."""
-    return tl.multiple_of(tl.load(group + PEERS + rank).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
@@ -122,7 +117,7 @@ def look(group, spins, late, PTX: tl.constexpr):
     gone = late.to(tl.int32) * 0
     every: tl.constexpr = 256 if PTX else 4
     if (spins & (every - 1)) == every - 1:  # not %: `spins` turns negative in the end
-        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        control = control_of(group)
         # A tile of pointers to the same two words: every thread reads, one reduction by the caller decides.
         words = control + tl.zeros(late.shape, tl.int32)
         gone = ((tl.load(words, volatile=True) | tl.load(words + STATUS, volatile=True)) != 0).to(tl.int32) * 2
@@ -194,7 +189,7 @@ def send_headers(
     under `ll`, because the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
     """
     lane = tl.arange(0, LANES)
-    mask = (lane < WORLD_SIZE) & (lane != tl.load(group + RANK))
+    mask = (lane < WORLD_SIZE) & (lane != rank_of(group))
     send_headers_to(group, mask, epoch, call, PHASE, RELEASE, WORLD_SIZE, LANES, PTX)
 
 
@@ -212,8 +207,8 @@ def send_headers_to(
 ):
     """`send_headers` only to peers whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
     lane = tl.arange(0, LANES)
-    base = tl.load(group + PEERS + lane, mask=mask, other=0)
-    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)
+    base = peer_addresses(group, lane, mask, WORLD_SIZE, PTX)
+    row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)
     pointer = (base + HEADERS + 8 * (row * MAX_BLOCKS + tl.program_id(0))).to(tl.pointer_type(tl.int64))
     signal(pointer, tl.zeros([LANES], tl.int64) + ((epoch << 32) | (call & LOW)), mask, RELEASE, PTX)
 
@@ -228,7 +223,7 @@ def wait_headers(
     peer and what it sent, and this rank leaves before it has used any data.
     """
     source = tl.arange(0, LANES) % SOURCES
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     mask = (source < WORLD_SIZE) & (source != me)
     return wait_headers_of(group, mask, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)
 
@@ -240,14 +235,33 @@ def wait_headers_of(
     """`wait_headers` only of peers whose lanes of `mask` (bool [LANES], lane n for rank n % SOURCES) are set."""
     source = tl.arange(0, LANES) % SOURCES
     seen, status = wait_words(group, mask, epoch, PHASE, WORLD_SIZE, LANES, PTX)
-    wrong = mask & ((seen & LOW) != (call & LOW))
-    culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
-    if (culprit != 0) & (status == 0):
+    if status == 0:
+        status = report_mismatch(group, source, mask, seen, call)
+    return status
+
+
+@triton.jit
+def report_mismatch(group, source, mask, seen, call):
+    """Status 2, and in the status word a peer and its fingerprint, if a header in `seen` has another one than `call`.
+
+    Lane n of `seen` is of rank `source[n]`; only those of `mask` count.
+    """
+    status = 0
+    culprit = tl.max(tl.where(mask & ((seen & LOW) != (call & LOW)), source + 1, 0), axis=0)
+    if culprit != 0:
         got = tl.max(tl.where(source == culprit - 1, seen & LOW, 0), axis=0)
-        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
-        tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
+        tl.store(control_of(group) + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + MISMATCH)
         status = 2
     return status
+
+
+@triton.jit
+def report_overlap(group):
+    """Say in the status word that two launches overlap. An earlier report stays, and a launch that was told to leave
+    has left its busy word behind."""
+    control = control_of(group)
+    if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
+        tl.store(control + STATUS, OVERLAP)
 
 
 @triton.jit
@@ -257,7 +271,7 @@ def wait_words(
     """This block's header words of this epoch from the peers of `mask`, whatever they hold: (words, status)."""
     source = tl.arange(0, LANES) % SOURCES
     row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)
-    pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
+    pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)
     return wait_sequence(group, pointer, epoch, mask, PTX)
 
 
@@ -286,45 +300,76 @@ def advance(epoch, chunks):
 
 
 @triton.jit
+def read_epoch(group):
+    """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running.
+
+    Nothing waits for these loads here: what comes before the first use of them is in flight beside them.
+    """
+    table = table_of(group)
+    return tl.load(table + EPOCH), tl.load(table + BUSY, volatile=True)
+
+
+@triton.jit
+def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word.
+
+    The busy word is a strong store, because other threads of the block may still read it; only the reading of the
+    thread that stores it counts.
+    """
+    if tl.program_id(0) == 0:
+        tl.store(control_of(group) + STARTED, epoch)
+    lane = tl.arange(0, LANES)
+    signal(table_of(group) + BUSY + lane * 0, call + lane * 0, lane == 0, False, PTX)
+
+
+@triton.jit
 def enter(group, call):
     """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
 
-    Another launch is reported here already, because neither of the two may come to its end. An earlier report stays,
-    because a launch that was aborted leaves its busy word behind.
+    Another launch is reported here already, because neither of the two may come to its end.
     """
-    epoch = tl.load(group + EPOCH)
-    owner = tl.load(group + BUSY, volatile=True)
-    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+    epoch, owner = read_epoch(group)
     if tl.program_id(0) == 0:
-        tl.store(control + STARTED, epoch)
+        tl.store(control_of(group) + STARTED, epoch)
     if (owner != 0) & (owner != call):
-        if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
-            tl.store(control + STATUS, OVERLAP)
+        report_overlap(group)
     # Threads load the busy word on their own: none may store it before all of them have read it.
     tl.debug_barrier()
-    tl.store(group + BUSY, call)
+    tl.store(table_of(group) + BUSY, call)
     return epoch, owner
 
 
 @triton.jit
 def leave(group, epoch, owner, call, chunks, status):
-    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
+    """`finish`, for a launch that has not looked at the busy word since its start.
 
     A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
     other one came later. It reports that in the status word; neither launch's output is defined then.
     """
     tl.debug_barrier()
-    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
-    foreign = ((owner != 0) & (owner != call)) | (tl.load(group + BUSY, volatile=True) != call)
+    foreign = ((owner != 0) & (owner != call)) | (tl.load(table_of(group) + BUSY, volatile=True) != call)
     if (status == 0) & foreign:
-        tl.store(control + STATUS, OVERLAP)
-    tl.debug_barrier()
+        tl.store(control_of(group) + STATUS, OVERLAP)
+    finish(group, epoch, chunks, status)
+
+
+@triton.jit
+def finish(group, epoch, chunks, status):
+    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
+
+    A block that is alone needs no atomic and no fence: the next launch comes after all of this one.
+    """
+    table = table_of(group)
+    tl.debug_barrier()  # the block's other threads have read the words that one stores
     if status == 0:
-        # acq_rel: the last arrival comes after every other block's accesses.
-        arrived = tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(0) - 1:
-            tl.debug_barrier()  # holds the block's other threads until one of them has acquired
-            tl.store(group + ARRIVALS, 0)
-            tl.store(group + BUSY, 0)
-            tl.store(group + EPOCH, advance(epoch, chunks))
-            tl.store(control + ENDED, advance(epoch, chunks))
+        last = tl.num_programs(0) == 1
+        if tl.num_programs(0) > 1:
+            # acq_rel: the last arrival comes after every other block's accesses.
+            last = tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+            if last:
+                tl.debug_barrier()  # holds the block's other threads until one of them has acquired
+                tl.store(table + ARRIVALS, 0)
+        if last:
+            tl.store(table + BUSY, 0)
+            tl.store(table + EPOCH, advance(epoch, chunks))
+            tl.store(control_of(group) + ENDED, advance(epoch, chunks))

@@ -34,16 +34,17 @@ import triton.language as tl
 
 from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
-from tricomm.kernels.primitives import get_ll, peer, put_ll
+from tricomm.kernels.primitives import get_ll, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
     BODY: tl.constexpr = _ll if SPEC.LL else _simple
-    tensors = (x_ptr, y_ptr, numel, tl.load(group + mesh.POSITION))
+    tensors = (x_ptr, y_ptr, numel, tl.load(table_of(group) + mesh.POSITION))
     run_chunks(BODY, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
@@ -64,7 +65,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
     first = chunk.own
     while (first < count) & (status == 0):
         source = mesh.relay(group)
-        buffer = ll_buffer(chunk, group, source, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
         part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             for step in range(1, 4):
@@ -78,7 +79,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         source = _row(group, position, step)
         first = chunk.own
         while (first < count) & (status == 0):
-            buffer = ll_buffer(chunk, group, source, first, SPEC)
+            buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
             part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
             if status == 0:
                 store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
@@ -101,7 +102,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     if status == 0:
         source = mesh.relay(group)
         for first in range(chunk.own, count, chunk.stride):
-            part = load_tile(simple_buffer(chunk, group, source, SPEC), first, count, SPEC.BLOCK)
+            part = load_tile(simple_buffer(chunk, table_of(group), source, SPEC), first, count, SPEC.BLOCK)
             for step in range(1, 4):
                 buffer = simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)
                 store_tile(buffer, first, part, count, SPEC.BLOCK)
@@ -112,7 +113,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for step in range(7):
             source = _row(group, position, step)
             for first in range(chunk.own, count, chunk.stride):
-                part = load_tile(simple_buffer(chunk, group, source, SPEC), first, count, SPEC.BLOCK)
+                part = load_tile(simple_buffer(chunk, table_of(group), source, SPEC), first, count, SPEC.BLOCK)
                 store_words(y_ptr + source * numel, base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 
@@ -122,5 +123,5 @@ def _row(group, position, step):
     """The rank whose row step 0 to 6 copies: 0 to 3 one's own quad, then what its other three have passed on."""
     source = mesh.in_quad(group, step % 4)
     if step > 3:
-        source = tl.load(group + mesh.PEER_QUAD + (position ^ (step - 3)))
+        source = tl.load(table_of(group) + mesh.PEER_QUAD + (position ^ (step - 3)))
     return source

@@ -23,7 +23,8 @@ simple: stage the input, barrier, copy every rank's staged input into its row.
 Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); n staged in local memory.
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
-Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e.
+Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e. A chunk is staged while the
+          one before is read. The tiles of all ranks are on their way at once.
 
 Zero copy, out of symmetric memory: barrier, copy every rank's input from its place, barrier.
 
@@ -43,62 +44,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks
-from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, member, store_words
-from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
-from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer
+from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
+from tricomm.kernels.device.group import peer_ahead, rank_of
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
+from tricomm.kernels.device.packing import load_words, member, store_words
+from tricomm.kernels.device.push import copy_rows, first_tile, push_to_all, receive_rows, stage
+from tricomm.kernels.primitives import barrier, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     words = buffer_words(group, 1, SPEC)
     if SPEC.LL:
-        run_chunks(_ll, (x_ptr, y_ptr, numel, words), group, call, words, SPEC)
+        run_ll(first_tile, push_to_all, _take, (x_ptr, y_ptr, numel), group, call, words, 1, SPEC)
     else:  # all buffers of a parity, used as one stage
-        run_chunks(_simple, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
+        run_pushed(_stage, _read, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
-    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
-    x_ptr, y_ptr, numel, words = tensors
-    group, epoch, count = chunk.group, chunk.epoch, chunk.count
-    open_epoch(chunk, 1, SPEC)
-    push_to_all(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    first = chunk.own
-    while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
-        parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
-        if status == 0:
-            for r in tl.static_range(WORLD_SIZE):
-                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-    return status
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    return receive_rows(tensors[1], tensors[2], chunk, status, SPEC)
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
+def _stage(tensors, chunk, SPEC: tl.constexpr):
+    stage(tensors[0], tensors[2], chunk, SPEC)
+
+
+@triton.jit
+def _read(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel = tensors
-    me = chunk.me
-    open_epoch(chunk, 1, SPEC)
-    stage(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        for step in range(SPEC.WORLD_SIZE):
-            source = (me + step) % SPEC.WORLD_SIZE
-            there = simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)
-            for first in range(chunk.own, chunk.count, chunk.stride):
-                part = load_tile(there, first, chunk.count, SPEC.BLOCK)
-                store_words(y_ptr + source * numel, chunk.base + first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    rows, stages = (), ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
+        rows = rows + (y_ptr + (chunk.me + step) % SPEC.WORLD_SIZE * numel,)
+        stages = stages + (simple_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), 0, SPEC),)
+    copy_rows(rows, numel, stages, chunk, SPEC)
     return status
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     if status == 0:

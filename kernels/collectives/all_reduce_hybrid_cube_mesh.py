@@ -38,16 +38,17 @@ import triton.language as tl
 
 from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
 from tricomm.kernels.device.reduction import accumulate, combine, finish
-from tricomm.kernels.primitives import get_ll, peer, put_ll
+from tricomm.kernels.primitives import get_ll, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
-    quad_rank = tl.load(group + mesh.QUAD_RANK)
+    quad_rank = tl.load(table_of(group) + mesh.QUAD_RANK)
     if SPEC.LL:
         words = buffer_words(group, 1, SPEC)
         run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank, words), group, call, words, SPEC)
@@ -72,7 +73,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         mesh.send_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
         parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, 4, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             sums = accumulate(parts, 4, SPEC)
@@ -84,11 +85,11 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         status = mesh.wait_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, mesh.RELAYED, first, SPEC)
+        buffer = ll_buffer(chunk, table_of(group), mesh.RELAYED, first, SPEC)
         theirs, status = get_ll(group, buffer, 2 * words, epoch, count - first, PARTS, SPEC.BLOCK, SPEC.PTX)
         if status == 0:
             # The quad's words once more, from one's own memory: so no tile waits for the one before it.
-            buffer = ll_buffer(chunk, group, 0, first, SPEC)
+            buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
             parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, 4, SPEC.BLOCK, SPEC.PTX)
             total = finish(combine(accumulate(parts, 4, SPEC), theirs, SPEC), SPEC)
             store_words(y_ptr, chunk.base + first, total, numel, SPEC.BLOCK, SPEC.ALIGNED)
@@ -113,10 +114,10 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, count, chunk.stride):
             parts = ()
             for n in tl.static_range(4):
-                parts = parts + (load_tile(simple_buffer(chunk, group, n, SPEC), first, count, SPEC.BLOCK),)
+                parts = parts + (load_tile(simple_buffer(chunk, table_of(group), n, SPEC), first, count, SPEC.BLOCK),)
             sums = accumulate(parts, 4, SPEC)
             for n in tl.static_range(PARTS):
-                kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half
+                kept = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC) + half
                 store_tile(kept, first, sums[n], count, SPEC.BLOCK)
                 buffer = simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)
                 store_tile(buffer, first, sums[n], count, SPEC.BLOCK)
@@ -126,7 +127,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, count, chunk.stride):
             some, others = (), ()
             for n in tl.static_range(PARTS):
-                buffer = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC)
                 some = some + (load_tile(buffer + half, first, count, SPEC.BLOCK),)
                 others = others + (load_tile(buffer, first, count, SPEC.BLOCK),)
             total = finish(combine(some, others, SPEC), SPEC)

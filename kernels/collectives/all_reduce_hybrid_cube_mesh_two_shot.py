@@ -26,17 +26,17 @@ import triton.language as tl
 
 from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
 from tricomm.kernels.device.push import copy_part, push_part
 from tricomm.kernels.device.reduction import accumulate, combine, finish
-from tricomm.kernels.primitives import peer
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_hybrid_cube_mesh_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
-    quad_rank, position = tl.load(group + mesh.QUAD_RANK), tl.load(group + mesh.POSITION)
+    quad_rank, position = tl.load(table_of(group) + mesh.QUAD_RANK), tl.load(table_of(group) + mesh.POSITION)
     half = buffer_words(group, 2, SPEC)
     run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, position, half), group, call, 4 * half, SPEC)
 
@@ -60,10 +60,10 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, ours, chunk.stride):
             parts = ()
             for n in tl.static_range(4):
-                parts = parts + (load_tile(simple_buffer(chunk, group, n, SPEC), first, ours, SPEC.BLOCK),)
+                parts = parts + (load_tile(simple_buffer(chunk, table_of(group), n, SPEC), first, ours, SPEC.BLOCK),)
             sums = accumulate(parts, 4, SPEC)
             for n in tl.static_range(PARTS):
-                kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half
+                kept = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC) + half
                 store_tile(kept, first, sums[n], ours, SPEC.BLOCK)
                 buffer = simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)
                 store_tile(buffer, first, sums[n], ours, SPEC.BLOCK)
@@ -74,7 +74,7 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, ours, chunk.stride):
             some, others = (), ()
             for n in tl.static_range(PARTS):
-                buffer = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC)
+                buffer = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC)
                 some = some + (load_tile(buffer + half, first, ours, SPEC.BLOCK),)
                 others = others + (load_tile(buffer, first, ours, SPEC.BLOCK),)
             total = finish(combine(some, others, SPEC), SPEC)
@@ -87,6 +87,6 @@ def _simple(tensors, chunk, SPEC: tl.constexpr):
     if status == 0:
         for step in range(1, 4):
             theirs = tl.minimum(count - (position ^ step) * shard, shard)
-            buffer = simple_buffer(chunk, group, position ^ step, SPEC) + half
+            buffer = simple_buffer(chunk, table_of(group), position ^ step, SPEC) + half
             copy_part(y_ptr, numel, base + (position ^ step) * shard, theirs, buffer, chunk, SPEC)
     return status

@@ -30,7 +30,8 @@ Bytes     (N-1) n read from peers per rank; n staged in local memory.
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
 Reuse     two stages, by the epoch's parity. This rank stages epoch e + 2 over e only after it has seen the peers'
-          headers of e + 1, and those are released after the peers' reads of e.
+          headers of e + 1, and those are released after the peers' reads of e. It does so at once, before it reads
+          e + 1: a chunk is staged while the one before is read.
 Source    one-shot all-reduce of vLLM's custom all-reduce and of PyTorch's symmetric memory.
 
 Zero copy, out of symmetric memory: barrier, read every rank's input in place, barrier.
@@ -53,54 +54,44 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks
-from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import load_tile, load_words, members, store_words
-from tricomm.kernels.device.push import open_epoch, push_to_all, stage, synchronize
+from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
+from tricomm.kernels.device.group import peer_of
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
+from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
+from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced, stage
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import barrier, enter, get_ll, leave, peer
+from tricomm.kernels.primitives import barrier, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     words = buffer_words(group, 1, SPEC)
     if SPEC.LL:
-        run_chunks(_ll, (x_ptr, y_ptr, numel, words), group, call, words, SPEC)
+        run_ll(first_tile, push_to_all, _take, (x_ptr, y_ptr, numel), group, call, words, 1, SPEC)
     else:  # all buffers of a parity, used as one stage
-        run_chunks(_simple, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
+        run_pushed(_stage, _read, (x_ptr, y_ptr, numel), group, call, words * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, words = tensors
-    group, epoch, count = chunk.group, chunk.epoch, chunk.count
-    open_epoch(chunk, 1, SPEC)
-    push_to_all(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    first = chunk.own
-    while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
-        parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
-        if status == 0:
-            store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-    return status
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    return receive_reduced(tensors[1], tensors[2], chunk, status, SPEC)
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
+def _stage(tensors, chunk, SPEC: tl.constexpr):
+    stage(tensors[0], tensors[2], chunk, SPEC)
+
+
+@triton.jit
+def _read(tensors, chunk, status, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     x_ptr, y_ptr, numel = tensors
-    open_epoch(chunk, 1, SPEC)
-    stage(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        for first in range(chunk.own, chunk.count, chunk.stride):
-            parts = ()
-            for r in tl.static_range(WORLD_SIZE):
-                there = simple_buffer(chunk, peer(chunk.group, r), 0, SPEC)
-                parts = parts + (load_tile(there, first, chunk.count, SPEC.BLOCK),)
-            store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
+    stages = ()
+    for r in tl.static_range(WORLD_SIZE):
+        stages = stages + (simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC),)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        parts = load_tiles(stages, first, chunk.count, WORLD_SIZE, SPEC.BLOCK)
+        store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 
 

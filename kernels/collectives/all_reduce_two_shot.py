@@ -23,15 +23,22 @@ Reuse     as in one shot: a peer writes e + 2 only after it has seen this block'
           block has polled both halves of e.
 Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.
 
-simple: a barrier behind each push.
+simple: chunks overlap. While shards of chunk k + 1 are on their way, chunk k is reduced and its results follow, and the
+results of chunk k - 1 are copied out; one barrier a chunk publishes all of that (`run_two_hops` in `device/chunks.py`).
 
 Bytes     2 (N-1)/N n written to peers per rank, the least that any algorithm without in-network reduction can do;
           nothing is read from a peer.
-Hops      2 one-way pushes, each followed by a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: the shards that block b of each peer pushed here are
-          visible. Header of phase 1: so are the results.
-Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
-          has seen this block's header of e + 1, released after this block has read both halves of e.
+Hops      2 one-way pushes, each followed by a barrier; of C chunks C + 1 barriers.
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the shards of chunk k that block b of each peer
+          pushed here are visible, and the results of chunk k - 1. Header of phase 1 of the last chunk: so are its
+          results.
+Reuse     two mailboxes, by the epoch's parity, half of each buffer for shards and half for results. A peer pushes
+          shards of e + 2 after it has seen this block's header of e + 1, released after this block has reduced e;
+          results of e + 2 after the header of e + 2, released after this block has copied those of e. The last chunk's
+          results are copied behind the last barrier; the next call writes there only in its second epoch, behind a
+          header that this block sends when it has left this call.
+Copies    the results are copied out of the mailbox, because only its own rank knows where an output is. The zero-copy
+          form, of symmetric memory, writes them to their place.
 Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom all-reduce, here by push.
 
 Zero copy, in place in symmetric memory: barrier, reduce one's own shard out of every rank's memory, write it back to
@@ -56,112 +63,145 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_chunks
+from tricomm.kernels.device.arrival import poll_words
+from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
+from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
-    load_tile,
+    load_tiles,
     load_words,
     members,
     shard_words,
     store_everywhere,
-    store_tile,
+    store_tiles,
     store_words,
 )
-from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
+from tricomm.kernels.device.push import push_shards, take_shards
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import RANK, barrier, enter, get_ll, leave, peer, put_ll
+from tricomm.kernels.primitives import barrier, enter, leave, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    BODY: tl.constexpr = _ll if SPEC.LL else _simple
     half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, half)
-    run_chunks(BODY, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+    if SPEC.LL:
+        run_ll(_load_ll, _push_ll, _take_ll, tensors, group, call, half * SPEC.WORLD_SIZE, 2, SPEC)
+    else:
+        run_two_hops(_push, _reduce, _take, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
+def _shards(tensors, chunk, first, SPEC: tl.constexpr):
+    """The tile at word `first` of the chunk's shard of every rank, from this one on."""
     x_ptr, y_ptr, numel, half = tensors
-    group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    open_epoch(chunk, 2, SPEC)
-    for step in range(SPEC.WORLD_SIZE):
-        to = (me + step) % SPEC.WORLD_SIZE
-        theirs = tl.minimum(count - to * shard, shard)
-        there = base + to * shard
-        for first in range(chunk.own, theirs, chunk.stride):
-            limit = end_of(there + theirs, numel, PACK)
-            mine = load_words(x_ptr, there + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-            put_ll(buffer, mine, epoch, theirs - first, SPEC.BLOCK, SPEC.PTX)
-    status = synchronize(chunk, 0, SPEC)
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    tiles = ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        end = chunk.base + tl.minimum((to + 1) * shard, chunk.count)
+        limit = end_of(end, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+        words = load_words(x_ptr, chunk.base + to * shard + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        tiles = tiles + (words,)
+    return tiles
+
+
+@triton.jit
+def _load_ll(tensors, chunk, SPEC: tl.constexpr):
+    return _shards(tensors, chunk, chunk.own, SPEC)
+
+
+@triton.jit
+def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     first = chunk.own
-    ours = tl.minimum(count - me * shard, shard)
-    here = base + me * shard
-    while (first < ours) & (status == 0):
-        buffer = ll_buffer(chunk, group, 0, first, SPEC)
-        parts, status = get_ll(group, buffer, 4 * half, epoch, ours - first, SPEC.WORLD_SIZE, SPEC.BLOCK, SPEC.PTX)
-        if status == 0:
-            total = reduce_words(parts, SPEC)
-            store_words(y_ptr, here + first, total, end_of(here + ours, numel, PACK), SPEC.BLOCK, SPEC.ALIGNED)
-            for step in range(1, SPEC.WORLD_SIZE):
-                to = (me + step) % SPEC.WORLD_SIZE
-                buffer = ll_buffer(chunk, peer(group, to), me, half + first, SPEC)
-                put_ll(buffer, total, epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
+    while first < shard:
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            to = (chunk.me + step) % SPEC.WORLD_SIZE
+            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+            count = tl.minimum(chunk.count - to * shard, shard) - first
+            put_ll(buffer, tiles[step], chunk.epoch, count, SPEC.BLOCK, SPEC.PTX)
         first += chunk.stride
-    for step in range(1, SPEC.WORLD_SIZE):
-        source = (me + step) % SPEC.WORLD_SIZE
-        theirs = tl.minimum(count - source * shard, shard)
-        there = base + source * shard
-        first = chunk.own
-        while (first < theirs) & (status == 0):
-            buffer = ll_buffer(chunk, group, source, half + first, SPEC)
-            part, status = get_ll(group, buffer, 0, epoch, theirs - first, 1, SPEC.BLOCK, SPEC.PTX)
-            if status == 0:
-                limit = end_of(there + theirs, numel, PACK)
-                store_words(y_ptr, there + first, part[0], limit, SPEC.BLOCK, SPEC.ALIGNED)
-            first += chunk.stride
+        if first < shard:
+            tiles = _shards(tensors, chunk, first, SPEC)
+
+
+@triton.jit
+def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    group, me = chunk.group, chunk.me
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    ours = tl.minimum(chunk.count - me * shard, shard)
+    here = chunk.base + me * shard
+    limit = end_of(here + ours, numel, PACK)
+    first = chunk.own
+    more = status == 0  # a block without words, too, because of the headers
+    while more:
+        pointers, counts = (), ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            pointers = pointers + (ll_buffer(chunk, table_of(group), r, tl.where(first < ours, first, 0), SPEC),)
+            counts = counts + (ours - first,)
+        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE, True, SPEC)
+        if (status == 0) & (first < ours):
+            total = reduce_words(parts, SPEC)
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                buffer = ll_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, half + first, SPEC)
+                put_ll(buffer, total, chunk.epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
+            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+        more = (status == 0) & (first < ours)
+    first = chunk.own
+    while (first < shard) & (status == 0):
+        pointers, counts = (), ()
+        for step in tl.static_range(1, SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            pointers = pointers + (ll_buffer(chunk, table_of(group), source, half + first, SPEC),)
+            counts = counts + (tl.minimum(chunk.count - source * shard, shard) - first,)
+        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE - 1, False, SPEC)
+        if status == 0:
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                there = (me + step) % SPEC.WORLD_SIZE * shard
+                end = chunk.base + tl.minimum(there + shard, chunk.count)
+                store_words(
+                    y_ptr, chunk.base + there + first, parts[step - 1], end_of(end, numel, PACK), SPEC.BLOCK,
+                    SPEC.ALIGNED,
+                )  # fmt: skip
+        first += chunk.stride
     return status
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
+def _push(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    push_shards(x_ptr, numel, chunk, SPEC)
+
+
+@triton.jit
+def _reduce(tensors, chunk, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     x_ptr, y_ptr, numel, half = tensors
-    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(count, WORLD_SIZE)
-    open_epoch(chunk, 2, SPEC)
-    for step in range(WORLD_SIZE):
-        to = (me + step) % WORLD_SIZE
-        buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
-        theirs = tl.minimum(count - to * shard, shard)
-        push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        ours = tl.minimum(count - me * shard, shard)
-        here = base + me * shard
-        limit = end_of(here + ours, numel, PACK)
-        for first in range(chunk.own, ours, chunk.stride):
-            parts = ()
-            for r in tl.static_range(WORLD_SIZE):
-                parts = parts + (load_tile(simple_buffer(chunk, group, r, SPEC), first, ours, SPEC.BLOCK),)
-            total = reduce_words(parts, SPEC)
-            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            for step in range(1, WORLD_SIZE):
-                to = (me + step) % WORLD_SIZE
-                store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, total, ours, SPEC.BLOCK)
-        status = synchronize(chunk, 1, SPEC)
-    if status == 0:
-        for step in range(1, WORLD_SIZE):
-            source = (me + step) % WORLD_SIZE
-            buffer = simple_buffer(chunk, group, source, SPEC) + half
-            theirs = tl.minimum(count - source * shard, shard)
-            copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
-    return status
+    group, me = chunk.group, chunk.me
+    shard = shard_words(chunk.count, WORLD_SIZE)
+    ours = tl.minimum(chunk.count - me * shard, shard)
+    here = chunk.base + me * shard
+    limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    given, results = (), ()
+    for r in tl.static_range(WORLD_SIZE):
+        given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
+    for step in tl.static_range(1, WORLD_SIZE):
+        results = results + (simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half,)
+    for first in range(chunk.own, ours, chunk.stride):
+        total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
+        store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)
+        store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def _take(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half = tensors
+    take_shards(y_ptr, numel, half, chunk, SPEC)
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -169,7 +209,7 @@ def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     words = packed_words(x_ptr, numel)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)

@@ -7,7 +7,7 @@
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible; under LL twice that.
           One's own row goes through one's own room, in one's own memory: that spares it a special case.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     nothing is summed.
@@ -19,20 +19,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import open_epoch, push_rows, receive_rows, synchronize
+from tricomm.kernels.device.push import push_rows, receive_rows
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_to_all_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    run_chunks(_chunk, (x_ptr, y_ptr, numel), group, call, buffer_words(group, 1, SPEC), SPEC)
+    run_pushed(_push, _take, (x_ptr, y_ptr, numel), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
-def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel = tensors
-    open_epoch(chunk, 1, SPEC)
-    push_rows(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    return receive_rows(y_ptr, numel, chunk, status, SPEC)
+def _push(tensors, chunk, SPEC: tl.constexpr):
+    push_rows(tensors[0], tensors[2], chunk, SPEC)
+
+
+@triton.jit
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    return receive_rows(tensors[1], tensors[2], chunk, status, SPEC)

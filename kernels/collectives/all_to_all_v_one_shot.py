@@ -8,12 +8,13 @@ Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are para
           `device/counts.py`): every call has its own, without memory, a copy or another compiled kernel; a captured
           call keeps those of its capture. A part begins at the sum of those before it.
 Bytes     what goes to others, written to peers; under LL twice that.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk.
 Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
           that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part
           for this rank, which has to be the expected one, or both ranks would wait for words that never come. They
           carry the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them
           out.
+Chunks    overlap as in `run_pushed`, from the second one on: the first barrier brings their number.
 Reuse     see `device/push.py`; the further headers rotate with the epoch's parity as the first one does.
 Order     nothing is summed.
 Source    MPI_Alltoallv, by push.
@@ -24,57 +25,84 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import Chunk
+from tricomm.kernels.device.chunks import nth, whole_call
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
-from tricomm.kernels.primitives import RANK, advance, enter, leave
+from tricomm.kernels.primitives import enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_to_all_v_one_shot(
     x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts, SPEC: tl.constexpr
 ):
-    # Not `run_chunks`: the number of chunks is known when the peers' counts have come, in the first one.
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
     buffer = buffer_words(group, 1, SPEC)
-    own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
-    stride = tl.num_programs(0) * SPEC.BLOCK
+    whole = whole_call((x_ptr, y_ptr, numel), group, call, start, owner, SPEC)
     chunks = tl.zeros([], tl.int64) + 1
     status = 0
     number = tl.zeros([], tl.int64)
-    while (number < chunks) & (status == 0):
-        epoch = advance(start, number)
-        base = number * buffer
-        chunk = Chunk(group, me, call, epoch, base, buffer, own, stride)
-        open_epoch(chunk, 1, SPEC)
-        if number == 0:
-            publish_counts(group, send_counts, numel, epoch, SPEC)
-        for step in range(SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
-            count = tl.minimum(tl.cdiv(length, PACK) - base, buffer)
-            aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
-            for first in range(own, count, stride):
-                words = load_words(x_ptr + row, base + first, length, SPEC.BLOCK, aligned)
-                push_tile(chunk, to, first, words, count, SPEC)
-        status = synchronize(chunk, 0, SPEC)
-        if (number == 0) & (status == 0):
-            most, status = receive_counts(group, send_counts, recv_counts, numel, epoch, SPEC)
-            chunks = tl.maximum(tl.cdiv(tl.cdiv(most, PACK), buffer), 1)
-        for step in range(SPEC.WORLD_SIZE):
-            source = (me + step) % SPEC.WORLD_SIZE
-            row, length = part(recv_counts, source, numel, SPEC.WORLD_SIZE)
-            count = tl.minimum(tl.cdiv(length, PACK) - base, buffer)
-            aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
-            first = own
-            while (first < count) & (status == 0):
-                tile, status = receive(chunk, source, first, count, 1, SPEC)
-                if status == 0:
-                    store_words(y_ptr + row, base + first, tile[0], length, SPEC.BLOCK, aligned)
-                first += stride
-        number += 1
+    if SPEC.LL:
+        while (number < chunks) & (status == 0):
+            chunk = nth(whole, number, buffer)
+            _push(x_ptr, numel, send_counts, buffer, chunk, SPEC)
+            chunks, status = _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, chunk, SPEC)
+            status = _take(y_ptr, numel, recv_counts, buffer, chunk, status, SPEC)
+            number += 1
+    else:
+        while (number <= chunks) & (status == 0):
+            ahead = nth(whole, number, buffer)
+            if number < chunks:
+                _push(x_ptr, numel, send_counts, buffer, ahead, SPEC)
+            if number > 0:
+                status = _take(y_ptr, numel, recv_counts, buffer, nth(whole, number - 1, buffer), status, SPEC)
+            if number < chunks:
+                chunks, status = _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, ahead, SPEC)
+            number += 1
     leave(group, start, owner, call, chunks, status)
+
+
+@triton.jit
+def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    open_epoch(chunk, 1, SPEC)
+    if chunk.base == 0:
+        publish_counts(chunk.group, send_counts, numel, chunk.epoch, SPEC)
+    for step in range(SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
+        count = tl.minimum(tl.cdiv(length, PACK) - chunk.base, buffer)
+        aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
+        for first in range(chunk.own, count, chunk.stride):
+            words = load_words(x_ptr + row, chunk.base + first, length, SPEC.BLOCK, aligned)
+            push_tile(chunk, to, first, words, count, SPEC)
+
+
+@triton.jit
+def _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, chunk, SPEC: tl.constexpr):
+    """Synchronize; in the first chunk, count the chunks: (number of them, status)."""
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    status = synchronize(chunk, 0, SPEC)
+    if (chunk.base == 0) & (status == 0):
+        most, status = receive_counts(chunk.group, send_counts, recv_counts, numel, chunk.epoch, SPEC)
+        chunks = tl.maximum(tl.cdiv(tl.cdiv(most, PACK), buffer), 1)
+    return chunks, status
+
+
+@triton.jit
+def _take(y_ptr, numel, recv_counts, buffer, chunk, status, SPEC: tl.constexpr):
+    PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
+    for step in range(SPEC.WORLD_SIZE):
+        source = (chunk.me + step) % SPEC.WORLD_SIZE
+        row, length = part(recv_counts, source, numel, SPEC.WORLD_SIZE)
+        count = tl.minimum(tl.cdiv(length, PACK) - chunk.base, buffer)
+        aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
+        first = chunk.own
+        while (first < count) & (status == 0):
+            tile, status = receive(chunk, source, first, count, 1, SPEC)
+            if status == 0:
+                store_words(y_ptr + row, chunk.base + first, tile[0], length, SPEC.BLOCK, aligned)
+            first += chunk.stride
+    return status

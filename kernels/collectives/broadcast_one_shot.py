@@ -3,7 +3,7 @@
     root 1 [x] ──▶ mailboxes of 0, 2, 3      y = x on every rank
 
 Bytes     (N-1) n written to peers by the root, under LL twice that; nothing by the others.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
 Reuse     see `device/push.py`.
 Order     nothing is summed.
@@ -14,28 +14,33 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.packing import load_words
-from tricomm.kernels.device.push import open_epoch, push_tile, receive_row, synchronize
+from tricomm.kernels.device.push import push_tile, receive_nothing, receive_row
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
+    run_pushed(_push, _take, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
-def _chunk(tensors, chunk, SPEC: tl.constexpr):
+def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
     me = chunk.me
-    open_epoch(chunk, 1, SPEC)
     if me == root:
         for first in range(chunk.own, chunk.count, chunk.stride):
             words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
             for step in range(1, SPEC.WORLD_SIZE):
                 push_tile(chunk, (me + step) % SPEC.WORLD_SIZE, first, words, chunk.count, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if me != root:
+
+
+@triton.jit
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root = tensors
+    if chunk.me != root:
         status = receive_row(y_ptr, numel, root, chunk, status, SPEC)
+    else:
+        status = receive_nothing(chunk, status, SPEC)
     return status

@@ -7,11 +7,12 @@
 
 Bytes     2 (N-1)/N n written to peers by the root (its own shard to all), (N-2)/N n by the others; one shot has the
           root write (N-1) n. A shard is rounded up to 16 bytes.
-Hops      2 one-way pushes, each followed by a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: the root's shard for this rank is visible. Header of phase 1:
-          so are the others'.
-Reuse     two mailboxes, by the epoch's parity, half of each buffer for each phase. A peer writes e + 2 only after it
-          has seen this block's header of e + 1, released after this block has read both halves of e.
+          The root's own shard goes through its own buffer, in its own memory: that spares it a special case.
+Hops      2 one-way pushes, each followed by a barrier; of C overlapping chunks C + 1 barriers (`run_two_hops` in
+          `device/chunks.py`).
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the root's shard of chunk k for this rank is
+          visible, and the others' of chunk k - 1. Header of phase 1 of the last chunk: so are the others' of it.
+Reuse     as in `all_reduce_two_shot`.
 Order     nothing is summed.
 Source    van de Geijn's broadcast (scatter and all-gather), with direct exchanges for both.
 """
@@ -21,54 +22,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_two_hops
+from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
-from tricomm.kernels.device.packing import end_of, load_tile, load_words, shard_words, store_tile, store_words
-from tricomm.kernels.device.push import copy_part, open_epoch, push_part, synchronize
-from tricomm.kernels.primitives import peer
+from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
+from tricomm.kernels.device.push import push_shards, take_shards
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
     half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, root, half)
-    run_chunks(_simple, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+    run_two_hops(_push, _pass_on, _take, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
 
 
 @triton.jit
-def _simple(tensors, chunk, SPEC: tl.constexpr):
+def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, half = tensors
-    group, me, base, count = chunk.group, chunk.me, chunk.base, chunk.count
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(count, SPEC.WORLD_SIZE)
-    open_epoch(chunk, 2, SPEC)
-    if me == root:
-        for step in range(1, SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            buffer = simple_buffer(chunk, peer(group, to), me, SPEC)
-            theirs = tl.minimum(count - to * shard, shard)
-            push_part(x_ptr, numel, base + to * shard, theirs, buffer, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    if status == 0:
-        ours = tl.minimum(count - me * shard, shard)
-        here = base + me * shard
-        limit = end_of(here + ours, numel, PACK)
-        given = simple_buffer(chunk, group, root, SPEC)
-        for first in range(chunk.own, ours, chunk.stride):
-            if me == root:
-                part = load_words(x_ptr, here + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            else:
-                part = load_tile(given, first, ours, SPEC.BLOCK)
-                store_words(y_ptr, here + first, part, limit, SPEC.BLOCK, SPEC.ALIGNED)
-            for step in range(1, SPEC.WORLD_SIZE):
-                to = (me + step) % SPEC.WORLD_SIZE
-                if to != root:
-                    store_tile(simple_buffer(chunk, peer(group, to), me, SPEC) + half, first, part, ours, SPEC.BLOCK)
-        status = synchronize(chunk, 1, SPEC)
-    if (status == 0) & (me != root):
-        for step in range(1, SPEC.WORLD_SIZE):
-            source = (me + step) % SPEC.WORLD_SIZE
-            buffer = simple_buffer(chunk, group, source, SPEC) + half
-            theirs = tl.minimum(count - source * shard, shard)
-            copy_part(y_ptr, numel, base + source * shard, theirs, buffer, chunk, SPEC)
-    return status
+    if chunk.me == root:
+        push_shards(x_ptr, numel, chunk, SPEC)
+
+
+@triton.jit
+def _pass_on(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root, half = tensors
+    group, me = chunk.group, chunk.me
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    ours = tl.minimum(chunk.count - me * shard, shard)
+    here = chunk.base + me * shard
+    limit = end_of(here + ours, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
+    given = simple_buffer(chunk, table_of(group), root, SPEC)
+    for first in range(chunk.own, ours, chunk.stride):
+        part = load_tile(given, first, ours, SPEC.BLOCK)
+        for step in tl.static_range(1, SPEC.WORLD_SIZE):
+            if (me + step) % SPEC.WORLD_SIZE != root:
+                theirs = simple_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, SPEC) + half
+                store_tile(theirs, first, part, ours, SPEC.BLOCK)
+        if me != root:
+            store_words(y_ptr, here + first, part, limit, SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def _take(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root, half = tensors
+    if chunk.me != root:
+        take_shards(y_ptr, numel, half, chunk, SPEC)

@@ -5,7 +5,7 @@
     rank 3 [x3] ─┘
 
 Bytes     n written to peers per rank but the root, under LL twice that; (N-1) n reach the root.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`. A rank goes on to the next chunk only after the root's header, so it is one ahead at
           most.
 Reuse     see `device/push.py`.
@@ -17,22 +17,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import open_epoch, push_row, receive_rows, synchronize
+from tricomm.kernels.device.push import push_row, receive_nothing, receive_rows
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_chunks(_chunk, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
+    run_pushed(_push, _take, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
-def _chunk(tensors, chunk, SPEC: tl.constexpr):
+def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
-    open_epoch(chunk, 1, SPEC)
     push_row(x_ptr, numel, root, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
+
+
+@triton.jit
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, root = tensors
     if chunk.me == root:
         status = receive_rows(y_ptr, numel, chunk, status, SPEC)
+    else:
+        status = receive_nothing(chunk, status, SPEC)
     return status

@@ -31,8 +31,9 @@ from tricomm.kernels.device.channels import (
     slot_of,
 )
 from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.group import control_of, peer, rank_of, table_of
 from tricomm.kernels.device.packing import load_tile, store_words
-from tricomm.kernels.primitives import CONTROL, RANK, get_ll, peer
+from tricomm.kernels.primitives import get_ll
 
 NEXT = tl.constexpr(layout.NEXT)
 RECEIVED_AHEAD = tl.constexpr(layout.RECEIVED_AHEAD)
@@ -43,16 +44,16 @@ RECV_SOURCE_WORDS = tl.constexpr(layout.RECV_SOURCE_WORDS)
 @triton.jit
 def any_source(group, tag, SPEC: tl.constexpr):
     """(a rank with a message of this tag, status)."""
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     sender = tl.full([], -1, tl.int64)
     status = 0
     spins = 0
     while (sender < 0) & (status == 0):
         source = tl.zeros([], tl.int64)
-        channel = tag % tl.load(group + CHANNELS)
+        channel = tag % tl.load(table_of(group) + CHANNELS)
         while (source < SPEC.WORLD_SIZE) & (sender < 0):
             if source != me:
-                mine = channel_state(group, group, source, channel)
+                mine = channel_state(group, table_of(group), source, channel)
                 here = probe(mine, tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD), tag, SPEC)
                 sender = tl.where(here == 1, source, sender)
             source += 1
@@ -74,13 +75,13 @@ def recv(
     blocks: tl.int64,
     SPEC: tl.constexpr,
 ):
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     # The interpreter takes a small number for 32 bits.
     rank, tag, blocks = rank.to(tl.int64), tag.to(tl.int64), blocks.to(tl.int64)
     words = packed_words(y_ptr, numel)
     piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
-    channels = tl.load(group + CHANNELS)
+    channels = tl.load(table_of(group) + CHANNELS)
     begin_message(group, call, rank)
     used = tl.minimum(channels, pieces)
     source = rank
@@ -88,14 +89,14 @@ def recv(
     if rank < 0:
         source, status = any_source(group, tag, SPEC)
         if status == 0:
-            control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+            control = control_of(group)
             tl.store(control + RECV_SOURCE + ((call >> 32) % RECV_SOURCE_WORDS), source)
     block = tl.program_id(0).to(tl.int64)  # of the sender's `blocks`
     first_part = block
     while (block < blocks) & (status == 0):
         if first_part < used:
             channel = (first_part + tag) % channels
-            mine = channel_state(group, group, source, channel)
+            mine = channel_state(group, table_of(group), source, channel)
             theirs = channel_state(group, peer(group, source), me, channel)
             following, taken = tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD)
             part = first_part
@@ -104,7 +105,7 @@ def recv(
                 base = part * piece
                 count = tl.maximum(tl.minimum(words - base, piece), 0)
                 number = next_number(following, ahead)
-                slot = slot_of(group, group, source, channel, number)
+                slot = slot_of(group, table_of(group), source, channel, number)
                 first = tl.zeros([], tl.int64)
                 while (first < count) & (status == 0):
                     if SPEC.LL:

@@ -7,7 +7,7 @@
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
           reduction; under LL twice that.
-Hops      1; under `simple` with a barrier behind it.
+Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     rank 0 .. N-1: the bits of an all-reduce.
@@ -19,20 +19,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import open_epoch, push_rows, receive_reduced, synchronize
+from tricomm.kernels.device.push import push_rows, receive_reduced
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def reduce_scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    run_chunks(_chunk, (x_ptr, y_ptr, numel), group, call, buffer_words(group, 1, SPEC), SPEC)
+    run_pushed(_push, _take, (x_ptr, y_ptr, numel), group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
-def _chunk(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel = tensors
-    open_epoch(chunk, 1, SPEC)
-    push_rows(x_ptr, numel, chunk, SPEC)
-    status = synchronize(chunk, 0, SPEC)
-    return receive_reduced(y_ptr, numel, chunk, status, SPEC)
+def _push(tensors, chunk, SPEC: tl.constexpr):
+    push_rows(tensors[0], tensors[2], chunk, SPEC)
+
+
+@triton.jit
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    return receive_reduced(tensors[1], tensors[2], chunk, status, SPEC)

@@ -79,9 +79,23 @@ class Kernel:
         return self.algorithm.startswith("hybrid_cube_mesh")
 
     @property
+    def rank_order(self) -> bool:
+        """True unless it reduces in another order than that of the ranks: a cube mesh adds the sums of two quads.
+
+        Each element is then accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its bits depend
+        on nothing else.
+        """
+        return not (self.reduces and self.needs_cube)
+
+    @property
     def pairwise(self) -> bool:
         """True for one half of a message between two ranks."""
         return self.collective in collective_specs.MESSAGES
+
+    @property
+    def staged(self) -> bool:
+        """Whether peers read what a rank has staged: all buffers of a parity are one stage then."""
+        return not self.zero_copy and self.read(2) > 0
 
     @property
     def shards(self) -> int | None:

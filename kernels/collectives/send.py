@@ -30,8 +30,9 @@ from tricomm.kernels.device.channels import (
     wait_free,
 )
 from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.packing import load_words, store_tile
-from tricomm.kernels.primitives import RANK, peer, put_ll
+from tricomm.kernels.primitives import put_ll
 
 SENT = tl.constexpr(layout.SENT)
 PLAIN = tl.constexpr(layout.PLAIN)
@@ -39,18 +40,18 @@ PLAIN = tl.constexpr(layout.PLAIN)
 
 @triton.jit(do_not_specialize=["numel", "call", "rank", "tag"])
 def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, SPEC: tl.constexpr):
-    me = tl.load(group + RANK)
+    me = rank_of(group)
     rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter takes a small number for 32 bits
     words = packed_words(x_ptr, numel)
     piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
-    channels = tl.load(group + CHANNELS)
+    channels = tl.load(table_of(group) + CHANNELS)
     begin_message(group, call, rank)
     first_part = tl.program_id(0).to(tl.int64)
     status = 0
     while (first_part < tl.minimum(channels, pieces)) & (status == 0):
         channel = (first_part + tag) % channels
-        mine = channel_state(group, group, rank, channel)
+        mine = channel_state(group, table_of(group), rank, channel)
         theirs = channel_state(group, peer(group, rank), me, channel)
         number, plain = tl.load(mine + SENT), tl.load(mine + PLAIN)
         part = first_part

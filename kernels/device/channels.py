@@ -35,7 +35,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.primitives import CONTROL, LOW, STATUS, acquire, look, pause, put_ll, signal, wait_sequence
+from tricomm.kernels.device.group import control_of, table_of
+from tricomm.kernels.primitives import LOW, STATUS, acquire, look, pause, put_ll, signal, wait_sequence
 
 CHANNEL_STATES = tl.constexpr(layout.CHANNEL_STATES)
 SLOT_DATA = tl.constexpr(layout.SLOT_DATA)
@@ -71,23 +72,25 @@ def previous_number(number):
 def piece_words(group, words, SPEC: tl.constexpr):
     """Payload words of a piece of a message of `words`: as many as a slot has, or fewer, so that every channel has
     some; whole tiles."""
-    slot = tl.load(group + SLOT_BYTES) // (16 if SPEC.LL else 8)
-    share = tl.cdiv(words, tl.load(group + CHANNELS))
+    slot = tl.load(table_of(group) + SLOT_BYTES) // (16 if SPEC.LL else 8)
+    share = tl.cdiv(words, tl.load(table_of(group) + CHANNELS))
     return tl.minimum(slot, tl.maximum(tl.cdiv(share, SPEC.BLOCK), 1) * SPEC.BLOCK)
 
 
 @triton.jit
 def channel_state(group, head, rank, channel):
     """Pointer (int64*) to the state that the arena at `head` keeps for its rank's channel to and from `rank`."""
-    at = (rank * tl.load(group + CHANNELS) + channel) * STATE_WORDS
-    return tl.multiple_of(head + tl.load(group + CHANNEL_STATES) // 8 + at, 16)
+    at = (rank * tl.load(table_of(group) + CHANNELS) + channel) * STATE_WORDS
+    return tl.multiple_of(head + tl.load(table_of(group) + CHANNEL_STATES) // 8 + at, 16)
 
 
 @triton.jit
 def slot_of(group, head, rank, channel, number):
     """Pointer (int64*, 16-byte aligned) to the payload of piece `number` from `rank` in the arena at `head`."""
-    place = (rank * tl.load(group + CHANNELS) + channel) * SLOTS + number % SLOTS
-    return tl.multiple_of(head + (tl.load(group + SLOT_DATA) + place * tl.load(group + SLOT_BYTES)) // 8, 16)
+    place = (rank * tl.load(table_of(group) + CHANNELS) + channel) * SLOTS + number % SLOTS
+    return tl.multiple_of(
+        head + (tl.load(table_of(group) + SLOT_DATA) + place * tl.load(table_of(group) + SLOT_BYTES)) // 8, 16
+    )
 
 
 @triton.jit
@@ -108,7 +111,7 @@ def clear_stale(group, slot, number, plain, SPEC: tl.constexpr):
     """
     stale = (number % CLEAR_EVERY < SLOTS) | (((plain >> (number % SLOTS)) & 1) == 1)
     if stale:
-        words = tl.load(group + SLOT_BYTES) // 16
+        words = tl.load(table_of(group) + SLOT_BYTES) // 16
         for first in range(0, words, SPEC.BLOCK):
             put_ll(slot + 2 * first, tl.zeros([SPEC.BLOCK], tl.int64), 0, words - first, SPEC.BLOCK, SPEC.PTX)
         tl.debug_barrier()  # another thread stores the payload there
@@ -132,7 +135,7 @@ def publish_header(theirs, number, call, tag, RELEASE, SPEC: tl.constexpr):
 def begin_message(group, call, rank):
     """Write to the control page which message runs, and its peer. Pairs with `end_message`."""
     if tl.program_id(0) == 0:
-        control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+        control = control_of(group)
         tl.store(control + MESSAGE_PEER, rank)
         tl.store(control + MESSAGE, call >> 32)
 
@@ -142,11 +145,11 @@ def end_message(group, call, status):
     """Report that the message has ended, when all blocks have got here. Nothing waits for it."""
     tl.debug_barrier()
     if status == 0:
-        arrived = tl.atomic_add(group + MESSAGE_ARRIVALS, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(table_of(group) + MESSAGE_ARRIVALS, 1, sem="acq_rel", scope="gpu")
         if arrived == tl.num_programs(0) - 1:
             tl.debug_barrier()
-            tl.store(group + MESSAGE_ARRIVALS, 0)
-            tl.store(tl.load(group + CONTROL).to(tl.pointer_type(tl.int64)) + MESSAGE_ENDED, call >> 32)
+            tl.store(table_of(group) + MESSAGE_ARRIVALS, 0)
+            tl.store(control_of(group) + MESSAGE_ENDED, call >> 32)
 
 
 @triton.jit
@@ -157,7 +160,7 @@ def match_header(group, mine, rank, following, taken, call, tag, SPEC: tl.conste
     MESSAGE_MISMATCH, the tag is right and size or type is not; PENDING, four pieces are waiting and none has this tag.
     """
     lane = tl.arange(0, SPEC.LANES) % 2
-    control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+    control = control_of(group)
     ahead = tl.zeros([], tl.int64)
     matched = 0
     status = 0

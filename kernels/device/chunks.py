@@ -1,6 +1,7 @@
 """The frame of a collective kernel: a call is divided into chunks that fit into the mailboxes, and a chunk is an epoch.
 
-A kernel defines one chunk; entering, counting epochs, stopping at a fault and leaving are done here.
+A kernel defines what is done with one chunk; the order of chunks, entering, counting epochs, stopping at a fault and
+leaving are defined here.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.primitives import RANK, advance, enter, leave
+from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.device.push import after_clearing, open_epoch, synchronize
+from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):
     """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
 
-    group    pointer to this rank's group table
+    group    what the kernel knows of its group (`device/group.py`)
     me       this rank
     call     the call's number and fingerprint
     epoch    the chunk's number in the life of the group
@@ -24,6 +27,7 @@ class Chunk(NamedTuple):
     count    its words
     own      the first word of this block's first tile
     stride   words from one tile of this block to the next
+    owner    the busy word as the launch has read it
     """
 
     group: Any
@@ -34,6 +38,7 @@ class Chunk(NamedTuple):
     count: Any
     own: Any
     stride: Any
+    owner: Any
 
 
 @triton.jit
@@ -43,23 +48,139 @@ def packed_words(x_ptr, numel):
 
 
 @triton.jit
+def whole_call(tensors, group, call, start, owner, SPEC: tl.constexpr):
+    """All of a call's words as one chunk; `start` is the call's first epoch."""
+    words = packed_words(tensors[0], tensors[2])
+    own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
+    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.BLOCK, owner)
+
+
+@triton.jit
+def nth(whole, number, chunk_words):
+    """Chunk `number` of a whole call."""
+    base = number * chunk_words
+    count = tl.minimum(whole.count - base, chunk_words)
+    epoch = advance(whole.epoch, number)
+    return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride, whole.owner)
+
+
+@triton.jit
+def run_ll(
+    LOAD: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words,
+    PARTS: tl.constexpr, SPEC: tl.constexpr,
+):  # fmt: skip
+    """LL: run a whole call. LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) with what LOAD has
+    returned, TAKE(tensors, chunk, status, SPEC) for each chunk, until one returns a status that is not zero.
+
+    `tensors` is (x_ptr, y_ptr, numel) and whatever else these take; `chunk_words` the most words of a chunk. LOAD does
+    not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once.
+    """
+    start, owner = read_epoch(group)
+    unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
+    chunks = tl.cdiv(unnumbered.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    while (number < chunks) & (status == 0):
+        tiles = LOAD(tensors, nth(unnumbered, number, chunk_words), SPEC)
+        chunk = nth(whole_call(tensors, group, call, start, owner, SPEC), number, chunk_words)
+        open_epoch(chunk, PARTS, SPEC)
+        PUSH(tensors, chunk, tiles, SPEC)
+        if number == 0:
+            announce(group, start, call, SPEC.LANES, SPEC.PTX)
+        status = after_clearing(chunk, SPEC)
+        status = TAKE(tensors, chunk, status, SPEC)
+        number += 1
+    finish(group, start, chunks, status)
+
+
+@triton.jit
 def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """Run a whole call: BODY(tensors, chunk, SPEC) for each chunk, until one returns a status that is not zero.
 
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
     start, owner = enter(group, call)
-    me = tl.load(group + RANK)
-    words = packed_words(tensors[0], tensors[2])
-    chunks = tl.cdiv(words, chunk_words)
-    own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
-    stride = tl.num_programs(0) * SPEC.BLOCK
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
-        base = number * chunk_words
-        count = tl.minimum(words - base, chunk_words)
-        chunk = Chunk(group, me, call, advance(start, number), base, count, own, stride)
-        status = BODY(tensors, chunk, SPEC)
+        status = BODY(tensors, nth(whole, number, chunk_words), SPEC)
+        number += 1
+    leave(group, start, owner, call, chunks, status)
+
+
+@triton.jit
+def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
+    """Run a call of one hop: PUSH(tensors, chunk, SPEC), synchronize, TAKE(tensors, chunk, status, SPEC) each chunk.
+
+    Under `simple` a chunk is pushed before the one before it is taken: the links carry the one while the other is
+    copied, and there is one barrier a chunk. A push needs no more than the barrier of the chunk before it, behind which
+    no peer reads what it overwrites, the chunk before that. Under LL it has to wait until that chunk is polled.
+    """
+    start, owner = enter(group, call)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    chunks = tl.cdiv(whole.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    if SPEC.LL:
+        while (number < chunks) & (status == 0):
+            chunk = nth(whole, number, chunk_words)
+            open_epoch(chunk, 1, SPEC)
+            PUSH(tensors, chunk, SPEC)
+            status = after_clearing(chunk, SPEC)
+            status = TAKE(tensors, chunk, status, SPEC)
+            number += 1
+    else:
+        while (number <= chunks) & (status == 0):
+            ahead = nth(whole, number, chunk_words)
+            if number < chunks:
+                open_epoch(ahead, 1, SPEC)
+                PUSH(tensors, ahead, SPEC)
+            if number > 0:
+                status = TAKE(tensors, nth(whole, number - 1, chunk_words), status, SPEC)
+            if number < chunks:
+                status = synchronize(ahead, 0, SPEC)
+            number += 1
+    leave(group, start, owner, call, chunks, status)
+
+
+@triton.jit
+def run_two_hops(
+    PUSH: tl.constexpr, PASS_ON: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr
+):
+    """Simple: run a call of two hops. Each of the three is given (tensors, chunk, SPEC).
+
+        PUSH(0)          | PASS_ON(0) PUSH(1)         | PASS_ON(1) PUSH(2) TAKE(0) | PASS_ON(2)    TAKE(1) ‖ TAKE(2)
+
+    PUSH writes to the first halves of buffers. PASS_ON reads them and writes to second halves, which TAKE reads. A bar
+    is a barrier: of phase 0 of the epoch of the chunk just pushed; the last one (‖), of phase 1 of the last epoch.
+    So there is one barrier a chunk and one more, and each of them publishes the second hop of one chunk and the first
+    of the next.
+
+    Two mailboxes are enough. PUSH(k) overwrites what the peers' PASS_ON(k - 2) has read before barrier k - 1.
+    PASS_ON(k) overwrites what their TAKE(k - 2) has read before barrier k. Behind barrier C, the last one, nothing is
+    read but the second halves of chunk C - 1; the next call begins with the other mailbox, and comes back to this one
+    behind a barrier, or headers, of its own.
+    """
+    start, owner = enter(group, call)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    chunks = tl.cdiv(whole.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    while (number < chunks + 2) & (status == 0):
+        ahead = nth(whole, number, chunk_words)
+        behind = nth(whole, number - 1, chunk_words)
+        if (number > 0) & (number <= chunks):
+            PASS_ON(tensors, behind, SPEC)
+        if number < chunks:
+            open_epoch(ahead, 2, SPEC)
+            PUSH(tensors, ahead, SPEC)
+        if number > 1:
+            TAKE(tensors, nth(whole, number - 2, chunk_words), SPEC)
+        if number < chunks:
+            status = synchronize(ahead, 0, SPEC)
+        elif number == chunks:
+            status = synchronize(behind, 1, SPEC)
         number += 1
     leave(group, start, owner, call, chunks, status)

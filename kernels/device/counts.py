@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.primitives import CONTROL, LOW, RANK, SOURCES, STATUS, send_headers_to, wait_words
+from tricomm.kernels.device.group import control_of, rank_of
+from tricomm.kernels.primitives import LOW, SOURCES, STATUS, send_headers_to, wait_words
 
 SPLITS = tl.constexpr(layout.SPLITS)
 
@@ -53,7 +54,7 @@ def lengths(counts, lane, numel, WORLD_SIZE: tl.constexpr):
 def publish_counts(group, send_counts, numel, epoch, SPEC: tl.constexpr):
     """Send every peer this rank's longest part (phase 1) and the length of the part for it (phase 2), in elements."""
     lane = tl.arange(0, SPEC.LANES)
-    mask = (lane < SPEC.WORLD_SIZE) & (lane != tl.load(group + RANK))
+    mask = (lane < SPEC.WORLD_SIZE) & (lane != rank_of(group))
     most = longest(send_counts, numel, SPEC.WORLD_SIZE)
     send_headers_to(group, mask, epoch, most, 1, False, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     each = lengths(send_counts, lane, numel, SPEC.WORLD_SIZE)
@@ -64,7 +65,7 @@ def publish_counts(group, send_counts, numel, epoch, SPEC: tl.constexpr):
 def receive_counts(group, send_counts, recv_counts, numel, epoch, SPEC: tl.constexpr):
     """(longest part of any rank in elements, status). A wrong length is reported in the status word."""
     source = tl.arange(0, SPEC.LANES) % SOURCES
-    mask = (source < SPEC.WORLD_SIZE) & (source != tl.load(group + RANK))
+    mask = (source < SPEC.WORLD_SIZE) & (source != rank_of(group))
     theirs, status = wait_words(group, mask, epoch, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     ours = longest(send_counts, numel, SPEC.WORLD_SIZE)
     most = tl.maximum(ours, tl.max(tl.where(mask, theirs & LOW, 0), axis=0))
@@ -74,7 +75,7 @@ def receive_counts(group, send_counts, recv_counts, numel, epoch, SPEC: tl.const
         culprit = tl.max(tl.where(wrong, source + 1, 0), axis=0)
         if (culprit != 0) & (status == 0):
             got = tl.max(tl.where(source == culprit - 1, theirs & LOW, 0), axis=0)
-            control = tl.load(group + CONTROL).to(tl.pointer_type(tl.int64))
+            control = control_of(group)
             tl.store(control + STATUS, (got << 32) + ((culprit - 1).to(tl.int64) << 8) + SPLITS)
             status = 2
     return most, status

@@ -9,12 +9,9 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
+from tricomm.kernels.device.group import ll_base, ll_bytes, simple_base, simple_bytes, table_of
 from tricomm.kernels.primitives import put_ll, signal
 
-LL_BASE = tl.constexpr(layout.LL_BASE)
-LL_BUFFER = tl.constexpr(layout.LL_BUFFER)
-SIMPLE_BASE = tl.constexpr(layout.SIMPLE_BASE)
-SIMPLE_BUFFER = tl.constexpr(layout.SIMPLE_BUFFER)
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
@@ -25,9 +22,9 @@ PHASES = tl.constexpr(layout.PHASES)
 def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
     if SPEC.LL:
-        words = tl.load(group + LL_BUFFER) // (16 * PARTS)
+        words = ll_bytes(group) // (16 * PARTS)
     else:
-        words = tl.load(group + SIMPLE_BUFFER) // (8 * PARTS)
+        words = simple_bytes(group) // (8 * PARTS)
     return words
 
 
@@ -35,11 +32,11 @@ def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
 def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
     """Pointer (int64*, 16-byte aligned) to the LL words of payload word `first` and on in `source`'s buffer.
 
-    `head` is the head of the arena that holds the mailbox: `peer(group, p)` to write, `group` to read one's own.
+    `head` is the head of the arena that holds the mailbox: a peer's to write, `table_of(group)` to read one's own.
     """
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    offset = tl.load(group + LL_BASE) + buffer * tl.load(group + LL_BUFFER)
+    offset = ll_base(group) + buffer * ll_bytes(group)
     return tl.multiple_of(head + offset // 8 + 2 * first, 16)
 
 
@@ -48,7 +45,7 @@ def simple_buffer(chunk, head, source, SPEC: tl.constexpr):
     """Pointer (int64*, 16-byte aligned) to `source`'s buffer of the simple mailbox in the arena at `head`."""
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    offset = tl.load(group + SIMPLE_BASE) + buffer * tl.load(group + SIMPLE_BUFFER)
+    offset = simple_base(group) + buffer * simple_bytes(group)
     return tl.multiple_of(head + offset // 8, 16)
 
 
@@ -68,19 +65,20 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
     The zeros are LL words like those that they replace: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
+        table = table_of(group)
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1
-        run = tl.load(group + LL_BUFFER) // (8 * PARTS)
+        run = ll_bytes(group) // (8 * PARTS)
         for part in range(SPEC.WORLD_SIZE * PARTS):
-            start = group + tl.load(group + LL_BASE) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
+            start = table + ll_base(group) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
             for first in range(block.to(tl.int64) * 2 * SPEC.BLOCK, run, grid * 2 * SPEC.BLOCK):
                 zeros = tl.zeros([SPEC.BLOCK], tl.int64)
                 put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
         lane = tl.arange(0, SPEC.LANES)
         for row in range(PHASES * SPEC.WORLD_SIZE):
             phase, source = row // SPEC.WORLD_SIZE, row % SPEC.WORLD_SIZE
-            headers = group + HEADERS // 8 + ((phase * 2 + idle) * SPEC.WORLD_SIZE + source) * MAX_BLOCKS
+            headers = table + HEADERS // 8 + ((phase * 2 + idle) * SPEC.WORLD_SIZE + source) * MAX_BLOCKS
             for first in range(block, MAX_BLOCKS, grid * SPEC.LANES):
                 at = first + grid * lane
                 signal(headers + at, tl.zeros([SPEC.LANES], tl.int64), at < MAX_BLOCKS, False, SPEC.PTX)

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
+from tricomm.kernels.device.group import table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears
 from tricomm.kernels.primitives import SOURCES, send_headers_to, wait_headers_of
 
@@ -40,13 +41,15 @@ RELAYED = tl.constexpr(4)  # the first buffer of what comes over the relay link
 @triton.jit
 def in_quad(group, step):
     """The rank of one's own quad that step 1, 2 or 3 pairs this one with; 0 is oneself."""
-    return tl.load(group + QUAD + (tl.load(group + POSITION) ^ step))
+    table = table_of(group)
+    return tl.load(table + QUAD + (tl.load(table + POSITION) ^ step))
 
 
 @triton.jit
 def relay(group):
     """The rank of the other quad that this one is linked with."""
-    return tl.load(group + PEER_QUAD + tl.load(group + POSITION))
+    table = table_of(group)
+    return tl.load(table + PEER_QUAD + tl.load(table + POSITION))
 
 
 @triton.jit

@@ -93,6 +93,20 @@ def load_tile(buffer, first, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_tiles(buffers, first, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """`load_tile` of each of a tuple of COUNT buffers, behind one branch: they are on their way at once."""
+    if first + BLOCK <= count:
+        tiles = ()
+        for n in tl.static_range(COUNT):
+            tiles = tiles + (tl.load(tl.multiple_of(buffers[n] + first, 16) + tl.arange(0, BLOCK)),)
+    else:
+        tiles = ()
+        for n in tl.static_range(COUNT):
+            tiles = tiles + (load_tile(buffers[n], first, count, BLOCK),)
+    return tiles
+
+
+@triton.jit
 def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
     """Store a tile of words into a buffer of a `simple` mailbox, own or a peer's."""
     at = tl.multiple_of(buffer + first, 16) + tl.arange(0, BLOCK)
@@ -100,6 +114,41 @@ def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
         tl.store(at, words)
     else:
         tl.store(at, words, mask=tile_mask(first, count, BLOCK))
+
+
+@triton.jit
+def whole_tile(first, count, start, numel, like, BLOCK: tl.constexpr, ALIGNED):
+    """True if the tile at word `first` of a run of `count` words is full, and its elements lie in like[0:numel].
+
+    The run begins at word `start` of the tensor `like`; `ALIGNED` says that its words are 16-byte aligned.
+    """
+    PACK: tl.constexpr = 64 // like.dtype.element_ty.primitive_bitwidth
+    return (first + BLOCK <= count) & ((start + first + BLOCK) * PACK <= numel) & ALIGNED
+
+
+@triton.jit
+def move_tiles(sources, targets, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the full tile at word `first` of each of COUNT sources to the same word of its target.
+
+    Both are tuples of int64*, 16-byte aligned. All tiles are loaded before one is stored, so that COUNT of them are on
+    their way at once.
+    """
+    words = ()
+    for n in tl.static_range(COUNT):
+        words = words + (tl.load(tl.multiple_of(sources[n] + first, 16) + tl.arange(0, BLOCK)),)
+    for n in tl.static_range(COUNT):
+        tl.store(tl.multiple_of(targets[n] + first, 16) + tl.arange(0, BLOCK), words[n])
+
+
+@triton.jit
+def store_tiles(buffers, first, words, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """`store_tile` of the same words to each of a tuple of COUNT buffers."""
+    if first + BLOCK <= count:
+        for n in tl.static_range(COUNT):
+            tl.store(tl.multiple_of(buffers[n] + first, 16) + tl.arange(0, BLOCK), words)
+    else:
+        for n in tl.static_range(COUNT):
+            store_tile(buffers[n], first, words, count, BLOCK)
 
 
 @triton.jit

@@ -4,16 +4,19 @@
 
 LL        the words carry flags, so `synchronize` only compares fingerprints and `receive` polls. Hops: 1.
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
-          barrier.
+          barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
+Flight    under `simple` every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all
+          are loaded before the first is stored, because a thread stands at a store until the load has come.
 Bytes     what is pushed; under LL twice that, because half of it is flags. Nothing is read from a peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
           left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
           pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header
-          of e + 1, sent after this block has received all that it receives of e. A rank that receives nothing (of a
-          broadcast its root, of a gather all but the root) sends and awaits the same headers: so a root never runs
-          ahead.
+          of e + 1, sent after this block has received all that it receives of e. Under `simple` it may do so at once,
+          before it receives e + 1 itself. A rank that receives nothing (of a broadcast its root, of a gather all but
+          the root) sends and awaits the same headers: so a root never runs ahead.
+Copies    what has come is copied out of the mailbox, because only its own rank knows where an output is.
 """
 
 from __future__ import annotations
@@ -21,10 +24,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.mailbox import LL_BUFFER, clear_idle, clears, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import end_of, load_tile, load_words, store_tile, store_words
+from tricomm.kernels.device.arrival import poll_words
+from tricomm.kernels.device.group import ll_bytes, peer, peer_ahead, table_of
+from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import (
+    end_of,
+    load_tile,
+    load_tiles,
+    load_words,
+    move_tiles,
+    shard_words,
+    store_tile,
+    store_words,
+    whole_tile,
+)
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import RANK, barrier, get_ll, peer, put_ll, send_headers, wait_headers
+from tricomm.kernels.primitives import barrier, get_ll, put_ll, send_headers, wait_headers
+
+UNROLLED = tl.constexpr(4)  # tiles of a run that are on their way at once
 
 
 @triton.jit
@@ -58,7 +75,7 @@ def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
 def push_tile(chunk, to, first, words, count, SPEC: tl.constexpr):
     """The tile at word `first` of a run of `count`, into this rank's buffer at rank `to`."""
     group = chunk.group
-    me = tl.load(group + RANK)
+    me = chunk.me
     if SPEC.LL:
         buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
         put_ll(buffer, words, chunk.epoch, count - first, SPEC.BLOCK, SPEC.PTX)
@@ -69,37 +86,63 @@ def push_tile(chunk, to, first, words, count, SPEC: tl.constexpr):
 @triton.jit
 def push_row(x_ptr, numel, to, chunk, SPEC: tl.constexpr):
     """This block's tiles of the chunk's words of x_ptr[0:numel], to rank `to`."""
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        push_tile(chunk, to, first, words, chunk.count, SPEC)
+    if SPEC.LL:
+        for first in range(chunk.own, chunk.count, chunk.stride):
+            words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+            push_tile(chunk, to, first, words, chunk.count, SPEC)
+    else:
+        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
+        push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
 
 
 @triton.jit
 def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
     """Row r of x_ptr[0 : WORLD_SIZE * numel] to rank r, one's own included.
 
-    Starts at the own rank, so that no two ranks write to the same one at the same time.
+    Starts at the own rank, so that no two ranks write to the same one at the same time. Under `simple` the tiles for
+    all ranks are on their way at once.
     """
-    me = tl.load(chunk.group + RANK)
-    for step in range(SPEC.WORLD_SIZE):
-        to = (me + step) % SPEC.WORLD_SIZE
-        push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
+    me = chunk.me
+    if SPEC.LL:
+        for step in range(SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
+    else:
+        rows, buffers = (), ()
+        for n in tl.static_range(SPEC.WORLD_SIZE):
+            to = (me + n) % SPEC.WORLD_SIZE
+            rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
+            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+        for first in range(chunk.own, chunk.count, chunk.stride):
+            if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+                move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+            else:
+                for step in range(SPEC.WORLD_SIZE):
+                    to = (me + step) % SPEC.WORLD_SIZE
+                    words = load_words(x_ptr + to * numel, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+                    push_tile(chunk, to, first, words, chunk.count, SPEC)
 
 
 @triton.jit
-def push_to_all(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk's words of x_ptr[0:numel] to every rank, one's own included.
+def first_tile(tensors, chunk, SPEC: tl.constexpr):
+    """LL: this block's first tile of the chunk, for `push_to_all`."""
+    return load_words(tensors[0], chunk.base + chunk.own, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def push_to_all(tensors, chunk, tile, SPEC: tl.constexpr):
+    """LL: this block's tiles of the chunk, of which `tile` is the first, to every rank, one's own included.
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    group = chunk.group
-    me = tl.load(group + RANK)
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        for step in range(SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-            put_ll(buffer, mine, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+    first = chunk.own
+    while first < chunk.count:
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+            put_ll(buffer, tile, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+        first += chunk.stride
+        if first < chunk.count:
+            tile = load_words(tensors[0], chunk.base + first, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
 
 
 @triton.jit
@@ -107,76 +150,228 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
     """The tile at word `first` of SOURCES buffers of one's own from rank `source` on: (a tuple of tiles, status)."""
     group = chunk.group
     status = 0
-    parts = ()
     if SPEC.LL:
-        buffer = ll_buffer(chunk, group, source, first, SPEC)
-        distance = tl.load(group + LL_BUFFER) // 8
+        buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
+        distance = ll_bytes(group) // 8
         parts, status = get_ll(group, buffer, distance, chunk.epoch, count - first, SOURCES, SPEC.BLOCK, SPEC.PTX)
     else:
+        buffers = ()
         for n in tl.static_range(SOURCES):
-            parts = parts + (load_tile(simple_buffer(chunk, group, source + n, SPEC), first, count, SPEC.BLOCK),)
+            buffers = buffers + (simple_buffer(chunk, table_of(group), source + n, SPEC),)
+        parts = load_tiles(buffers, first, count, SOURCES, SPEC.BLOCK)
     return parts, status
 
 
 @triton.jit
-def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
-    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status."""
-    first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, source, first, chunk.count, 1, SPEC)
+def after_clearing(chunk, SPEC: tl.constexpr):
+    """LL: wait for the headers of an epoch that clears, which have to be acquired; returns the status.
+
+    A poll acquires nothing: what this rank pushes next could still be overtaken by the zeros of a peer.
+    """
+    status = 0
+    if clears(chunk.epoch):
+        status = synchronize(chunk, 0, SPEC)
+    return status
+
+
+@triton.jit
+def receive_nothing(chunk, status, SPEC: tl.constexpr):
+    """LL: wait for what a rank that receives nothing has to know, the headers; returns the status."""
+    if SPEC.LL:
         if status == 0:
-            store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
+            status = synchronize(chunk, 0, SPEC)
+    return status
+
+
+@triton.jit
+def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
+    """LL: the tile at word `first` of the chunk in SOURCES buffers of one's own from rank `source` on, and every peer's
+    header: (a tuple of tiles, status). A tile without words is there at once, so only headers are waited for."""
+    pointers, counts = (), ()
+    buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
+    for n in tl.static_range(SOURCES):
+        pointers = pointers + (buffer + n * (ll_bytes(chunk.group) // 8),)
+        counts = counts + (chunk.count - first,)
+    return poll_words(chunk, pointers, counts, SOURCES, True, SPEC)
+
+
+@triton.jit
+def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status.
+
+    Under LL a block without words looks for headers, too.
+    """
+    if SPEC.LL:
+        first = chunk.own
+        more = status == 0
+        while more:
+            parts, status = arrived(chunk, source, first, 1, SPEC)
+            if (status == 0) & (first < chunk.count):
+                store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+            first += chunk.stride
+            more = (status == 0) & (first < chunk.count)
+    elif status == 0:
+        buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC)
+        copy_part(y_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
     return status
 
 
 @triton.jit
 def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
-    first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-        if status == 0:
-            for r in tl.static_range(SPEC.WORLD_SIZE):
-                store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
+    if SPEC.LL:
+        first = chunk.own
+        more = status == 0
+        while more:
+            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+            if (status == 0) & (first < chunk.count):
+                for r in tl.static_range(SPEC.WORLD_SIZE):
+                    store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
+            first += chunk.stride
+            more = (status == 0) & (first < chunk.count)
+    else:
+        rows, buffers = (), ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            rows = rows + (y_ptr + r * numel,)
+            buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), r, SPEC),)
+        copy_rows(rows, numel, buffers, chunk, SPEC)
     return status
+
+
+@triton.jit
+def copy_rows(rows, numel, buffers, chunk, SPEC: tl.constexpr):
+    """Simple: copy the chunk's words out of each of WORLD_SIZE buffers, own ones or peers', into its row of `numel`
+    elements; the tiles of all of them are on their way at once."""
+    targets = ()
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        targets = targets + (rows[n].to(tl.pointer_type(tl.int64)) + chunk.base,)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        if whole_tile(first, chunk.count, chunk.base, numel, rows[0], SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(buffers, targets, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+        else:
+            for n in tl.static_range(SPEC.WORLD_SIZE):
+                words = load_tile(buffers[n], first, chunk.count, SPEC.BLOCK)
+                store_words(rows[n], chunk.base + first, words, numel, SPEC.BLOCK, SPEC.ALIGNED)
 
 
 @triton.jit
 def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
     first = chunk.own
-    while (first < chunk.count) & (status == 0):
-        parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-        if status == 0:
+    more = (status == 0) & (SPEC.LL | (first < chunk.count))
+    while more:
+        if SPEC.LL:
+            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+        else:
+            parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+        if (status == 0) & (first < chunk.count):
             store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
         first += chunk.stride
+        more = (status == 0) & (first < chunk.count)
     return status
 
 
 @triton.jit
 def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
     """Simple: this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
-    buffer = simple_buffer(chunk, chunk.group, 0, SPEC)
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)
+    buffer = simple_buffer(chunk, table_of(chunk.group), 0, SPEC)
+    push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
+
+
+@triton.jit
+def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """Simple: shard r of the chunk's words of x_ptr[0:numel] into the buffer at rank r, one's own included.
+
+    Starts at the own rank, so that no two ranks write to the same one at the same time; the tiles for all ranks are on
+    their way at once.
+    """
+    me = chunk.me
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
+    shards, buffers = (), ()
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        to = (me + n) % SPEC.WORLD_SIZE
+        shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
+        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+    for first in range(chunk.own, shard, chunk.stride):
+        if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+        else:
+            for step in range(SPEC.WORLD_SIZE):
+                to = (me + step) % SPEC.WORLD_SIZE
+                start, theirs = chunk.base + to * shard, tl.minimum(chunk.count - to * shard, shard)
+                limit = end_of(start + theirs, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+                words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+                push_tile(chunk, to, first, words, theirs, SPEC)
 
 
 @triton.jit
 def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
-    """Simple: this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to a peer's `buffer`."""
+    """Simple: this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to `buffer`, a peer's or own.
+
+    UNROLLED tiles are on their way at once. `start` is even.
+    """
     limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-    for first in range(chunk.own, count, chunk.stride):
+    sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
+    targets = runs(buffer, chunk.stride)
+    ahead = (UNROLLED - 1) * chunk.stride
+    first = chunk.own
+    while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+        first += UNROLLED * chunk.stride
+    while first < count:
         words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
         store_tile(buffer, first, words, count, SPEC.BLOCK)
+        first += chunk.stride
 
 
 @triton.jit
 def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     """Simple: the inverse of `push_part`, out of one's own `buffer`."""
     limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
-    for first in range(chunk.own, count, chunk.stride):
+    sources = runs(buffer, chunk.stride)
+    targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
+    ahead = (UNROLLED - 1) * chunk.stride
+    first = chunk.own
+    while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+        first += UNROLLED * chunk.stride
+    while first < count:
         words = load_tile(buffer, first, count, SPEC.BLOCK)
         store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+
+
+@triton.jit
+def runs(pointer, stride):
+    """`pointer` at UNROLLED of a block's tiles, one behind the other."""
+    pointers = ()
+    for n in tl.static_range(UNROLLED):
+        pointers = pointers + (pointer + n * stride,)
+    return pointers
+
+
+@triton.jit
+def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
+    """Simple: copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
+    PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard
+    shards, buffers = (), ()
+    for n in tl.static_range(1, SPEC.WORLD_SIZE):
+        source = (chunk.me + n) % SPEC.WORLD_SIZE
+        shards = shards + (y_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + source * shard,)
+        buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half,)
+    for first in range(chunk.own, shard, chunk.stride):
+        if whole_tile(first, last, behind, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(buffers, shards, first, SPEC.WORLD_SIZE - 1, SPEC.BLOCK)
+        else:
+            for step in range(1, SPEC.WORLD_SIZE):
+                source = (chunk.me + step) % SPEC.WORLD_SIZE
+                start, theirs = chunk.base + source * shard, tl.minimum(chunk.count - source * shard, shard)
+                buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half
+                words = load_tile(buffer, first, theirs, SPEC.BLOCK)
+                limit = end_of(start + theirs, numel, PACK)
+                store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)

@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from tricomm.errors import ResourceError
+from tricomm.kernels import layout
 from tricomm.kernels.launch import source_paths, triton_adapter
 from tricomm.kernels.specialization import specialized
 
@@ -15,7 +16,7 @@ from tricomm.kernels.specialization import specialized
 COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
-_TABLES = ("group", "table")
+_TABLE, _GROUP = "table", "group"
 _COUNTS = ("send_counts", "recv_counts")
 _by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
@@ -32,7 +33,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
 
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
     `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
-    for uneven rows a tuple of as many of them as there are ranks.
+    for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`.
     `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError`
     if `refused()`.
     """
@@ -42,7 +43,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, constants, hints = {}, {}, {}
+    signature, constants = {}, {}
+    hints: dict[tuple[int, ...], Any] = {}  # by parameter, or by its place in a parameter's tuple
     values = specialized([parameter.name for parameter in kernel.params], constexprs, compiled=True)
     for i, parameter in enumerate(kernel.params):
         name = parameter.name
@@ -53,9 +55,12 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
             signature[name] = f"*i{bits}"
         elif name in _COUNTS:
             signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
+        elif name == _GROUP:
+            signature[name] = ("*i64",) + ("i64",) * (layout.group_words(constexprs["WORLD_SIZE"]) - 1)
+            hints[(i, 0)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "*i64" if name in _TABLES else "i64"
-        if name in _TABLES or (name in _TENSORS and aligned):
+            signature[name] = "*i64" if name == _TABLE else "i64"
+        if name == _TABLE or (name in _TENSORS and aligned):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}

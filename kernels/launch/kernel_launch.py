@@ -8,12 +8,17 @@ from typing import Any, Protocol
 import torch
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import primitives
-from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels import primitives, wide_words
+from tricomm.kernels.launch import interpreted_wide, interpreter, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
 from tricomm.kernels.specialization import specialized
 
+GroupArgument = tuple[Any, ...]  # `layout.group_argument`
 Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
+
+
+# A compiled kernel's launch of a shape in place: of the address, the call's number and the handle of the stream.
+InPlace = Callable[[int, int, int], None]
 
 
 class BoundKernel(Protocol):
@@ -23,6 +28,8 @@ class BoundKernel(Protocol):
 
 
 interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
+interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
 
 _INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")
@@ -55,17 +62,18 @@ def bind(
     bits: int | None,
     aligned: bool,
     more: Sequence[int | torch.Tensor],
-    group: torch.Tensor,
+    group: GroupArgument,
     timeout: float = 600.0,
 ) -> BoundKernel:
-    """One of our own kernels over `group`.
+    """One of our own kernels over `group` (`layout.group_argument`).
 
     `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the
     addresses of x and y are multiples of 16, `more` the values of the kernel's `compiler.extras`. On a GPU it is
     compiled and loaded here; raises `ResourceError` if that fails.
     """
-    if group.device.type == "cuda":
-        return make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(group.device))
+    device = group[0].device
+    if device.type == "cuda":
+        return make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, torch_device(device))
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
         args = arguments(x, y, bits, group, count, call, rows, more)
@@ -78,7 +86,7 @@ def arguments(
     x: torch.Tensor,
     y: torch.Tensor,
     bits: int | None,
-    group: torch.Tensor,
+    group: GroupArgument,
     count: int,
     call: int,
     rows: Rows,

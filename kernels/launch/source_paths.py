@@ -21,9 +21,9 @@ def of_this_process(text: str, kernel: Any) -> str:
 
     A file that none of them came from stays as it is.
     """
-    from triton.runtime.jit import JITFunction
+    import triton
 
-    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, JITFunction, set())}
+    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, triton.JITFunction, set())}
 
     def present(match: re.Match[str]) -> str:
         return match[1] + (match[2] if match[2] in paths else _nearest(match[2], paths))

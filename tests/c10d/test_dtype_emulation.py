@@ -68,3 +68,13 @@ def test_unsigned_types_that_torch_cannot_add(dtype, most):
         out = torch.empty_like(large)
         reduce_into(op, parts, out)
         assert int(out.numpy()[0]) == want, op
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_an_infinite_half_of_a_complex_number_leaves_the_other_half_alone(dtype, op):
+    parts = [torch.tensor([complex(float("inf"), 1), complex(2, 3)], dtype=dtype), torch.ones(2, dtype=dtype)]
+    out = torch.empty(2, dtype=dtype)
+    reduce_into(op, parts, out)
+    assert out.imag.tolist() == ([1.0, 3.0] if op == "sum" else [0.5, 1.5]) and out.real[0] == float("inf")
+    assert torch.equal(out, reduced(op, parts))

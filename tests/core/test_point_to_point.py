@@ -16,7 +16,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.dtypes import DTYPES
 
 SMALL = tricomm.Options(arena_bytes=64 << 10, tile=16)
-WIDE = tricomm.Options(arena_bytes=1 << 20, tile=64, blocks=3)  # several channels, and fewer blocks than them
+WIDE = tricomm.Options(arena_bytes=4 << 20, tile=64, blocks=3)  # several channels, and fewer blocks than them
 PROTOCOLS = pytest.mark.parametrize("protocol", ["ll", "simple"])
 
 

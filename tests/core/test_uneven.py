@@ -108,7 +108,7 @@ X, Y = torch.zeros(64, 4), torch.zeros(64, 4)
 
 def words(launch):
     """(x, y, elements of a row, rows to each rank, rows from each rank) of a launch for two ranks."""
-    x, y, _, numel, _, *rows = launch.words[:9]
+    x, y, numel, _, *rows = (*launch.words[:2], *launch.words[2 + layout.group_words(2) :][:6])
     return x, y, numel, tuple(rows[:2]), tuple(rows[2:])
 
 

@@ -7,12 +7,12 @@ here; where it can only be made with pads, a kernel of `pad_kernels` makes it.
 from __future__ import annotations
 
 from tests.explorer import bodies
-from tests.explorer.cube_mutants import CUBES
-from tests.explorer.message_mutants import MESSAGES
+from tests.explorer.mutant_tables.cube import CUBES
+from tests.explorer.mutant_tables.message import MESSAGES
+from tests.explorer.mutant_tables.overlap import OVERLAPS
+from tests.explorer.mutant_tables.own import OWN
+from tests.explorer.mutant_tables.push import PUSHES
 from tests.explorer.mutation import Edit, Mutant
-from tests.explorer.own_mutants import OWN
-from tests.explorer.push_mutants import PUSHES
-from tricomm.kernels import layout
 
 S = ("all_reduce", "one_shot", "simple")
 T = ("all_reduce", "two_shot", "simple")
@@ -21,25 +21,31 @@ B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
 CHUNKS = "kernels/device/chunks.py"
-ONE_SHOT = "kernels/collectives/all_reduce_one_shot.py"
 TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 GATHER = "kernels/collectives/all_gather_one_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
 MAILBOX = "kernels/device/mailbox.py"
+PUSH = "kernels/device/push.py"
 GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
 _SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
 _WAIT = "    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)\n"
-_STAGE = "    stage(x_ptr, numel, chunk, SPEC)\n"
-_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
-_FIRST = f"{_MEET}    if status == 0:\n"
-_SECOND = "status = synchronize(chunk, 1, SPEC)"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + SIMPLE_BASE)"
+_STAGE = "                PUSH(tensors, ahead, SPEC)\n"
+_MEET = "                status = synchronize(ahead, 0, SPEC)\n"
+_NEXT = "            number += 1\n"
+_FIRST = "            status = synchronize(ahead, 0, SPEC)\n        elif"
+_SECOND = "status = synchronize(behind, 1, SPEC)"
+_STRIDE = "own, tl.num_programs(0) * SPEC.BLOCK, owner)"
+_RESULTS = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
+_TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
+_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_base(group)"
+_RESULTS = "store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)\n        "
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
-    all_here = (tl.atomic_add(group + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
-    while tl.atomic_add(group + 15, 0, sem="acquire", scope="gpu") < all_here:
+    all_here = (tl.atomic_add(table_of(group) + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
+    while tl.atomic_add(table_of(group) + 15, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
 _MEETING = (
@@ -75,12 +81,12 @@ REAL = (
     ),
     Mutant(
         "K04", "staged after the signal", "data stored after the flag that announces them; kin of vllm#2760",
-        (Edit(ONE_SHOT, _STAGE + _MEET, _MEET + _STAGE),),
+        (Edit(CHUNKS, _STAGE, ""), Edit(CHUNKS, _MEET + _NEXT, _MEET + _STAGE + _NEXT)),
         (S,), RACE,
     ),
     Mutant(
         "K05", "no leading barrier", "peers' stages are read before their ranks signal that they are full",
-        (Edit(ONE_SHOT, _STAGE + _MEET, f"{_STAGE}    status = 0\n"),),
+        (Edit(CHUNKS, _MEET + _NEXT, f"                status = 0\n{_NEXT}"),),
         (S,), RACE, "no flag tells rank",
     ),
     Mutant(
@@ -108,17 +114,16 @@ REAL = (
     ),
     Mutant(
         "K10", "empty blocks of rank 0 leave early", "a barrier that not everybody takes part in",
-        (Edit(GATHER, _STAGE + _MEET,
-              f"{_STAGE}    status = 0\n    if (me != 0) | (chunk.own < chunk.count):\n    {_MEET}"),),
+        (Edit(CHUNKS, _MEET + _NEXT,
+              f"                if (ahead.me != 0) | (ahead.own < ahead.count):\n    {_MEET}{_NEXT}"),),
         (G,), DEADLOCK, blocks=2,
     ),
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
-            Edit(CHUNKS, "    stride = tl.num_programs(0) * SPEC.BLOCK\n",
-                 f"    grid = tl.num_programs(0) - (tl.load(group + {layout.RANK}) == 0)\n"
-                 "    stride = grid * SPEC.BLOCK\n"),
-            Edit(CHUNKS, "(number < chunks) & (status == 0):", "(number < chunks) & (status == 0) & (own < stride):"),
+            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.BLOCK, owner)"),
+            Edit(CHUNKS, "(number <= chunks) & (status == 0):",
+                 "(number <= chunks) & (status == 0) & (whole.own < whole.stride):"),
         ),
         (S,), DEADLOCK, blocks=2,
     ),
@@ -126,14 +131,14 @@ REAL = (
         "K12", "one header for all blocks", "flags of consecutive calls overlap when shapes change: vllm#25892",
         (
             Edit(PRIMITIVES, "8 * (row * MAX_BLOCKS + tl.program_id(0))", "8 * (row * MAX_BLOCKS)"),
-            Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
-                 "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),
+            Edit(PRIMITIVES, "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+                 "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS"),
         ),
         (S,), RACE, blocks=2,
     ),
     Mutant(
         "K13", "all ranks signal the same slot", "one slot for several writers; one writer per word is the rule",
-        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
+        (Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)\n",
               "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE\n"),),
         (S,), DEADLOCK,
     ),
@@ -145,8 +150,8 @@ REAL = (
     ),
     Mutant(
         "K15", "epoch moved on without order", "K01 for epochs: the last block does not know that others have read it",
-        (Edit(PRIMITIVES, 'tl.atomic_add(group + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
-              'tl.atomic_add(group + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
+        (Edit(PRIMITIVES, 'tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
+              'tl.atomic_add(table + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
         (S,), RACE, "make it sem='release'", blocks=2,
     ),
     Mutant(
@@ -167,15 +172,15 @@ REAL = (
     ),
     Mutant(
         "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
-        (Edit(GATHER, "simple_buffer(chunk, peer(chunk.group, source), 0, SPEC)",
-              "simple_buffer(chunk._replace(epoch=chunk.epoch + (me == 1)), peer(chunk.group, source), 0, SPEC)"),),
+        (Edit(GATHER, "simple_buffer(chunk, peer_ahead(",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), peer_ahead("),),
         (G,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
         "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets, vllm#8558, #8404",
         (
-            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.load(group + RANK)\n",
-                 "row = PHASE * WORLD_SIZE + tl.load(group + RANK)\n"),
+            Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + rank_of(group)\n",
+                 "row = PHASE * WORLD_SIZE + rank_of(group)\n"),
             Edit(PRIMITIVES, "row = (PHASE * 2 + (epoch & 1)) * WORLD_SIZE + tl.where(mask, source, 0)",
                  "row = PHASE * WORLD_SIZE + tl.where(mask, source, 0)"),
         ),
@@ -183,19 +188,20 @@ REAL = (
     ),
     Mutant(
         "K21", "two-shot without the first barrier", "shards are reduced before they have come",
-        (Edit(TWO_SHOT, _FIRST, "    status = 0\n    if status == 0:\n"),),
+        (Edit(CHUNKS, _FIRST, "            status = 0\n        elif"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "K22", "two-shot without the second barrier", "results are copied before they have come",
-        (Edit(TWO_SHOT, _SECOND, "status = 0"),),
+        (Edit(CHUNKS, _SECOND, "status = 0"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
         (
-            Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
+            Edit(TWO_SHOT, _RESULTS, _RESULTS.removesuffix(" + half")),
+            Edit(PUSH, _TAKEN, _TAKEN.removesuffix(" + half")),
+            Edit(PUSH, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
         ),
         (T,), RACE,
     ),
@@ -211,14 +217,12 @@ REAL = (
     ),
     Mutant(
         "K26", "two-shot, own shard stored at the wrong place", "the reduced chunk lands elsewhere",
-        (Edit(TWO_SHOT, "store_words(y_ptr, here + first, total, limit",
-              "store_words(y_ptr, base + first, total, limit"),),
+        (Edit(TWO_SHOT, f"{_RESULTS}store_words(y_ptr, here +", f"{_RESULTS}store_words(y_ptr, chunk.base +"),),
         (T,), WRONG,
     ),
     Mutant(
         "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
-        (Edit(PRIMITIVES, "    epoch = tl.load(group + EPOCH)\n",
-              f"{_GRID_WAIT}    epoch = tl.load(group + EPOCH)\n"),),
+        (Edit(PRIMITIVES, "    return tl.load(table + EPOCH),", f"{_GRID_WAIT}    return tl.load(table + EPOCH),"),),
         (S,), DEADLOCK, world_size=1, blocks=2, residency=1,
     ),
     Mutant(
@@ -260,4 +264,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *CUBES, *MESSAGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES)}

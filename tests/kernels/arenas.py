@@ -87,7 +87,8 @@ class Rank:
         call = (self.calls if number is None else number) << 32 | (self.calls if fingerprint is None else fingerprint)
         data = (as_integers(x, dtype.bits), as_integers(y, dtype.bits))
         rows = ((1,) * self.world_size,) * 2 if takes_counts(kernel.function) else ()
-        args = (*data, self.arena, count, call, *rows, *(root for _ in extras(kernel.function)))
+        group = layout.group_argument(self.arena, self.arena, self.world_size)
+        args = (*data, group, count, call, *rows, *(root for _ in extras(kernel.function)))
         prepare(kernel.function, (blocks,), args, constexprs, torch.device("cpu"))()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
 from tricomm.errors import ResourceError
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher as launching
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
@@ -18,7 +19,8 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32"}  # fmt: skip
 KERNELS = pytest.mark.parametrize("kernel", registry.KERNELS, ids=lambda k: k.name)
-GROUP = torch.zeros(512, dtype=torch.int64)
+GROUP = torch.arange(1 << 40, (1 << 40) + 512)
+GROUP[layout.RANK] = 1
 _numbers = itertools.count()
 
 
@@ -39,7 +41,14 @@ def bind(kernel, device, blocks=8, aligned=True, **more):
     if kernel.needs_cube:
         more["WORLD_SIZE"] = 8
     constexprs = {**CONSTEXPRS, "ALIGNED": aligned, **kernel.fixed, **more}
-    return make_launcher(kernel.function, blocks, constexprs, 32, aligned, further(kernel), GROUP, device)
+    group = layout.group_argument(GROUP, GROUP, constexprs["WORLD_SIZE"])
+    return make_launcher(kernel.function, blocks, constexprs, 32, aligned, further(kernel), group, device)
+
+
+def group_parameters(world_size):
+    """Rank 1's constants: what is in the table below the epoch, the peers from itself on, and from rank 0 on."""
+    peers = GROUP[layout.PEERS :][:world_size].tolist()
+    return [GROUP.data_ptr(), *GROUP[: layout.EPOCH].tolist(), *peers[1:], peers[0], *peers]
 
 
 @KERNELS
@@ -51,8 +60,9 @@ def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel)
         rows = rows_of(kernel, count)
         run(x, y, count, call, rows)
         last = device.launches[-1]
-        mine = [x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), count, call]
-        mine = mine if kernel.collective != "barrier" else [GROUP.data_ptr(), call]
+        group = group_parameters(8 if kernel.needs_cube else 2)
+        mine = [x.data_ptr(), y.data_ptr(), *group, count, call]
+        mine = mine if kernel.collective != "barrier" else [*group, call]
         mine += [*itertools.chain(*rows), *further(kernel)]
         assert last.words == [*mine, 0, 0], "behind ours Triton's two pointers to scratch memory"
         assert {len(p) for p in last.parameters} == {8}
@@ -90,9 +100,9 @@ def test_two_launchers_do_not_share_their_arguments():
     x = torch.zeros(8)
     one(x, x, 1, 11)
     two(GROUP, GROUP, 2, 22)
-    assert [launch.words[:5] for launch in device.launches] == [
-        [x.data_ptr(), x.data_ptr(), GROUP.data_ptr(), 1, 11],
-        [GROUP.data_ptr()] * 3 + [2, 22],
+    assert [launch.words[:-2] for launch in device.launches] == [
+        [x.data_ptr(), x.data_ptr(), *group_parameters(2), 1, 11],
+        [GROUP.data_ptr()] * 2 + [*group_parameters(2), 2, 22],
     ]
 
 
@@ -153,3 +163,30 @@ def test_much_shared_memory_is_asked_for(monkeypatch):
     device = gpu()
     bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
     assert list(device.attributes.values()) == [100_000] and device.launches[0].shared == 100_000
+
+
+def test_a_launch_in_place_writes_what_changes_and_nothing_else():
+    device = gpu()
+    run = bind(registry.KERNELS[0], device)
+    x, y = torch.zeros(8), torch.zeros(16)
+    again = run.in_place(8, 0xFEDCBA98)
+    for number, (at, stream) in enumerate([(x, 7), (y, 7), (x, 0)], start=(1 << 31) - 3):
+        again(at.data_ptr(), number, stream)
+        last = device.launches[-1]
+        want = [at.data_ptr(), at.data_ptr(), *group_parameters(2), 8, number << 32 | 0xFEDCBA98, 0, 0]
+        assert last.words == want and last.stream == stream
+    device.raw = 0
+    run(x, y, 8, 5 << 32 | 0xFEDCBA98)
+    again(y.data_ptr(), 6, 0)
+    assert [launch.words[:2] for launch in device.launches[-2:]] == [[x.data_ptr(), y.data_ptr()], [y.data_ptr()] * 2]
+    assert device.launches[-1].words[-3] == 6 << 32 | 0xFEDCBA98
+
+
+def test_a_launch_in_place_is_refused_and_repeated_as_any_other():
+    device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
+    again = bind(registry.KERNELS[0], device).in_place(1, 1)
+    with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        again(GROUP.data_ptr(), 1, 0)
+    device.current = False
+    again(GROUP.data_ptr(), 2, 0)
+    assert len(device.launches) == 1 and not device.current

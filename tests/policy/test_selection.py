@@ -70,6 +70,18 @@ def test_the_grid_is_never_larger_than_what_is_resident():
     assert choose(site(max_blocks=3, blocks=9), "all_reduce", 1 << 24).blocks == 3
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+def test_plain_data_of_a_megabyte_or_more_keep_half_a_megabyte_in_flight(world_size):
+    """A loop of a block has a tile of every rank on its way."""
+    for nbytes in (1 << 20, 3 << 20, 8 << 20, 64 << 20):
+        choice = choose(site(world_size=world_size), "all_reduce", nbytes, "two_shot", "simple")
+        assert choice.blocks * choice.block * 8 * world_size >= 512 << 10
+        shard = site(world_size=world_size).layout.buffer_words("two_shot", "simple")
+        tiles = -(-min(shard, nbytes // 8 // world_size) // choice.block)
+        rounds = -(-tiles // choice.blocks)
+        assert 0 <= rounds * choice.blocks - tiles < rounds, "nearly all blocks have the same number of tiles"
+
+
 def test_the_shipped_table_is_sound():
     for table in selection._shipped():
         for collective in set(COLLECTIVES) - {"barrier"}:

@@ -204,7 +204,7 @@ class PointToPoint:
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
         run = group.runtime.bind(
-            kernel.function, grid, constexprs, dtype.bits, aligned, more, group.table, group.timeout
+            kernel.function, grid, constexprs, dtype.bits, aligned, more, group.argument, group.timeout
         )
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)

@@ -41,7 +41,7 @@ class Runtime(Protocol):
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         """As `launch.bind`."""
 

@@ -170,7 +170,8 @@ def test_a_kernel_that_never_ends_is_stopped_with_its_lines():
 
     report = tricomm.check(fn, 1, 1, compiled="sm_90")
     assert [f.kind for f in report.findings] == ["exception"]
-    assert "StepLimit" in report.findings[0].text and Path(__file__).name in report.findings[0].text
+    assert "StepLimit" in report.findings[0].text
+    assert report.findings[0].where[0].startswith(f"{__file__}:")
 
 
 @triton.jit
@@ -185,8 +186,29 @@ def test_a_deadlock_names_the_word_that_is_polled():
         comm.launch(_lonely, 1, flags.local)
 
     report = tricomm.check(fn, 1, 1, compiled="sm_90")
-    assert [f.kind for f in report.findings] == ["deadlock"]
-    assert "symmetric memory" in report.findings[0].text and "_lonely" in report.findings[0].text
+    (finding,) = report.findings
+    assert finding.kind == "deadlock" and len(finding.ranks) == 2
+    assert all(where.startswith(f"{__file__}:") for where in finding.where)
+    assert "_lonely (warp 0) waits" in finding.text and "symmetric memory" in finding.text
+    assert "_lonely (warps 1, 2, 3) waits for threads of its block" in finding.text
+
+
+def _waits_for_rank_1(comm):
+    flags = comm.symmetric((1,), torch.int32)
+    assert comm.rank == 0, "rank 1 sends nothing"
+    comm.launch(_lonely, 1, flags.local)
+
+
+def test_that_a_kernel_waits_for_a_rank_that_has_failed_is_a_consequence():
+    report = tricomm.check(_waits_for_rank_1, 2, 1, compiled="sm_90")
+    assert [f.kind for f in report.findings] == ["wrong_result"] and report.steps < 100
+
+
+def test_a_kernel_that_never_reads_the_abort_word_is_a_deadlock_soon_after_the_abort():
+    """It is given the rounds that a shipped kernel needs to read the word, once."""
+    report = tricomm.check(handed_over(True), 2, 8, faults=["drop"], compiled="sm_90")
+    assert [f.kind for f in report.findings] == ["deadlock"], report
+    assert "aborted, but still running" in report.findings[0].text and report.steps < 1000, report.steps
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from tests.explorer.compiled.small_kernels import scaled
 from tricomm import simulate
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, PeerDied
 from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
@@ -165,7 +166,8 @@ def test_a_wrong_hint_of_alignment_shows():
                   "ELEMENT": "float32", "ALIGNED": True, **kernel.fixed}  # fmt: skip
 
     def body(comm):
-        launch = make_launcher(kernel.function, 1, constexprs, 32, True, (), comm.group_table, comm.gpu.driver)
+        group = layout.group_argument(comm.group_table, comm.group_table, 1)
+        launch = make_launcher(kernel.function, 1, constexprs, 32, True, (), group, comm.gpu.driver)
         x = torch.zeros(4097)
         assert x.data_ptr() % 16 == 0
         with comm.gpu.driver.holding((x, comm.group_table)):

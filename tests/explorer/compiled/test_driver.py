@@ -17,6 +17,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled import user_launch
 from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
@@ -27,6 +28,7 @@ KERNEL = registry.KERNELS[0]
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32", "ALIGNED": True, **KERNEL.fixed}  # fmt: skip
 GROUP = torch.zeros(512, dtype=torch.int64)
+ARGUMENT = layout.group_argument(GROUP, GROUP, 2)
 _ranks = itertools.count(100)
 
 
@@ -36,7 +38,7 @@ def device():
 
 
 def bound(device):
-    return make_launcher(KERNEL.function, 8, CONSTEXPRS, 32, True, (), GROUP, device.driver)
+    return make_launcher(KERNEL.function, 8, CONSTEXPRS, 32, True, (), ARGUMENT, device.driver)
 
 
 def test_the_launch_path_of_a_gpu_gives_the_machine_the_ptx_of_the_cubin_and_its_parameters():
@@ -46,8 +48,8 @@ def test_the_launch_path_of_a_gpu_gives_the_machine_the_ptx_of_the_cubin_and_its
     (launch,) = simulated.streams.executor.started
     assert launch.loaded.kernel.name == launch.loaded.name == KERNEL.function.fn.__name__
     assert launch.loaded.kernel.target.startswith("sm_90")
-    words = struct.unpack("<7Q", launch.parameters)
-    assert words == (x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), 64, 5 << 32 | 0xFFFFFFFF, 0, 0)
+    words = struct.unpack(f"<{6 + len(ARGUMENT)}Q", launch.parameters)
+    assert words == (x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), *ARGUMENT[1:], 64, 5 << 32 | 0xFFFFFFFF, 0, 0)
     assert [(p.offset, p.size) for p in launch.loaded.kernel.parameters] == list(launch.loaded.layout)
     assert (launch.grid, launch.threads, launch.stream) == ((8, 1, 1), (256, 1, 1), 0)
 
@@ -83,8 +85,8 @@ def test_a_global_that_changes_between_two_launches_is_refused(monkeypatch):
 
 
 def launched(driver, function, threads=(256, 1, 1), shared=0, stream=0, grid=(1, 1, 1)):
-    words = (ctypes.c_uint64 * 7)()
-    table = (ctypes.c_void_p * 7)(*range(ctypes.addressof(words), ctypes.addressof(words) + 56, 8))
+    words = (ctypes.c_uint64 * 64)()
+    table = (ctypes.c_void_p * 64)(*range(ctypes.addressof(words), ctypes.addressof(words) + 512, 8))
     stream = driver.CUstream(stream)
     return driver.cuLaunchKernel(function, *grid, *threads, shared, stream, ctypes.addressof(table), 0)[0]
 

@@ -7,6 +7,7 @@ from functools import cache
 
 from tests.kernels.arenas import Block, Rank
 from tests.ptx.corpus import without_assembler
+from tricomm.kernels import layout
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.launch.compiler import extras
 from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
@@ -52,7 +53,8 @@ class CompiledRanks:
             self.memory.add(x.data_ptr(), x.numel() * x.element_size(), f"x of rank {rank.rank}")
             self.memory.add(y.data_ptr(), y.numel() * y.element_size(), f"y of rank {rank.rank}")
             count = x.numel() * DTYPES[dtype].lanes // kernel.kind.rows_in(world_size)
-            words = [x.data_ptr(), y.data_ptr(), rank.arena.data_ptr(), count, self.calls << 32 | self.calls]
+            group = layout.group_argument(rank.arena.data_ptr(), rank.arena, world_size)
+            words = [x.data_ptr(), y.data_ptr(), *group, count, self.calls << 32 | self.calls]
             words += [0 for _ in extras(kernel.function)]
             parameters = struct.pack(f"={len(words) + 2}Q", *words, 0, 0)
             loaded = grid.LoadedKernel(code, self.memory, steps=steps)

@@ -197,12 +197,12 @@ class CompiledRuntime:
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         driver = self._gpu.driver
         with self._at_compiler():
             launch = make_launcher(kernel, blocks, constexprs, bits, aligned, more, group, driver)
-        tables = (group, *(m for m in more if isinstance(m, torch.Tensor)))
+        tables = (group[0], *(m for m in more if isinstance(m, torch.Tensor)))
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             with driver.holding(tables if bits is None else (x, y, *tables)):

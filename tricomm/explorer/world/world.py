@@ -246,11 +246,11 @@ class RankRuntime:
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: torch.Tensor, timeout: float,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             args = kernel_launch.arguments(x, y, bits, group, count, call, rows, more)
-            self.prepare(kernel, blocks, args, constexprs, group.device, timeout)()
+            self.prepare(kernel, blocks, args, constexprs, group[0].device, timeout)()
 
         return run
 

@@ -16,6 +16,7 @@ B = ("barrier", "one_shot", "simple")
 
 PRIMITIVES = "kernels/primitives.py"
 PUSH = "kernels/device/push.py"
+ARRIVAL = "kernels/device/arrival.py"
 CHUNKS = "kernels/device/chunks.py"
 MAILBOX = "kernels/device/mailbox.py"
 PACKING = "kernels/device/packing.py"
@@ -25,12 +26,21 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
-_LATE = "late |= expected & (((seen >> 32) & LOW) != flag)"
+_OLD = "old = ((low >> 32).to(tl.int32) != flag) | ((high >> 32).to(tl.int32) != flag)"
+_WAITED = "status = synchronize(chunk, 0, SPEC)"
+_ACQUIRED = f"{_WAITED}\n    return status\n\n\n@triton.jit\ndef receive_nothing"
+_LATE = "late |= old & (lane < counts[n])"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = tl.load(group + LL_BASE)"
-_SAME = "chunk._replace(epoch=chunk.epoch * 0),"
-_SHARD = "buffer = simple_buffer(chunk, peer(group, to), me, SPEC)\n"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = ll_base(group)"
+_SAME = "ahead._replace(epoch=ahead.epoch * 0)"
+_AHEAD = "PUSH(tensors, ahead, SPEC)\n"
+_MET = "status = synchronize(ahead, 0, SPEC)\n"
+_TWO_BACK = "nth(whole, number - 2, chunk_words)"
+_SHARD = """\
+        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+    for first in range(chunk.own, shard"""
+_TO = "\n            to = (chunk.me + step) % SPEC.WORLD_SIZE\n            buffer"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
     if SPEC.LL:
@@ -50,7 +60,7 @@ _TORN = """\
         tl.store(half + 2, high.to(tl.int32), mask=mask)
         tl.store(half + 3, (high >> 32).to(tl.int32), mask=mask)
 """
-_MOVE_ON = "            tl.store(group + EPOCH, advance(epoch, chunks))\n"
+_MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
@@ -58,22 +68,22 @@ WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
 OWN = (
     Mutant(
         "M01", "LL: the flag of one word stands for the tile", "every word is complete by itself, and no other is",
-        (Edit(PRIMITIVES, _LATE, _LATE.replace("expected", "(lane < 1)")),),
+        (Edit(ARRIVAL, _LATE, _LATE.replace("counts[n]", "1")),),
         (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
     ),
     Mutant(
         "M02", "LL: the first half of the words is polled", "a payload word is two LL words",
-        (Edit(PRIMITIVES, "expected = lane < 2 * count", "expected = lane < count"),),
+        (Edit(ARRIVAL, _LATE, _LATE.replace("counts[n]", "counts[n] // 2")),),
         (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
     ),
     Mutant(
         "M03", "LL: any flag will do", "a word of the epoch before the last is taken for new",
-        (Edit(PRIMITIVES, _LATE, _LATE.replace("!= flag", "== 0")),),
+        (Edit(ARRIVAL, _OLD, _OLD.replace("!= flag", "== 0")),),
         (L,), frozenset({"race", "wrong_result", "leftover"}), schedules=20,
     ),
     Mutant(
         "M04", "LL: no wait for headers", "the fingerprint is not read, and the header is there for the next call",
-        (Edit(ONE_SHOT, _PUSH + _MEET, f"{_PUSH}    status = 0\n"),),
+        (Edit(PUSH, "pointers, counts, SOURCES, True,", "pointers, counts, SOURCES, False,"),),
         (L,), frozenset({"leftover"}),
     ),
     Mutant(
@@ -83,7 +93,7 @@ OWN = (
     ),
     Mutant(
         "M06", "fingerprint ignored", "ranks that make different calls get numbers instead of CollectiveMismatch",
-        (Edit(PRIMITIVES, "wrong = mask & ((seen & LOW) != (call & LOW))", "wrong = mask & False"),),
+        (Edit(ARRIVAL, "wrong = here & (said.to(tl.int32) != call.to(tl.int32))", "wrong = here & False"),),
         (L,), frozenset({"rank_mismatch"}), body=bodies.differing, clean=frozenset({"exception"}),
     ),
     Mutant(
@@ -119,22 +129,22 @@ OWN = (
     ),
     Mutant(
         "M13", "all chunks in one epoch", "a chunk of a long message is an epoch",
-        (Edit(CHUNKS, "advance(start, number)", "start"),),
+        (Edit(CHUNKS, "advance(whole.epoch, number)", "whole.epoch"),),
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
         "M14", "arrivals not reset", "from the second call on no block is the last one",
-        (Edit(PRIMITIVES, "            tl.store(group + ARRIVALS, 0)\n", ""),),
+        (Edit(PRIMITIVES, "                tl.store(table + ARRIVALS, 0)\n", ""),),
         (S,), frozenset({"race", "exception"}),
     ),
     Mutant(
         "M15", "the first block moves the epoch on", "others of its launch have not read it yet",
-        (Edit(PRIMITIVES, "if arrived == tl.num_programs(0) - 1:", "if arrived == 0:"),),
+        (Edit(PRIMITIVES, 'scope="gpu") == tl.num_programs(0) - 1', 'scope="gpu") == 0'),),
         (B,), RACE, blocks=2,
     ),
     Mutant(
         "M16", "busy word not reset", "the next launch takes this one for a second stream: pytorch#189228",
-        (Edit(PRIMITIVES, "            tl.store(group + BUSY, 0)\n", ""),),
+        (Edit(PRIMITIVES, "            tl.store(table + BUSY, 0)\n", ""),),
         (B,), frozenset({"exception", "leftover"}),
     ),
     Mutant(
@@ -144,18 +154,17 @@ OWN = (
     ),
     Mutant(
         "M18", "two-shot: one header for both phases", "the second barrier finds the first one's flag",
-        (Edit(TWO_SHOT, "synchronize(chunk, 1, SPEC)", "synchronize(chunk, 0, SPEC)"),),
+        (Edit(CHUNKS, "synchronize(behind, 1, SPEC)", "synchronize(behind, 0, SPEC)"),),
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
         "M19", "two-shot: result pushed to the first half", "writer and reader disagree about the place",
-        (Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),),
+        (Edit(TWO_SHOT, "me, SPEC) + half,)", "me, SPEC),)"),),
         (T,), frozenset({"uninitialised", "race"}),
     ),
     Mutant(
         "M20", "two-shot: a shard ends at a whole word", "the last word of a tensor may have one element only",
-        (Edit(TWO_SHOT, "base + me * shard\n        limit = end_of(here + ours, numel, PACK)",
-              "base + me * shard\n        limit = (here + ours) * PACK"),),
+        (Edit(TWO_SHOT, "limit = end_of(here + ours, numel, 64 // x_ptr", "limit = (here + ours) * (64 // x_ptr"),),
         (T,), OUTSIDE, sizes=(7, 1, 9), dtype=torch.int32, body=bodies.in_turn,
     ),
     Mutant(
@@ -166,20 +175,21 @@ OWN = (
     ),
     Mutant(
         "M22", "reduced from the own rank on", "ranks hold different bits: vLLM keeps one order for this reason",
-        (Edit(ONE_SHOT, "peer(chunk.group, r), 0,",
-              "peer(chunk.group, (r + tl.load(chunk.group)) % WORLD_SIZE), 0,"),),
+        (Edit(ONE_SHOT, "import peer_of\n", "import peer_ahead\n"),
+         Edit(ONE_SHOT, "peer_of(chunk.group, r, WORLD_SIZE), 0,", "peer_ahead(chunk.group, r, WORLD_SIZE), 0,")),
         (S,), frozenset({"rank_mismatch"}), world_size=3, body=bodies.floats,
     ),
     Mutant(
         "M23", "every block waits for block 0's header", "block b reads what block b of a peer wrote",
-        (Edit(PRIMITIVES, "pointer = group + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
-              "pointer = group + HEADERS // 8 + row * MAX_BLOCKS"),),
+        (Edit(PRIMITIVES, "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0)",
+              "pointer = table_of(group) + HEADERS // 8 + row * MAX_BLOCKS"),),
         (S,), RACE, blocks=2,
     ),
     Mutant(
         "M24", "two-shot: a rank without a shard does not meet", "every block sends headers, with payload or without",
-        (Edit(TWO_SHOT, f"{_MEET}    if status == 0:\n",
-              f"    status = 0\n    if count > me * shard:\n    {_MEET}    if status == 0:\n"),),
+        (Edit(CHUNKS, f"            {_MET}        elif",
+              f"            if ahead.count > ahead.me * tl.cdiv(ahead.count, 2 * SPEC.WORLD_SIZE) * 2:\n"
+              f"                {_MET}        elif"),),
         (T,), DEADLOCK,
     ),
     Mutant(
@@ -189,25 +199,24 @@ OWN = (
     ),
     Mutant(
         "M26", "two-shot LL: own shard not pushed to oneself", "a rank polls its own buffer, too",
-        (Edit(TWO_SHOT, "    for step in range(SPEC.WORLD_SIZE):\n", "    for step in range(1, SPEC.WORLD_SIZE):\n"),),
+        (Edit(TWO_SHOT, f"tl.static_range(SPEC.WORLD_SIZE):{_TO}", f"tl.static_range(1, SPEC.WORLD_SIZE):{_TO}"),),
         (TL,), DEADLOCK,
     ),
     Mutant(
         "M27", "two-shot LL: both phases in one half", "a word of the second phase is taken for one of the first",
         (
-            Edit(TWO_SHOT, "peer(group, to), me, half + first, SPEC)", "peer(group, to), me, first, SPEC)"),
-            Edit(TWO_SHOT, "ll_buffer(chunk, group, source, half + first, SPEC)",
-                 "ll_buffer(chunk, group, source, first, SPEC)"),
+            Edit(TWO_SHOT, "me, half + first, SPEC)", "me, first, SPEC)"),
+            Edit(TWO_SHOT, "ll_buffer(chunk, table_of(group), source, half + first, SPEC)",
+                 "ll_buffer(chunk, table_of(group), source, first, SPEC)"),
         ),
         (TL,), RACE,
     ),
     Mutant(
         "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
         (
-            Edit(TWO_SHOT, _SHARD, _SHARD.replace("chunk,", _SAME)),
-            Edit(TWO_SHOT, "(chunk, peer(group, to), me, SPEC) + half", f"({_SAME} peer(group, to), me, SPEC) + half"),
-            Edit(TWO_SHOT, "(chunk, group, r, SPEC)", f"({_SAME} group, r, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC)", f"({_SAME} group, source, SPEC)"),
+            Edit(CHUNKS, "PASS_ON(tensors, behind,", "PASS_ON(tensors, behind._replace(epoch=behind.epoch * 0),"),
+            Edit(CHUNKS, f"2, SPEC)\n            {_AHEAD}", f"2, SPEC)\n            {_AHEAD.replace('ahead', _SAME)}"),
+            Edit(CHUNKS, f"{_TWO_BACK}, SPEC)", f"{_TWO_BACK}._replace(epoch=number * 0), SPEC)"),
         ),
         (T, S), RACE, sizes=(9, 9, 9, 9), body=bodies.in_turn,
     ),
@@ -219,7 +228,7 @@ OWN = (
     ),
     Mutant(
         "M30", "nothing staged", "peers read memory that was never written",
-        (Edit(ONE_SHOT, "    stage(x_ptr, numel, chunk, SPEC)\n", ""),),
+        (Edit(ONE_SHOT, "    stage(tensors[0], tensors[2], chunk, SPEC)\n", "    pass\n"),),
         (S,), frozenset({"uninitialised"}),
     ),
     Mutant(
@@ -240,7 +249,7 @@ OWN = (
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
-        (Edit(TWO_SHOT, _SHARD, _SHARD.replace("me,", "to,")),),
+        (Edit(PUSH, _SHARD, _SHARD.replace("me,", "to,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
@@ -250,12 +259,28 @@ OWN = (
     ),
     Mutant(
         "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
-        (Edit(GATHER, "store_words(y_ptr + r * numel, chunk.base + first,", "store_words(y_ptr + r * numel, first,"),),
+        (Edit(PUSH, "store_words(y_ptr + r * numel, chunk.base + first,", "store_words(y_ptr + r * numel, first,"),),
         (GL,), WRONG, sizes=(300,), tile=128,
     ),
     Mutant(
+        "M40", "LL: a block without words does not look at headers",
+        "the next call's words may come before it has left",
+        (Edit(PUSH, "& (SPEC.LL | (first < chunk.count))", "& (first < chunk.count)"),),
+        (L,), frozenset({"leftover", "race"}), blocks=2, sizes=(1, 1, 12),
+    ),
+    Mutant(
+        "M41", "two-shot LL: words are polled without headers", "the header is there for the next call",
+        (Edit(TWO_SHOT, "counts, SPEC.WORLD_SIZE, True, SPEC)", "counts, SPEC.WORLD_SIZE, False, SPEC)"),),
+        (TL,), frozenset({"leftover", "race"}),
+    ),
+    Mutant(
+        "M42", "LL: the header of an epoch that clears is polled", "zeros may land on words pushed after it was seen",
+        (Edit(PUSH, f"        {_ACQUIRED}", f"        status = 0{_ACQUIRED.removeprefix(_WAITED)}"),),
+        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
+    ),
+    Mutant(
         "M37", "LL: polls the upper halves only", "the lower one is stored first, and may come last",
-        (Edit(PRIMITIVES, "expected = lane < 2 * count", "expected = (lane < 2 * count) & (lane % 2 == 1)"),),
+        (Edit(ARRIVAL, _OLD, "old = (high >> 32).to(tl.int32) != flag"),),
         (L,), frozenset({"wrong_result"}), schedules=20, body=bodies.in_turn,
     ),
 )  # fmt: skip

@@ -26,7 +26,7 @@ GATHER = "kernels/collectives/all_gather_hybrid_cube_mesh.py"
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG = frozenset({"wrong_result"})
-_KEEP = "kept = simple_buffer(chunk, group, mesh.RELAYED + n, SPEC) + half"
+_KEEP = "kept = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC) + half"
 _OVER_THE_LINK = "simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)"
 _SUM = "sums = accumulate(parts, 4, SPEC)\n            for n in tl.static_range(PARTS):\n                kept"
 _PUBLISH = "    tl.debug_barrier()\n    send_headers_to(chunk.group, mask, chunk.epoch, chunk.call, PHASE, True,"
@@ -87,13 +87,13 @@ CUBES = (
     ),
     _mutant(
         "C07", "cube: summed by position, not by place", "a quad's order is that of its ranks, whoever is linked how",
-        (Edit(REDUCE, "tl.load(group + mesh.QUAD_RANK)", "tl.load(group + mesh.QUAD_RANK - 1)"),), S, WRONG,
-        body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
+        (Edit(REDUCE, "tl.load(table_of(group) + mesh.QUAD_RANK)", "tl.load(table_of(group) + mesh.QUAD_RANK - 1)"),),
+        S, WRONG, body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
     ),
     _mutant(
         "C08", "cube: summed from the own place on", "ranks of a quad hold different bits",
-        (Edit(REDUCE, "simple_buffer(chunk, group, n, SPEC)",
-              "simple_buffer(chunk, group, (quad_rank + n) % 4, SPEC)"),),
+        (Edit(REDUCE, "simple_buffer(chunk, table_of(group), n, SPEC)",
+              "simple_buffer(chunk, table_of(group), (quad_rank + n) % 4, SPEC)"),),
         S, frozenset({"rank_mismatch"}), body=bodies.cube_floats, dtype=torch.float32,
     ),
     _mutant(
@@ -104,8 +104,8 @@ CUBES = (
     ),
     _mutant(
         "C10", "cube: relays by place, not by position", "who writes to whom is not the same at both ends of a link",
-        (Edit(FILE, "tl.load(group + PEER_QUAD + tl.load(group + POSITION))",
-              "tl.load(group + PEER_QUAD + tl.load(group + QUAD_RANK))"),),
+        (Edit(FILE, "tl.load(table + PEER_QUAD + tl.load(table + POSITION))",
+              "tl.load(table + PEER_QUAD + tl.load(table + QUAD_RANK))"),),
         S, DEADLOCK, topology=OTHERWISE,
     ),
     _mutant(
@@ -134,7 +134,7 @@ CUBES = (
     ),
     _mutant(
         "C15", "cube two-shot: a shard belongs to a place", "both ends of a relay link own the same shard",
-        (Edit(TWO_SHOT, "tl.load(group + mesh.POSITION)", "tl.load(group + mesh.POSITION + 1)"),),
+        (Edit(TWO_SHOT, "tl.load(table_of(group) + mesh.POSITION)", "tl.load(table_of(group) + mesh.POSITION + 1)"),),
         T, frozenset({"wrong_result", "uninitialised", "race"}), topology=OTHERWISE,
     ),
     _mutant(

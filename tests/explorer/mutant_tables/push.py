@@ -16,26 +16,26 @@ DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "s
 
 FILE = "kernels/device/push.py"
 BROADCAST = "kernels/collectives/broadcast_one_shot.py"
-TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 GATHER = "kernels/collectives/gather_one_shot.py"
+TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 REDUCE = "kernels/collectives/reduce_one_shot.py"
 SCATTER = "kernels/collectives/scatter_one_shot.py"
 UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 SPLITS = "kernels/device/counts.py"
+CHUNKS = "kernels/device/chunks.py"
 
-_MEET = "    status = synchronize(chunk, 0, SPEC)\n"
+_NOTHING = "        status = receive_nothing(chunk, status, SPEC)\n"
+_MET = "                status = synchronize(ahead, 0, SPEC)\n            number"
 _SIGNAL_ONLY = """\
-    status = 0
-    if me == root:
-        tl.debug_barrier()
-        send_headers(
-            chunk.group, chunk.epoch, chunk.call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX
-        )
-    else:
-        status = synchronize(chunk, 0, SPEC)
-"""
-_IMPORT = "from tricomm.kernels.device.push import open_epoch"
-_SENDS = (Edit(BROADCAST, _IMPORT, f"from tricomm.kernels.primitives import send_headers\n{_IMPORT}"),)
+                if ahead.me == tensors[3]:
+                    tl.debug_barrier()
+                    send_headers(group, ahead.epoch, call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+                else:
+                    status = synchronize(ahead, 0, SPEC)
+            number"""
+_IMPORT = "from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch"
+_TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
+_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
 _HEADERS = """\
         tl.debug_barrier()
@@ -43,7 +43,7 @@ _HEADERS = """\
         status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
         tl.debug_barrier()
 """
-_SECOND = "status = synchronize(chunk, 1, SPEC)"
+_SECOND = "status = synchronize(behind, 1, SPEC)"
 _BEFORE_CLEAR = 2**30 - 1
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
@@ -58,17 +58,17 @@ def _barrier(old: str, new: str) -> tuple[Edit, ...]:
 PUSHES = (
     Mutant(
         "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
-        (Edit(BROADCAST, _MEET, f"    status = 0\n    if me != root:\n    {_MEET}"),),
+        (Edit(BROADCAST, _NOTHING, "        status = 0\n"),),
         (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
         "P02", "broadcast: the root signals and does not wait", "a root runs ahead of those that copy",
-        (*_SENDS, Edit(BROADCAST, _MEET, _SIGNAL_ONLY)),
+        (Edit(CHUNKS, _IMPORT, f"{_IMPORT}, send_headers"), Edit(CHUNKS, _MET, _SIGNAL_ONLY)),
         (BS,), RACE, "two buffers used in turn", sizes=(1100,), tile=512,
     ),
     Mutant(
         "P03", "LL gather: a rank that is not the root does not wait", "senders run ahead of the root",
-        (Edit(GATHER, _MEET, f"    status = 0\n    if chunk.me == root:\n    {_MEET}"),),
+        (Edit(GATHER, _NOTHING, "        status = 0\n"),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -92,19 +92,19 @@ PUSHES = (
     ),
     Mutant(
         "P08", "push: one buffer too few is received", "off by one in the number of senders",
-        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
-              "simple_buffer(chunk, group, (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
+        (Edit(FILE, "simple_buffer(chunk, table_of(group), source + n, SPEC)",
+              "simple_buffer(chunk, table_of(group), (source + n) % (SPEC.WORLD_SIZE - 1), SPEC)"),),
         (DS,), WRONG, world_size=3,
     ),
     Mutant(
         "P09", "push: received from the other parity", "sender and receiver disagree about the mailbox",
-        (Edit(FILE, "simple_buffer(chunk, group, source + n, SPEC)",
-              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), group, source + n, SPEC)"),),
-        (GS,), UNWRITTEN,
+        (Edit(FILE, "simple_buffer(chunk, table_of(group), source + n, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + 1), table_of(group), source + n, SPEC)"),),
+        (DS,), UNWRITTEN,
     ),
     Mutant(
         "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
-        (Edit(FILE, "distance = tl.load(group + LL_BUFFER) // 8", "distance = tl.load(group + LL_BUFFER) // 16"),),
+        (Edit(FILE, "distance = ll_bytes(group) // 8", "distance = ll_bytes(group) // 16"),),
         (RL,), DEADLOCK,
     ),
     Mutant(
@@ -136,25 +136,26 @@ PUSHES = (
     ),
     Mutant(
         "P16", "two-shot broadcast without the second barrier", "shards are copied before they have come",
-        (Edit(TWO_SHOT, _SECOND, "status = 0"),),
+        (Edit(CHUNKS, _SECOND, "status = 0"),),
         (BT,), RACE, "no flag tells rank",
     ),
     Mutant(
         "P17", "two-shot broadcast: one header for both phases", "the second barrier finds the first one's flag",
-        (Edit(TWO_SHOT, _SECOND, _SECOND.replace("1", "0")),),
+        (Edit(CHUNKS, _SECOND, _SECOND.replace("1", "0")),),
         (BT,), RACE, "no flag tells rank", world_size=3,
     ),
     Mutant(
         "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
         (
-            Edit(TWO_SHOT, "peer(group, to), me, SPEC) + half", "peer(group, to), me, SPEC)"),
-            Edit(TWO_SHOT, "(chunk, group, source, SPEC) + half", "(chunk, group, source, SPEC)"),
+            Edit(TWO_SHOT, "me, SPEC) + half", "me, SPEC)"),
+            Edit(FILE, _TAKEN, _TAKEN.removesuffix(" + half")),
+            Edit(FILE, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
         ),
         (BT,), RACE,
     ),
     Mutant(
         "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
-        (Edit(TWO_SHOT, "                if to != root:", "                if (to != root) & (me != root):"),),
+        (Edit(TWO_SHOT, "% SPEC.WORLD_SIZE != root:", "% SPEC.WORLD_SIZE != root and me != root:"),),
         (BT,), UNWRITTEN,
     ),
     Mutant(

@@ -1,0 +1,84 @@
+"""LL: wait until words have arrived, and with them all that has to be known before they are used.
+
+One loop looks at everything at once: the words of a tile, from several ranks; this block's header from every peer; and
+the busy word, in which another launch of this communicator would show. All loads of a round are in flight together, and
+one reduction over the block says what goes on:
+
+    0 all is here   1 something is late   2 aborted   3 another launch   4 a peer made another call
+
+The larger number wins, so a wrong header ends the wait even if its sender's words never come, and no word is used
+before every peer's header of this epoch was seen.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels import layout
+from tricomm.kernels.device.group import table_of
+from tricomm.kernels.primitives import BUSY, LOW, look, pause, report_mismatch, report_overlap
+
+HEADERS = tl.constexpr(layout.HEADERS)
+MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
+SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
+
+
+@triton.jit
+def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
+    """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
+
+    `pointers` and `counts` are tuples, of int64* (16-byte aligned) and int64. MEET: until every peer's header of phase
+    0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT int64 [BLOCK] tiles, status); a status
+    that is not zero has been reported in the status word, if it is not that of an abort. A word that was seen is
+    complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope; see `get_ll`.
+    """
+    BLOCK: tl.constexpr = SPEC.BLOCK
+    # Lanes of headers, and one for the busy word: a GPU's tile has as many or more, and then one reduction does.
+    META: tl.constexpr = BLOCK if BLOCK >= 2 * SOURCES else 2 * SOURCES
+    flag, call = chunk.epoch.to(tl.int32), chunk.call
+    source = tl.arange(0, META)
+    awaited = (source < SPEC.WORLD_SIZE) & (source != chunk.me)
+    busy = source == SOURCES
+    row = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
+    # One lane a word, not all threads: the reduction brings them together.
+    place = tl.where(busy, BUSY, HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0))
+    lane = tl.arange(0, BLOCK)
+    words = ()
+    for _ in tl.static_range(COUNT):
+        words = words + (tl.zeros([BLOCK], tl.int64),)
+    said = tl.zeros([META], tl.int64)
+    code = 1
+    spins = 0
+    while code == 1:
+        late = lane < 0
+        payload = ()
+        if MEET:
+            said = tl.load(table_of(chunk.group) + place, mask=awaited | busy, other=0, volatile=True)
+        for n in tl.static_range(COUNT):
+            # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
+            at = tl.multiple_of(pointers[n], 16) + tl.arange(0, 2 * BLOCK)
+            low, high = tl.split(tl.reshape(tl.load(at, volatile=True), [BLOCK, 2]))
+            old = ((low >> 32).to(tl.int32) != flag) | ((high >> 32).to(tl.int32) != flag)
+            late |= old & (lane < counts[n])
+            payload = payload + ((low & LOW) | (high << 32),)
+        words = payload
+        found = late.to(tl.int32) | look(chunk.group, spins, late, SPEC.PTX)
+        if MEET:
+            here = (said >> 32).to(tl.int32) == flag
+            wrong = here & (said.to(tl.int32) != call.to(tl.int32))
+            foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))
+            met = tl.where(foreign, 3, tl.where(awaited & wrong, 4, (awaited & (here == 0)).to(tl.int32)))
+            if META == BLOCK:
+                code = tl.max(tl.maximum(found, met), axis=0)
+            else:
+                code = tl.maximum(tl.max(found, axis=0), tl.max(met, axis=0))
+        else:
+            code = tl.max(found, axis=0)
+        spins += 1
+        pause(spins)
+    if code == 4:
+        report_mismatch(chunk.group, source, awaited & ((said >> 32) == chunk.epoch), said, call)
+    if code == 3:
+        report_overlap(chunk.group)
+    return words, tl.minimum(code, 2)

@@ -1,0 +1,120 @@
+"""What a kernel knows of its group: a rank's number, the control page, where mailboxes are, the peers' arenas.
+
+`group` has two forms, and every function here takes both:
+
+    parameters   of the shipped kernels: a tuple of 64-bit words (`layout.group_argument`), constants of the
+                 communicator that ride in the parameters of the launch, so that no push waits for a load of them
+    pointer      of users' kernels: int64*, to this rank's group table, as `Communicator.group_table` gives it
+
+What a kernel changes (epoch, arrivals, busy) and what few kernels need is in the table alone.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels import layout
+
+RANK = tl.constexpr(layout.RANK)
+CONTROL = tl.constexpr(layout.CONTROL)
+LL_BASE = tl.constexpr(layout.LL_BASE)
+LL_BUFFER = tl.constexpr(layout.LL_BUFFER)
+SIMPLE_BASE = tl.constexpr(layout.SIMPLE_BASE)
+SIMPLE_BUFFER = tl.constexpr(layout.SIMPLE_BUFFER)
+PEERS = tl.constexpr(layout.PEERS)
+_PEERS = tl.constexpr(layout.PARAMETER_PEERS)
+
+
+@triton.jit
+def table_of(group):
+    """Pointer (int64*) to this rank's group table, which is the head of its arena."""
+    if isinstance(group, tl.tensor):
+        table = group
+    else:
+        table = group[0]
+    return table
+
+
+@triton.jit
+def word_of(group, WORD: tl.constexpr):
+    """int64: a word of the group table below `layout.EPOCH`. They have the same order behind the table's address."""
+    if isinstance(group, tl.tensor):
+        word = tl.load(group + WORD)
+    else:
+        word = group[WORD + 1].to(tl.int64)  # the interpreter takes a small number for 32 bits
+    return word
+
+
+@triton.jit
+def rank_of(group):
+    """int64: this rank."""
+    return word_of(group, RANK)
+
+
+@triton.jit
+def control_of(group):
+    """Pointer (int64*) to the words of the control page that the host shares."""
+    return word_of(group, CONTROL).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def ll_base(group):
+    """int64: the byte of an arena at which the `ll` mailboxes begin."""
+    return word_of(group, LL_BASE)
+
+
+@triton.jit
+def ll_bytes(group):
+    """int64: bytes of a source's buffer in an `ll` mailbox."""
+    return word_of(group, LL_BUFFER)
+
+
+@triton.jit
+def simple_base(group):
+    """int64: the byte of an arena at which the `simple` mailboxes begin."""
+    return word_of(group, SIMPLE_BASE)
+
+
+@triton.jit
+def simple_bytes(group):
+    """int64: bytes of a source's buffer in a `simple` mailbox."""
+    return word_of(group, SIMPLE_BUFFER)
+
+
+@triton.jit
+def peer(group, rank):
+    """Pointer (int64*, 16-byte aligned) to the head of `rank`'s arena; loaded, because `rank` is known at run time."""
+    return tl.multiple_of(tl.load(table_of(group) + PEERS + rank).to(tl.pointer_type(tl.int64)), 16)
+
+
+@triton.jit
+def peer_ahead(group, STEP: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """`peer` of the rank that is STEP ahead of this one, (me + STEP) % WORLD_SIZE; 0 is this rank."""
+    if isinstance(group, tl.tensor):
+        head = peer(group, (rank_of(group) + STEP) % WORLD_SIZE)
+    else:
+        head = tl.multiple_of(group[_PEERS + STEP].to(tl.pointer_type(tl.int64)), 16)
+    return head
+
+
+@triton.jit
+def peer_of(group, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr):
+    """`peer` of rank RANK, which is known when the kernel is compiled."""
+    if isinstance(group, tl.tensor):
+        head = peer(group, RANK)
+    else:
+        head = tl.multiple_of(group[_PEERS + WORLD_SIZE + RANK].to(tl.pointer_type(tl.int64)), 16)
+    return head
+
+
+@triton.jit
+def peer_addresses(group, rank, mask, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
+    """int64 tile: the address of the arena of each rank of a tile of ranks; undefined outside of `mask`."""
+    if isinstance(group, tl.tensor) or not PTX:
+        addresses = tl.load(table_of(group) + PEERS + rank, mask=mask, other=0)
+    else:  # a parameter cannot be indexed at run time: selects on constant operands
+        addresses = tl.zeros(rank.shape, tl.int64)
+        for r in tl.static_range(WORLD_SIZE):
+            addresses = tl.where(rank == r, group[_PEERS + WORLD_SIZE + r], addresses)
+    return addresses

@@ -1,0 +1,58 @@
+"""How an arena is divided: nothing overlaps, tiles divide buffers, and little is left unused."""
+
+import pytest
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.options import Options
+
+ARENAS = [size << 10 for size in (128, 256, 1000, 4096, 1 << 14, 1 << 16, 3 << 15, 1 << 20)]
+PLANS = [
+    layout.plan(world_size, nbytes)
+    for world_size in range(1, layout.MAX_WORLD_SIZE + 1)
+    for nbytes in ARENAS
+    if nbytes >= 1 << 20 or world_size <= 8
+]
+
+
+def test_parts_lie_one_behind_the_other():
+    for plan in PLANS:
+        ranks = plan.world_size
+        assert layout.HEADERS + 8 * layout.PHASES * 2 * ranks * layout.MAX_BLOCKS <= plan.ll
+        assert plan.ll + 2 * ranks * plan.ll_buffer <= plan.simple
+        assert plan.simple + 2 * ranks * plan.simple_buffer <= plan.channel_states
+        assert plan.channel_states + ranks * plan.channels * layout.CHANNEL_STATE <= plan.slots
+        assert plan.slots + ranks * plan.channels * layout.SLOTS * plan.slot <= plan.nbytes
+        assert all(place % 128 == 0 for place in (plan.ll, plan.simple, plan.channel_states, plan.slots))
+
+
+def test_no_plan_is_larger_than_its_arena():
+    for nbytes in ARENAS:
+        assert layout.plan(8, nbytes).nbytes <= nbytes
+
+
+def test_the_largest_tile_is_a_power_of_two_and_divides_its_part_of_a_buffer():
+    for plan in PLANS:
+        for kernel in registry.KERNELS:
+            tile = plan.largest_tile(kernel.algorithm, kernel.protocol)
+            assert tile & (tile - 1) == 0
+            assert plan.buffer_words(kernel.algorithm, kernel.protocol) % tile == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 10, 16])
+def test_buffers_fill_nine_tenths_of_the_default_arena_and_have_tiles_of_2048_words(world_size):
+    nbytes = Options().arena_bytes
+    plan = layout.plan(world_size, nbytes)
+    assert 2 * world_size * (plan.ll_buffer + plan.simple_buffer) >= 0.9 * nbytes
+    assert 8 * world_size * plan.ll_buffer <= nbytes  # a quarter: two buffers a rank
+    assert plan.largest_tile("two_shot", "simple") >= 2048
+    assert plan.slot_words("simple") >= 1024
+
+
+def test_the_smallest_arena_is_named_and_works():
+    for world_size in range(1, layout.MAX_WORLD_SIZE + 1):
+        with pytest.raises(InvalidArgument, match="at least (\\d+) bytes") as refused:
+            layout.plan(world_size, 4096)
+        least = int(str(refused.value).split("at least ")[1].split()[0])
+        assert layout.plan(world_size, least).nbytes <= least
