@@ -28,7 +28,7 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
     """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
 
-    `pointers` and `counts` are tuples, of int64* (16-byte aligned) and int64. MEET: until every peer's header of phase
+    `pointers` and `counts` are tuples, of int64* (which the caller says to be 16-byte aligned) and int64. MEET: until every peer's header of phase
     0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT int64 [BLOCK] tiles, status); a status
     that is not zero has been reported in the status word, if it is not that of an abort. A word that was seen is
     complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope; see `get_ll`.
@@ -57,7 +57,7 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
             said = tl.load(table_of(chunk.group) + place, mask=awaited | busy, other=0, volatile=True)
         for n in tl.static_range(COUNT):
             # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
-            at = tl.multiple_of(pointers[n], 16) + tl.arange(0, 2 * BLOCK)
+            at = pointers[n] + tl.arange(0, 2 * BLOCK)
             low, high = tl.split(tl.reshape(tl.load(at, volatile=True), [BLOCK, 2]))
             old = ((low >> 32).to(tl.int32) != flag) | ((high >> 32).to(tl.int32) != flag)
             late |= old & (lane < counts[n])

@@ -190,7 +190,7 @@ def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
     pointers, counts = (), ()
     buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
     for n in tl.static_range(SOURCES):
-        pointers = pointers + (buffer + n * (ll_bytes(chunk.group) // 8),)
+        pointers = pointers + (tl.multiple_of(buffer + n * (ll_bytes(chunk.group) // 8), 16),)
         counts = counts + (chunk.count - first,)
     return poll_words(chunk, pointers, counts, SOURCES, True, SPEC)
 

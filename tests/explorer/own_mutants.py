@@ -263,7 +263,7 @@ OWN = (
         (GL,), WRONG, sizes=(300,), tile=128,
     ),
     Mutant(
-        "M40", "LL: a block without words does not look at headers", "the next call's words may come before it has left",
+        "M40", "LL: a block without words does not look at headers", "the next call finds it still there",
         (Edit(PUSH, "& (SPEC.LL | (first < chunk.count))", "& (first < chunk.count)"),),
         (L,), frozenset({"leftover", "race"}), blocks=2, sizes=(1, 1, 12),
     ),
