@@ -70,7 +70,7 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
     if device != "cuda":
         return
     if tile is not None and tile < WORDS_PER_WARP:
-        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words, one a thread")
+        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
     if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) < GPU_TILE:
         raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
 
