@@ -25,6 +25,12 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
+def headers_and_busy(chunk, place, mask):
+    """int64: words of one's own group table and headers, which may be written at the same time."""
+    return tl.load(table_of(chunk.group) + place, mask=mask, other=0, volatile=True)
+
+
+@triton.jit
 def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
     """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
 
@@ -55,7 +61,7 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
         late = lane * 0
         payload = ()
         if MEET:
-            said = tl.load(table_of(chunk.group) + place, mask=awaited | busy, other=0, volatile=True)
+            said = headers_and_busy(chunk, place, awaited | busy)
             unseen = (said >> 32).to(tl.int32) != flag
         for n in tl.static_range(COUNT):
             # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.

@@ -85,12 +85,12 @@ class Group:
 FORBIDDEN = (
     Group(S, "signal", _ALL, 4, "st.release"),
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
-    Group(S, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(S, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 6, "st.relaxed", sizes=(520, 300), harmless=(6, 0)),
-    Group(L, "get_ll", ("strength", "width"), 2, "v2.b64"),
+    Group(L, "poll_words", ("strength", "width"), 2, "v2.b64"),
     Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire"),
-    Group(L, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(L, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
     # Behind the acquire the reduction over the fingerprints has barriers of its own.

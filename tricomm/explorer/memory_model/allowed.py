@@ -16,13 +16,13 @@ from pathlib import Path
 
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import primitives
-from tricomm.kernels.device import channels
+from tricomm.kernels.device import arrival, channels
 
-_files = {primitives.__file__, channels.__file__}
+_files = {primitives.__file__, channels.__file__, arrival.__file__}
 
 
 def copy_of(file: str) -> None:
-    """Apply the same exceptions to another copy of `kernels/primitives.py` or `channels.py` (for mutants of it)."""
+    """Apply the same exceptions to another copy of `kernels/primitives.py`, `channels.py` or `arrival.py` (for mutants of it)."""
     _files.add(file)
 
 
@@ -34,7 +34,7 @@ def present(file: str) -> str:
     """
     if file in _files:
         return file
-    ours = (primitives.__file__, channels.__file__)
+    ours = (primitives.__file__, channels.__file__, arrival.__file__)
     here = sorted((f for f in _files if Path(f).name == Path(file).name and Path(f).exists()), key=ours.__contains__)
     return next((f for f in here if not Path(file).exists() or _alike(f, file)), file)
 
@@ -45,12 +45,12 @@ def _alike(one: str, other: str) -> bool:
 
 def is_ll(site: Site) -> bool:
     file, name = site.function
-    return name in ("put_ll", "get_ll") and file in _files
+    return name in ("put_ll", "get_ll", "poll_words") and file in _files
 
 
 def is_busy_word(site: Site) -> bool:
     file, name = site.function
-    return name in ("enter", "leave") and file in _files
+    return name in ("enter", "leave", "read_epoch", "announce", "finish", "headers_and_busy") and file in _files
 
 
 def may_stay_unread(site: Site) -> bool:
