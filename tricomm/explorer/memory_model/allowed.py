@@ -22,7 +22,7 @@ _files = {primitives.__file__, channels.__file__, arrival.__file__}
 
 
 def copy_of(file: str) -> None:
-    """Apply the same exceptions to another copy of `kernels/primitives.py`, `channels.py` or `arrival.py` (for mutants of it)."""
+    """Apply the same exceptions to another copy of `primitives.py`, `channels.py` or `arrival.py` (for mutants)."""
     _files.add(file)
 
 
