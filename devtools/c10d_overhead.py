@@ -8,10 +8,12 @@ GPU time.
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,24 +31,28 @@ from tricomm.perf.evidence.stages import host_path
 from tricomm.perf.null_launch import communicator
 
 
-def measure(count: int = 1024, calls: int = 5000, rounds: int = 9) -> dict[str, Any]:
+def measure(count: int = 1024, calls: int = 200, rounds: int = 150) -> dict[str, Any]:
     """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
 
     A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
+    Rounds are short, so that most of them pass undisturbed on a busy machine.
     """
     x = torch.ones(count)
-    with host_path.fake_backend(1), communicator() as comm, _group(comm, x) as group:
+    with (
+        host_path.fake_backend(1), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured
+    ):  # fmt: skip
         calls_by_name: dict[str, Callable[[], Any]] = {
             "fake": lambda: dist.all_reduce(x),
             "c10d": lambda: dist.all_reduce(x, group=group),
             "communicator": lambda: comm.all_reduce(x),
+            "captured": lambda: captured.all_reduce(x),
         }
         took = host_path.in_turns(calls_by_name, calls, rounds)
         counting = min(_counting(comm, calls) for _ in range(rounds))
     best = {name: min(all_us) for name, all_us in took.items()} | {"counting": counting}
     ratios = {
         f"{name}_over_fake": median(ours / fake for ours, fake in zip(took[name], took["fake"], strict=True))
-        for name in ("c10d", "communicator")
+        for name in ("c10d", "communicator", "captured")
     }
     ratios["counting_share"] = best["counting"] / best["communicator"]
     return {"count": count, "calls": calls, **{f"{name}_us": us for name, us in best.items()}, **ratios}
@@ -59,6 +65,19 @@ def _counting(comm: Communicator, calls: int) -> float:
     for _ in range(calls):
         chosen.tally.total += chosen.weight
     return (time.perf_counter() - began) / calls * 1e6
+
+
+@contextmanager
+def _capturing(x: torch.Tensor) -> Iterator[Communicator]:
+    """A communicator whose calls on tensors like `x` are captured."""
+    with communicator() as comm:
+        comm.all_reduce(x)
+        gpu: Any = comm.gpu
+        gpu.capturing = partial(operator.truth, True)
+        try:
+            yield comm
+        finally:
+            comm._launcher.captured = False  # in no graph: its memory can go
 
 
 @contextmanager
@@ -79,7 +98,7 @@ def _group(comm: Communicator, x: torch.Tensor) -> Iterator[TricommGroup]:
 
 @click.command()
 @click.option("--count", type=click.IntRange(1), default=1024, show_default=True, help="Elements of float32.")
-@click.option("--calls", type=click.IntRange(1), default=5000, show_default=True, help="Calls per round.")
+@click.option("--calls", type=click.IntRange(1), default=200, show_default=True, help="Calls per round.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(count: int, calls: int, as_json: bool) -> None:
     """Print the host time of an all_reduce whose kernel is never launched."""
@@ -89,7 +108,10 @@ def main(count: int, calls: int, as_json: bool) -> None:
         return
     click.echo(f"# all_reduce of {count} float32, host time of a call, kernel not launched; no GPU time")
     rows = [("dist.all_reduce, fake backend", f"{times['fake_us']:.2f}", "")]
-    for name, text in (("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce")):
+    for name, text in (
+        ("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce"),
+        ("captured", "Communicator.all_reduce, captured"),
+    ):  # fmt: skip
         rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))
     share = f"{times['counting_share']:.2%}"
     rows.append(("of that, counting it (comm.stats())", f"{times['counting_us']:.2f}", share))

@@ -35,6 +35,8 @@ def expected(
 
 def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] = ()) -> torch.Tensor:
     """In rank order (each quad in rank order, then the two), types narrower than 32 bits in 32, rounded once."""
+    if parts[0].is_complex() and op in ("sum", "avg"):  # by halves: torch makes a NaN of an infinity's other half
+        return torch.view_as_complex(reduced(op, [torch.view_as_real(part) for part in parts], quads))
     dtype, count = parts[0].dtype, len(parts)
     if dtype == torch.bool:
         op = {"sum": "bor", "max": "bor", "prod": "band", "min": "band"}.get(op, op)
@@ -52,6 +54,8 @@ def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] =
 def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if op in ("band", "bor", "bxor"):
         return a & b if op == "band" else a | b if op == "bor" else a ^ b
-    if op in ("min", "max"):
-        return torch.minimum(a, b) if op == "min" else torch.maximum(a, b)
+    if op in ("min", "max"):  # of equal numbers, which may be zeros of two signs, torch gives any
+        negative = torch.signbit(a)
+        equal = torch.where(negative, a, b) if op == "min" else torch.where(negative, b, a)
+        return torch.where(a == b, equal, torch.minimum(a, b) if op == "min" else torch.maximum(a, b))
     return a * b if op == "prod" else a + b

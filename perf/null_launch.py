@@ -5,7 +5,11 @@ This is the host's part of a call, which can be measured on any machine beside a
 
 from __future__ import annotations
 
+import operator
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,8 +47,39 @@ class NullDevice:
         return 0
 
 
+class NullGpu:
+    """Stands for `tricomm.gpu.Gpu`: its answers come from C, as torch's do, and its streams have nothing to do."""
+
+    clock = time
+    index = 0
+    current_device = raw_stream = staticmethod(partial(operator.index, 0))
+    capturing = staticmethod(partial(operator.truth, False))
+
+    def stream(self) -> NullStream:
+        return NullStream()
+
+    def recorded(self, stream: Any = None, timing: bool = False) -> NullStream:
+        return NullStream()
+
+    def here(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class NullStream:
+    """A stream or an event with nothing to do."""
+
+    cuda_stream = 0
+    query = staticmethod(partial(operator.truth, True))
+
+
 class NullRuntime(Processes):
     """Ranks whose kernels are compiled for a GPU and never run."""
+
+    def gpu(self, device: torch.device) -> Any:
+        return NullGpu()
 
     def bind(
         self,
@@ -63,7 +98,7 @@ class NullRuntime(Processes):
 
 
 def communicator() -> Communicator:
-    """A group of one rank on the CPU whose calls do everything but the launch."""
+    """A group of one rank on the CPU whose calls do everything on the host but CUDA's own part."""
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
     control = handshake(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))

@@ -148,7 +148,7 @@ class ControlPage:
 
         For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
-        return self._own().announce
+        return self._own().announcer()
 
     def announce_message(self, message: Descriptor) -> None:
         """Publish what this rank sends or receives as its message number `message.sequence`."""

@@ -290,7 +290,7 @@ def check(record: StoreRecord[RankRecord], rank: int, world_size: int, layout_ha
     if theirs.layout_hash != layout_hash or theirs.nbytes != NBYTES:
         raise RendezvousError(
             f"{who} has other options than rank {rank} (memory layout {theirs.layout_hash:x}, here {layout_hash:x}): "
-            "use the same tricomm, device kind and options on every rank"
+            "use the same tricomm, device kind, options and TRICOMM_* variables on every rank"
         )
 
 

@@ -2,9 +2,10 @@
 
     page 0   identity (written once, before any rank attaches); state, heartbeat, sequence (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
-    page 2   ring of the last 8 descriptors, by sequence number
+    page 2   the last 8 calls, one word each: the sequence number, and the number of its descriptor
     page 3   exchange slot of even steps;  page 4: of odd steps
     page 5   ring of the last 8 descriptors of messages, by the message's number
+    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
@@ -17,7 +18,8 @@ from __future__ import annotations
 import enum
 import struct
 import zlib
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,23 +29,29 @@ from tricomm.errors import ResourceError
 from tricomm.store.records import ExchangeMessage
 
 PAGE_BYTES = 4096
-NBYTES = 6 * PAGE_BYTES
+NBYTES = 10 * PAGE_BYTES
 MESSAGE_BYTES = 1024
 RING = 8
 WORDS = 512
 
-_MAGIC = b"TRICTRL\x01"
+_MAGIC = b"TRICTRL\x02"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
-_DESCRIPTOR = struct.Struct("<Q16s16s16s32s16sqqq16sq")  # the sequence number last: the rest is the same in all calls
-_ANNOUNCED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descriptor
+_DESCRIPTOR = struct.Struct("<Q16s16s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
+_NUMBERED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descriptor
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC
-_SEQUENCE_NUMBER = struct.Struct("<q")
+_NUMBER = struct.Struct("<q")
 _STATE, _HEARTBEAT, _SEQUENCE, _FAULTED = 16, 17, 18, 19  # word numbers in page 0
 _FAULT_AT, _FAULT_TEXT = 256, 2048
-_DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5))
+_DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT, _PLACES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5, 6))
+_RING = _RING_AT // 8  # its word number
 _ENTRY = PAGE_BYTES // RING
+_PLACE = 256
+_PLACES = (NBYTES - _PLACES_AT) // _PLACE  # a power of two, so that a number's lower bits tell its place
+# A call's word: its sequence number, and below it the lower bits of the number of its descriptor.
+_BITS = 20
+_LOWER = (1 << _BITS) - 1
 _TRIES = 1000
 
 
@@ -56,7 +64,7 @@ class RankState(enum.IntEnum):
     ABORTED = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedDescriptor:
     """The bytes of a descriptor without its sequence number, and the checksum up to there."""
 
@@ -116,6 +124,9 @@ class Page:
         self.device_address = address + _DEVICE_AT
         self._buffer = buffer
         self._words = buffer.cast("q")
+        self._numbers: dict[PackedDescriptor, int] = {}  # lower bits, of those that have a place
+        self._placed: list[PackedDescriptor | None] = [None] * _PLACES
+        self._number = 0
 
     def identify(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
         self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
@@ -145,24 +156,52 @@ class Page:
 
     @property
     def sequence(self) -> int:
-        return self._words[_SEQUENCE]
+        return self._words[_SEQUENCE] >> _BITS
 
     def device_words(self) -> NDArray[np.int64]:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
-    def announce(self, sequence: int, packed: PackedDescriptor) -> None:
-        """Call number `sequence`, with its `Descriptor.packed`. Made for speed: every collective does this."""
-        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(sequence), packed.crc)
-        at = _RING_AT + sequence % RING * _ENTRY
-        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, sequence)
-        self._words[_SEQUENCE] = sequence  # after its descriptor, so that a reader of this word sees that
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed): call number `sequence`, with its `Descriptor.packed`; by one thread at a time.
+        Made for speed: every collective does this."""
+        words, numbers, place = self._words, self._numbers, self._place
+
+        def announce(sequence: int, packed: PackedDescriptor) -> None:
+            try:
+                number = numbers[packed]
+            except KeyError:
+                number = place(packed)
+            words[_RING + sequence % RING] = word = sequence << _BITS | number
+            words[_SEQUENCE] = word
+
+        return announce
+
+    def _place(self, packed: PackedDescriptor) -> int:
+        """Write a descriptor; returns the lower bits of its number. It takes the place of the oldest one that none of
+        the last calls names."""
+        named = self._named()
+        self._number += 1
+        while self._number % _PLACES in named:
+            self._number += 1
+        at, number = self._number % _PLACES, self._number & _LOWER
+        before, self._placed[at] = self._placed[at], packed
+        if before is not None:
+            self._numbers.pop(before, None)
+        self._write(_PLACES_AT + at * _PLACE, number, packed)
+        self._numbers[packed] = number
+        return number
+
+    def _named(self) -> set[int]:
+        """The places of the last calls' descriptors."""
+        return {(self._words[_RING + n] & _LOWER) % _PLACES for n in range(RING)}
+
+    def _write(self, at: int, number: int, packed: PackedDescriptor) -> None:
+        crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
+        _NUMBERED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
 
     def announce_message(self, message: Descriptor) -> None:
         """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
-        packed = message.packed()
-        crc = zlib.crc32(_SEQUENCE_NUMBER.pack(message.sequence), packed.crc)
-        at = _MESSAGES_AT + message.sequence % RING * _ENTRY
-        _ANNOUNCED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, message.sequence)
+        self._write(_MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
 
     def messages(self) -> list[Descriptor]:
         """The rank's last messages, in order."""
@@ -171,8 +210,11 @@ class Page:
 
     def called(self, sequence: int) -> Descriptor | None:
         """The call number `sequence`; None if there was none, or if it is too long ago."""
-        call = self._descriptor(_RING_AT + sequence % RING * _ENTRY)
-        return call if call is not None and call.sequence == sequence else None
+        word = self._words[_RING + sequence % RING]
+        number = word & _LOWER
+        call = self._descriptor(_PLACES_AT + number % _PLACES * _PLACE) if word >> _BITS == sequence else None
+        # Another number: its place was given away meanwhile, so the call is no longer among the last ones.
+        return replace(call, sequence=sequence) if call is not None and call.sequence == number else None
 
     def _descriptor(self, at: int) -> Descriptor | None:
         data = self._take(at, _DESCRIPTOR.size)

@@ -52,8 +52,8 @@ def open_store_control(
     different = [r for r, (_, _, theirs) in enumerate(answers) if theirs != agreed]
     if different:
         raise RendezvousError(
-            f"rank(s) {different} have other options than rank {rank}: use the same tricomm, device kind and options "
-            "on every rank"
+            f"rank(s) {different} have other options than rank {rank}: use the same tricomm, device kind, options and "
+            "TRICOMM_* variables on every rank"
         )
     exchanges.nonce = answers[0][0]
     return _page(rank, world_size, exchanges), len({node for _, node, _ in answers})

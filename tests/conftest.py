@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture
 def unshrunk(monkeypatch):
     """Findings of `tricomm.check` stay as found: the search for a simpler execution takes most of the time."""
-    monkeypatch.setattr("tricomm.explorer.schedule.shrinking.shrink", lambda again, finding, execution: execution)
+    monkeypatch.setattr("tricomm.explorer.schedule.shrinking.shrink", lambda again, finding, execution, most: execution)
 
 
 @pytest.fixture

@@ -6,8 +6,10 @@ Kernels run where they are launched, under Triton's interpreter, on the CPU's me
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +88,7 @@ class World:
         self.devices = devices
         self.log: list[str] = []
         self.complaints: list[str] = []
+        self.queries: Counter[str] = Counter()  # what torch was asked for, by name
         self.used: set[int] = set()  # devices with a primary context
         self.streams: dict[tuple[int, int], FakeStream] = {}
         self._here = threading.local()
@@ -93,19 +96,30 @@ class World:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         event = type("FakeEvent", (FakeEvent,), {"world": self})
-        for name, value in {
+        functions = {
             "device": self.device, "stream": self.stream, "current_stream": self.current_stream, "Event": event,
             "current_device": self.get_device, "device_count": lambda: self.devices, "Stream": self.new_stream,
             "is_current_stream_capturing": self.capturing, "synchronize": self.synchronize,
             "is_available": lambda: True,
-        }.items():  # fmt: skip
-            patch.setattr(torch.cuda, name, value)
+        }  # fmt: skip
+        private = {
+            "_cuda_getDevice": self.get_device,
+            "_cuda_isCurrentStreamCapturing": self.capturing,
+            "_cuda_hasPrimaryContext": lambda index: index in self.used,
+            "_cuda_getCurrentRawStream": lambda index: self.current_stream(index).cuda_stream,
+        }
         patch.setattr(cuda_launcher, "compile_kernel", _compile_once)
-        patch.setattr(torch._C, "_cuda_getDevice", self.get_device, raising=False)
-        patch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index in self.used, raising=False)
-        patch.setattr(
-            torch._C, "_cuda_getCurrentRawStream", lambda index: self.current_stream(index).cuda_stream, raising=False
-        )
+        for name, value in functions.items():
+            patch.setattr(torch.cuda, name, self.counted(name, value))
+        for name, value in private.items():
+            patch.setattr(torch._C, name, self.counted(name, value), raising=False)
+
+    def counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*arguments: Any, **keywords: Any) -> Any:
+            self.queries[name] += 1
+            return function(*arguments, **keywords)
+
+        return ask
 
     def complain(self, text: str) -> AssertionError:
         self.complaints.append(text)
@@ -219,7 +233,7 @@ class FakeDevice(FakeGpu):
         self.context = index  # type: ignore[assignment]
 
     def stream(self) -> int:
-        return self.world.current_stream(self.index).cuda_stream
+        return int(torch._C._cuda_getCurrentRawStream(self.index))
 
     def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
         self.world.contexts.append(context)
@@ -258,12 +272,27 @@ class OnFakeGpu(Processes):
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             to_driver(x, y, count, call, rows)
+            launched(lambda: interpreted(x, y, count, call, rows))
+
+        def launched(kernel: Callable[[], None]) -> None:
             stream = self.world.streams[self.index, self.fake.launches[-1].stream]
             if stream.capture is None:
-                interpreted(x, y, count, call, rows)
+                kernel()
             else:
-                stream.capture.append(lambda: interpreted(x, y, count, call, rows))
+                stream.capture.append(kernel)
 
+        def in_place(count: int, facts: int) -> kernel_launch.InPlace:
+            again = to_driver.in_place(count, facts)
+
+            def run_again(address: int, number: int, stream: int) -> None:
+                again(address, number, stream)
+                memory = (ctypes.c_byte * (count * bits // 8)).from_address(address)
+                x = torch.frombuffer(memory, dtype=torch.int8)
+                launched(lambda: interpreted(x, x, count, number << 32 | facts, ()))
+
+            return run_again
+
+        run.in_place = in_place
         return run
 
     def prepare(self, kernel, grid, args, constexprs, device, timeout):  # type: ignore[no-untyped-def]

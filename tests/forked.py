@@ -1,4 +1,4 @@
-"""Commands and scripts in processes that a fork server starts: as in a new Python, without seconds of imports in each.
+"""Commands and scripts whose processes a fork server starts: as new Pythons, without seconds of imports in each.
 
 Not for what depends on how a process begins, on its command line, or on its parent.
 """
@@ -6,6 +6,7 @@ Not for what depends on how a process begins, on its command line, or on its par
 from __future__ import annotations
 
 import atexit
+import io
 import multiprocessing as mp
 import os
 import runpy
@@ -13,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest.mock import patch
 
 from tests import ranks
 
@@ -35,21 +38,32 @@ def _received(sent: Any) -> _Descriptor:
     return _Descriptor(sent.detach())
 
 
-def command(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Any:
-    """`tricomm` with these arguments; its ranks are forked, too. As of `subprocess.run` with text output."""
-    return _run(_command, arguments, env, timeout)
+def command(*arguments: str, env: Mapping[str, str] | None = None, started: list[Any] | None = None) -> Any:
+    """`tricomm` with these arguments in this process; the fork server starts its ranks. As of `subprocess.run`.
+
+    The ranks are added to `started`.
+    """
+    from tricomm.cli import main
+    from tricomm.perf import workers
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(workers, "subprocess", for_workers(started)))
+        undo.enter_context(patch.object(sys, "argv", ["tricomm", *arguments]))
+        undo.enter_context(patch.dict(os.environ, env or {}, clear=env is not None))
+        undo.enter_context(redirect_stdout(out))
+        undo.enter_context(redirect_stderr(err))
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def script(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Any:
     """A file with these arguments, as `python FILE ...` runs it; the Pythons that it starts are forked, too."""
-    return _run(_script, arguments, env, timeout)
-
-
-def _run(
-    body: Callable[[], None], arguments: tuple[str, ...], env: Mapping[str, str] | None, timeout: float
-) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = _Process(ranks.CONTEXT, body, arguments, out.fileno(), err.fileno(), env)
+        process = _Process(ranks.CONTEXT, _script, arguments, out.fileno(), err.fileno(), env)
         try:
             code = process.wait(timeout)
         finally:
@@ -87,16 +101,19 @@ class _Process:
         self._process.join(10)
 
 
-def for_workers(context: Any = ranks.CONTEXT) -> SimpleNamespace:
-    """In place of the module `subprocess` of tricomm.perf.workers."""
+def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
+    """In place of the module `subprocess` of tricomm.perf.workers. The processes are added to `started`."""
 
     def popen(arguments: list[str], *, stderr: Any, **_: Any) -> _Process:
         here, there = os.pipe()
         try:
             given = (arguments[2:], there, stderr.fileno(), None, os.fdopen(here, "r"))
-            return _Process(context, _worker, *given)
+            process = _Process(ranks.CONTEXT, _worker, *given)
         finally:
             os.close(there)
+        if started is not None:
+            started.append(process)
+        return process
 
     return SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
 
@@ -123,16 +140,6 @@ def _worker() -> None:
 
     os.setsid()
     raise SystemExit(workers._work())
-
-
-def _command() -> None:
-    from tricomm.cli import main
-    from tricomm.perf import workers
-
-    sys.argv = ["tricomm", *sys.argv]
-    # By fork: what the fork server has started cannot use it. This process has no threads but those that read.
-    workers.subprocess = for_workers(mp.get_context("fork"))  # type: ignore[assignment]
-    main()
 
 
 def _script() -> None:

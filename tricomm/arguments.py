@@ -35,26 +35,6 @@ def operation(op: Any) -> str:
     return name
 
 
-def is_plain(x: torch.Tensor, device: torch.device, itemsize: int, nbytes: int) -> bool:
-    """True for a contiguous tensor with which nothing is wrong, as nearly all are.
-
-    Its numbers are real, of `itemsize` bytes each and `nbytes` in all, as the caller knows already. False says
-    nothing. `check_tensor` and `check_writable` pass whatever this does, and take several times as long.
-    """
-    try:
-        return (
-            type(x) is torch.Tensor
-            and x.device == device
-            and not x.is_nested
-            and x.is_contiguous()
-            and not x.requires_grad
-            and not x.is_neg()
-            and x.untyped_storage().nbytes() >= x.storage_offset() * itemsize + nbytes
-        )
-    except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
-        return False
-
-
 def check_tensor(x: Any, device: torch.device, what: str) -> None:
     """Refuse a tensor that no backend can take, before anything is sent; raises `InvalidArgument`.
 

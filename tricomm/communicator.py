@@ -35,7 +35,7 @@ from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
-from tricomm.options import Options, seconds
+from tricomm.options import Options, seconds, with_environment
 from tricomm.policy import user_tables
 from tricomm.policy.backend_choice import BackendChoice
 from tricomm.policy.selection import Choice
@@ -81,7 +81,8 @@ class Communicator:
         look: Callable[[], None] = lambda: None,
         decided: BackendChoice | None = None,
     ) -> None:
-        options = options or Options()
+        # One that decides the routes has looked at the environment when it agreed with the other ranks.
+        options = with_environment(options) if decided is None else options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
@@ -99,8 +100,8 @@ class Communicator:
         options: Options, runtime: Runtime,
     ) -> Self:  # fmt: skip
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
-        comm = cls.__new__(cls)
-        shared = bootstrap.without_fallback(control, arena, arena_layout, device)
+        comm, options = cls.__new__(cls), with_environment(options)
+        shared = bootstrap.without_fallback(control, arena, arena_layout, device, options)
         set_up(lambda undo: comm._assemble(undo, Group(shared, device, timeout, options, runtime)))
         return comm
 
@@ -239,7 +240,7 @@ class Communicator:
 
     @property
     def options(self) -> Options:
-        """What was given."""
+        """What was given, with what the environment asks of every group."""
         return self._group.options
 
     @property

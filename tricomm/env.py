@@ -65,6 +65,11 @@ def share_device() -> bool:
     return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")
 
 
+def batch_invariant() -> bool:
+    """True where the user wants every group's reductions to depend on rank order alone."""
+    return flag("TRICOMM_BATCH_INVARIANT")
+
+
 def token() -> bytes | None:
     """Shared secret that authenticates the records of the rendezvous, or None."""
     value = text("TRICOMM_TOKEN")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.topology.model import Topology
@@ -29,6 +30,9 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
+    batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
+                   algorithm, protocol, chunk, grid or graph. What cannot promise that is refused. Also for all groups
+                   of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
 
     Raises `InvalidArgument` for a value out of range.
     """
@@ -43,13 +47,14 @@ class Options:
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str | Path):
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device"):
+        for name in ("nccl", "share_device", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
@@ -72,6 +77,12 @@ class Options:
             return
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise InvalidArgument(f"Options.{name}={value!r}: an integer from {least} to {most} is needed")
+
+
+def with_environment(options: Options | None) -> Options:
+    """`options`, or the defaults, with what the environment asks of every group: TRICOMM_BATCH_INVARIANT."""
+    options = options or Options()
+    return replace(options, batch_invariant=True) if env.batch_invariant() else options
 
 
 def seconds(value: float | timedelta, name: str) -> float:

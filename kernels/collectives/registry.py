@@ -79,6 +79,15 @@ class Kernel:
         return self.algorithm.startswith("hybrid_cube_mesh")
 
     @property
+    def rank_order(self) -> bool:
+        """True unless it reduces in another order than that of the ranks: a cube mesh adds the sums of two quads.
+
+        Each element is then accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its bits depend
+        on nothing else.
+        """
+        return not (self.reduces and self.needs_cube)
+
+    @property
     def pairwise(self) -> bool:
         """True for one half of a message between two ranks."""
         return self.collective in collective_specs.MESSAGES

@@ -28,16 +28,14 @@ def refused() -> str | None:
     return None
 
 
-def compile_kernel(
-    kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, fresh: bool = False
-) -> Any:
+def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
     """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
 
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
     `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
     for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`.
-    `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. `fresh` passes Triton's
-    cache by, which knows a kernel by its source and not by its path. Raises `ResourceError` if `refused()`.
+    `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError`
+    if `refused()`.
     """
     if (reason := refused()) is not None:
         raise ResourceError(reason)
@@ -66,9 +64,7 @@ def compile_kernel(
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
-    with triton.knobs.compilation.scope():
-        triton.knobs.compilation.always_compile = fresh or triton.knobs.compilation.always_compile
-        return noted(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
+    return noted(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
 
 
 def noted(compiled: Any) -> Any:
@@ -86,6 +82,11 @@ def ptx_of(cubin: bytes) -> str | None:
 def ptx_text(compiled: Any) -> str:
     """The PTX of Triton's `compiled` kernel, whose files are those of this process, also if it came from the cache."""
     return source_paths.of_this_process(compiled.asm["ptx"], compiled.src.fn)
+
+
+def ttgir_text(compiled: Any) -> str:
+    """The TTGIR of Triton's `compiled` kernel, likewise."""
+    return source_paths.of_this_process(compiled.asm["ttgir"], compiled.src.fn)
 
 
 def _digest(cubin: bytes) -> bytes:

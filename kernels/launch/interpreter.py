@@ -5,7 +5,7 @@ turns at every access instead: through `programs`, `engage` and `disengage`.
 
 Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
 one at a time in a process: the patches and the current block's index are global, and `_lock` protects them.
-All that depends on Triton's private names is in `triton_adapter` and `triton_shortcuts`.
+All that depends on Triton's private names is in `triton_adapter`, `triton_shortcuts` and `interpreted_wide`.
 """
 
 from __future__ import annotations

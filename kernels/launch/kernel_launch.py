@@ -8,13 +8,17 @@ from typing import Any, Protocol
 import torch
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import primitives
-from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels import primitives, wide_words
+from tricomm.kernels.launch import interpreted_wide, interpreter, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
 from tricomm.kernels.specialization import specialized
 
 GroupArgument = tuple[Any, ...]  # `layout.group_argument`
 Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
+
+
+# A compiled kernel's launch of a shape in place: of the address, the call's number and the handle of the stream.
+InPlace = Callable[[int, int, int], None]
 
 
 class BoundKernel(Protocol):
@@ -24,6 +28,8 @@ class BoundKernel(Protocol):
 
 
 interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
+interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
 
 _INTEGERS = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion", "launch_pdl")

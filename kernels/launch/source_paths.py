@@ -1,6 +1,6 @@
-"""Paths in PTX that came from Triton's cache.
+"""Paths in code that came from Triton's cache.
 
-Triton's cache knows a kernel by its source, not by its path: PTX that was compiled for another checkout names that
+Triton's cache knows a kernel by its source, not by its path: what was compiled for another checkout names that
 checkout's files, which may be gone. The lines are the same, since a line number is part of the key.
 """
 
@@ -13,22 +13,22 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-_FILE = re.compile(r'^(\s*\.file\s+\d+\s+")([^"]*)', re.M)
+_FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, in TTGIR
 
 
-def of_this_process(ptx: str, kernel: Any) -> str:
-    """`ptx` with the files that `kernel` and the functions it calls were imported from.
+def of_this_process(text: str, kernel: Any) -> str:
+    """`text`, PTX or TTGIR, with the files that `kernel` and the functions it calls were imported from.
 
     A file that none of them came from stays as it is.
     """
-    from triton.runtime.jit import JITFunction
+    import triton
 
-    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, JITFunction, set())}
+    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, triton.JITFunction, set())}
 
     def present(match: re.Match[str]) -> str:
         return match[1] + (match[2] if match[2] in paths else _nearest(match[2], paths))
 
-    return _FILE.sub(present, ptx)
+    return _FILE.sub(present, text)
 
 
 def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What depends on private names of Triton's interpreter; with `triton_shortcuts`, nothing else in tricomm does.
+"""What depends on private names of Triton's interpreter; with `triton_shortcuts` and `interpreted_wide`, all that does.
 
 The language is patched from a list that is made once (`patch`, `restore`; making it anew for each launch would
 dominate a small call's time), kernels become plain Python (`python`), and every access of a kernel goes through
@@ -57,6 +57,7 @@ def missing_hooks() -> list[str]:
     """Private names of Triton's interpreter that tricomm relies on and that this Triton does not have."""
     module = (
         "interpreter_builder",
+        "_interpreter",
         "FunctionRewriter",
         "InterpretedFunction",
         "TensorHandle",

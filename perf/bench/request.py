@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
@@ -89,7 +90,9 @@ def cases(
     allowed_protocols = PROTOCOLS if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
     chosen: list[Case] = []
     for collective in collectives:
-        shipped = [(k.algorithm, k.protocol) for k in registry.of(collective, world_size)]
+        ordered = env.batch_invariant()
+        kernels = [k for k in registry.of(collective, world_size) if k.rank_order or not ordered]
+        shipped = [(k.algorithm, k.protocol) for k in kernels]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:
             raise InvalidArgument(

@@ -12,6 +12,7 @@ from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import from_code, kernel_time, published
 from tricomm.perf.cost_model.from_code import CodeTime
 from tricomm.perf.cost_model.kernel_time import Checked
+from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.cost_model.warp_clock import PARTS
 
@@ -20,7 +21,7 @@ MEDIAN_ERROR, ROWS = 0.18, 46
 _LABEL = "modelled from the compiled code, not measured"
 LABEL = f"{_LABEL}; median error {MEDIAN_ERROR:.0%} of {ROWS} published rows"
 _NUMBERS = ("size (B)", "time (us)", *PARTS, "busbw", "in flight (KiB)", "allows (GB/s)")
-_HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "")
+_HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "limited by", "")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class CodeForecastRow:
     def time_us(self) -> float:
         return self.time.time_us + self.eager_us
 
+    @property
+    def shares(self) -> TimeShares:
+        return replace(self.time.shares, latency=self.time.shares.latency + self.eager_us)
+
     def to_json(self) -> dict[str, Any]:
         parts = {f"{name}_us": value for name, value in zip(PARTS, self.time.parts, strict=True)}
         return {
@@ -46,7 +51,8 @@ class CodeForecastRow:
             "protocol": self.kernel.protocol, "time_us": self.time_us, "launch_us": self.time.boundary + self.eager_us,
             **parts, **asdict(self.time.shape), "in_flight_bytes": self.time.in_flight,
             "allows_gbs": self.time.allows_gbs, "executed": self.time.executed, "busbw_gbs": self.busbw_gbs,
-            "best": self.best,
+            "chunks": self.time.chunks, "barriers": self.time.barriers, "shares_us": asdict(self.shares),
+            "limit": self.shares.limit, "best": self.best,
         }  # fmt: skip
 
 
@@ -70,6 +76,8 @@ class CodeForecast:
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32; {LABEL}",
             f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
             "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
+            "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
+            "barriers",
         ]
         for collective in dict.fromkeys(row.collective for row in self.rows):
             cells = [_cells(row) for row in self.rows if row.collective == collective]
@@ -82,7 +90,8 @@ def _cells(row: CodeForecastRow) -> tuple[str, ...]:
     return (
         str(row.size_bytes), f"{row.kernel.algorithm}/{row.kernel.protocol}",
         f"{shape.blocks}/{shape.warps}/{shape.tile}", f"{row.time_us:.1f}", *(f"{part:.1f}" for part in time.parts),
-        f"{row.busbw_gbs:.1f}", f"{time.in_flight / 1024:.0f}", f"{time.allows_gbs:.0f}", "*" if row.best else "",
+        f"{row.busbw_gbs:.1f}", f"{time.in_flight / 1024:.0f}", f"{time.allows_gbs:.0f}", row.shares.text(),
+        "*" if row.best else "",
     )  # fmt: skip
 
 

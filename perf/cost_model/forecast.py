@@ -7,16 +7,18 @@ from typing import Any
 
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 
 LABEL = "predicted by a cost model, not measured"
 _NUMBERS = ("size (B)", "time (us)", "busbw (GB/s)", "limit (us)", "waits")
-_HEADER = (_NUMBERS[0], "kernel", *_NUMBERS[1:], "")
+_HEADER = (_NUMBERS[0], "kernel", *_NUMBERS[1:], "limited by", "")
 
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel."""
+    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel, `limit`
+    what limits this one (`limits`)."""
 
     collective: str
     size_bytes: int
@@ -27,6 +29,8 @@ class ForecastRow:
     wire_us: float
     busbw_gbs: float
     limit_us: float
+    shares_us: TimeShares
+    limit: str
     best: bool
 
 
@@ -58,7 +62,8 @@ class Forecast:
 
 def _cells(row: ForecastRow) -> tuple[str, ...]:
     times = (f"{row.time_us:.1f}", f"{row.busbw_gbs:.1f}", f"{row.limit_us:.2f}", f"{row.waits_us / row.time_us:.0%}")
-    return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, "*" if row.best else ""
+    best = "*" if row.best else ""
+    return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, row.shares_us.text(), best
 
 
 def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> Forecast:
@@ -90,6 +95,8 @@ def _at(machine: MachineSpec, world_size: int, collective: str, size: int, mode:
             p.wire,
             units.algorithm_bandwidth(total, p.time_us) * factor,
             limit,
+            p.shares,
+            p.shares.limit,
             p.time_us == least,
         )
         for k, p in zip(kernels, predictions, strict=True)

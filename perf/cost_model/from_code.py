@@ -2,36 +2,48 @@
 
     time = boundary between kernels + critical path
 
-A short message is executed as it is. A long one is executed for a few rounds of each block's tiles (or a few chunks),
-and the steady state is continued in a line: all rounds are alike.
+A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks, and
+the steady state is continued in a line: all rounds are alike, and all chunks. If a chunk has many rounds, chunks of a
+few rounds are executed, in an arena with smaller buffers, and the rounds that each lacks are added.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.layout import Layout
 from tricomm.perf import units
 from tricomm.perf.cost_model import timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
+from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
+from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
 from tricomm.policy import selection
 from tricomm.policy.selection import SelectionFacts
 
 ARENA_BYTES = 64 << 20  # what `Options` has
-_MOST_ROUNDS = 4  # that are executed
+_MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
 _WIDE, _LONG = LaunchShape(64, 8, 2048), 256 << 10
+
+
+class UnknownChunks(TricommError):
+    """A kernel divides a call otherwise than this model."""
 
 
 @dataclass(frozen=True)
 class CodeTime:
     """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, the boundary not included.
 
-    `in_flight` bytes of payload are on their way to the SMs of a GPU at once, at most; `allows_gbs` is the bandwidth
-    that they allow. `executed`: the part of the message that was executed.
+    in_flight, allows_gbs  bytes of payload on their way to the SMs of a GPU at once, at most; the bandwidth they allow
+    executed               the part of the message that was executed
+    chunks, barriers       of the call; `more_barriers`: that a chunk more would take, if there are several
+    chain                  round trips to memory before the first push (`TimedCall`)
+    shares                 of the time, the boundary included
     """
 
     shape: LaunchShape
@@ -40,6 +52,11 @@ class CodeTime:
     in_flight: float
     allows_gbs: float
     executed: float
+    chunks: int
+    barriers: int
+    more_barriers: float | None
+    chain: tuple[int, int] | None
+    shares: TimeShares
 
     @property
     def time_us(self) -> float:
@@ -70,24 +87,87 @@ def predict(
     kind = kernel.kind
     elements = max(1, nbytes // 4 // kind.rows_in(world_size))
     working_set = nbytes * (1 + kind.rows_out(world_size) / kind.rows_in(world_size))
-    shape, few, many = _executed(kernel, world_size, elements, shape)
     cold = working_set > LATENCIES[machine.name].l2_bytes
-    last = _call(machine, kernel.name, world_size, many, shape, cold)
-    parts = last.parts
-    if many < elements:
-        first = _call(machine, kernel.name, world_size, few, shape, cold)
-        more = (elements - many) / (many - few)
-        parts = tuple(b + max(0.0, b - a) * more for a, b in zip(first.parts, parts, strict=True))
-        # Parts may trade places between two lengths; the sum is what goes on in a line.
-        whole = last.time_us + max(0.0, last.time_us - first.time_us) * more
-        parts = tuple(part * whole / sum(parts) for part in parts)
-    in_flight = shape.blocks * last.in_flight
+    cut = _division(kernel, world_size, elements, shape)
+
+    def call(chunks: int, rounds: float, plan: Layout = cut.plan) -> TimedCall:
+        """Of so many chunks of so many rounds each."""
+        part = min(elements, int(chunks * rounds * cut.round))
+        return _call(machine, kernel.name, world_size, part, cut.shape, cold, plan, chunks)
+
+    chunks, rounds = cut.chunks, elements / cut.round
+    if rounds <= _MOST_ROUNDS or (chunks <= _MOST_CHUNKS and cut.rounds <= _MOST_ROUNDS):
+        last = call(chunks, rounds / chunks)
+        parts, executed, barriers = last.parts, rounds, float(last.barriers)
+        more = (last.barriers - call(1, cut.rounds).barriers) / (chunks - 1) if chunks > 1 else None
+    elif chunks == 1:
+        first, last = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
+        parts = _continued(last, (first, last, (rounds - _MOST_ROUNDS) / (_MOST_ROUNDS // 2)))
+        executed, barriers, more = float(_MOST_ROUNDS), float(last.barriers), None
+    elif cut.rounds <= _MOST_ROUNDS:
+        first, last = call(2, cut.rounds), call(3, cut.rounds)
+        rest = rounds - (chunks - 1) * cut.rounds  # of the last one, which may be shorter
+        parts = _continued(call(3, (2 * cut.rounds + rest) / 3), (first, last, chunks - 3))
+        executed, more = 3 * cut.rounds, float(last.barriers - first.barriers)
+        barriers = last.barriers + (chunks - 3) * more
+    else:
+        one, first = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
+        short = cut.shorter(_MOST_ROUNDS)
+        two, last = call(2, _MOST_ROUNDS, short), call(3, _MOST_ROUNDS, short)
+        # A chunk more is as many rounds more, and what chunks cost for themselves.
+        further = (rounds - _MOST_ROUNDS * chunks) / (_MOST_ROUNDS // 2)
+        parts = _continued(last, (two, last, chunks - 3), (one, first, further))
+        executed, more = 3.0 * _MOST_ROUNDS, float(last.barriers - two.barriers)
+        barriers = last.barriers + (chunks - 3) * more
+    in_flight = cut.shape.blocks * last.in_flight
     allows = in_flight / last.latency / 1e3 if last.latency else 0.0
-    return CodeTime(shape, LATENCIES[machine.name].boundary, parts, in_flight, allows, many / elements)
+    boundary = LATENCIES[machine.name].boundary
+    single = call(1, min(1.0, cut.rounds)) if rounds > 1 else last
+    least, _, _ = _split(single.parts, single.barriers * machine.barrier)
+    rest, wire, at_barriers = _split(parts, barriers * machine.barrier)
+    once = min(rest, least)
+    shares = TimeShares(boundary + once, rest - once, wire, at_barriers)
+    return CodeTime(
+        cut.shape, boundary, parts, in_flight, allows, executed / rounds, chunks, round(barriers), more, last.chain,
+        shares,
+    )  # fmt: skip
 
 
-def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> tuple[LaunchShape, int, int]:
-    """(shape with no more blocks than there are tiles, elements of the shorter and of the longer call)."""
+def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
+    """(everything else, what waits for a link, what goes for barriers, which take `barriers` microseconds)."""
+    waits = parts[FENCE] + parts[HOP] + parts[POLL]
+    found = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
+    return sum(parts) - parts[WIRE] - found, parts[WIRE], found
+
+
+def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> tuple[float, ...]:
+    """The parts of `base` and as many times more of what each longer call takes beyond the shorter one."""
+    parts, whole = list(base.parts), base.time_us
+    for shorter, longer, times in lines:
+        parts = [p + max(0.0, b - a) * times for p, a, b in zip(parts, shorter.parts, longer.parts, strict=True)]
+        whole += max(0.0, longer.time_us - shorter.time_us) * times
+    # Parts may trade places between two lengths; the sum is what goes on in a line.
+    return tuple(part * whole / sum(parts) for part in parts)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. `shape` has no more
+    blocks than there are tiles."""
+
+    shape: LaunchShape
+    plan: Layout
+    round: int
+    chunks: int
+    rounds: float
+
+    def shorter(self, rounds: int) -> Layout:
+        """An arena whose chunks have only so many rounds."""
+        ll, simple = (int(each * rounds / self.rounds) for each in (self.plan.ll_buffer, self.plan.simple_buffer))
+        return replace(self.plan, ll_buffer=ll, simple_buffer=simple)
+
+
+def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> _Division:
     plan = layout.plan(world_size, ARENA_BYTES)
     divided = 1 if kernel.shards is None else kernel.shards or world_size
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
@@ -95,22 +175,34 @@ def _executed(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
     shape = LaunchShape(blocks, min(shape.warps, tile // selection.WORDS_PER_WARP), tile)
     round_words = blocks * tile * divided
-    if words <= _MOST_ROUNDS * round_words:
-        return shape, elements, elements
-    chunk = plan.buffer_words(kernel.algorithm, kernel.protocol) * (world_size if kernel.staged else divided)
-    if kernel.zero_copy or chunk >= _MOST_ROUNDS * round_words:
-        return shape, _MOST_ROUNDS // 2 * round_words * 2, _MOST_ROUNDS * round_words * 2
-    return shape, 2 * chunk, 4 * chunk
+    chunk = chunk_words(kernel, world_size, plan)
+    chunks = 1 if kernel.zero_copy else -(-words // chunk)
+    return _Division(shape, plan, 2 * round_words, chunks, chunk / round_words)
+
+
+def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
+    """64-bit words of a row that one epoch takes at most."""
+    part = plan.buffer_words(kernel.algorithm, kernel.protocol)
+    if kernel.staged:
+        return part * world_size
+    return part * (1 if kernel.shards is None else kernel.shards or world_size)
 
 
 @lru_cache(4096)
 def _call(
-    machine: MachineSpec, kernel: str, world_size: int, elements: int, shape: LaunchShape, cold: bool
-) -> TimedCall:
+    machine: MachineSpec, kernel: str, world_size: int, elements: int, shape: LaunchShape, cold: bool, plan: Layout,
+    chunks: int,
+) -> TimedCall:  # fmt: skip
     from tricomm.kernels.collectives import registry
 
     found = next(k for k in registry.ALL if k.name == kernel)
-    return timed_call.run(machine, found, world_size, elements, shape, ARENA_BYTES, cold)
+    timed = timed_call.run(machine, found, world_size, elements, shape, plan, cold)
+    if timed.epochs != chunks:
+        raise UnknownChunks(
+            f"{kernel}: {elements} elements took {timed.epochs} epochs and not {chunks}; how the kernel divides a call "
+            "has changed, so `from_code` has to follow"
+        )
+    return timed
 
 
 def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:

@@ -41,7 +41,7 @@ _SLOW = {
 class InstructionCost:
     """`slots` to issue, `latency` in microseconds to the use of what it writes; registers by their numbers.
 
-    `ordered`: nothing behind it goes before it.
+    `ordered`: nothing behind it goes before it. `shared`: it is a store to shared memory or a load from there.
     """
 
     slots: float
@@ -49,6 +49,7 @@ class InstructionCost:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     ordered: bool
+    shared: bool = False
 
 
 def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
@@ -92,7 +93,9 @@ class KernelCosts:
         for i, (slots, cycles) in zip(kernel.instructions, counted, strict=True):
             reads = tuple(dict.fromkeys(numbers[n] for n in read(i)))
             writes = tuple(numbers[n] for n in written(i))
-            self.costs.append(InstructionCost(scale * slots, times.us(cycles), reads, writes, i.opcode in _ORDERED))
+            shared = any(m.startswith("shared") for m in i.modifiers)
+            ordered = i.opcode in _ORDERED
+            self.costs.append(InstructionCost(scale * slots, times.us(cycles), reads, writes, ordered, shared))
         self.index = {id(i): n for n, i in enumerate(kernel.instructions)}
         self.starts = [block.start for block in self.flow.blocks]
         self.ends = [block.end for block in self.flow.blocks]

@@ -17,6 +17,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
+from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.parsing import parse_name
 
@@ -27,15 +28,23 @@ _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message ta
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call and their parts: `waits` for peers and launches, `wire`, own `memory`."""
+    """Microseconds of one call and their parts: `waits` for peers and launches, of which `barriers`, `wire`, own
+    `memory`. `narrow`: the grid is what bounds the bandwidth of `wire`, not the links."""
 
     waits: float
     wire: float
     memory: float
+    barriers: float = 0.0
+    narrow: bool = False
 
     @property
     def time_us(self) -> float:
         return self.waits + self.wire + self.memory
+
+    @property
+    def shares(self) -> TimeShares:
+        links, flight = (0.0, self.wire) if self.narrow else (self.wire, 0.0)
+        return TimeShares(self.waits - self.barriers, flight, links, self.barriers, self.memory)
 
 
 def predict(
@@ -57,13 +66,14 @@ def predict(
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
     own = (1 + kind.rows_out(world_size) / kind.rows_in(world_size)) * nbytes + sent  # what has arrived is read again
-    waits = machine.launch + kernel.hops * machine.hop + kernel.barriers * machine.barrier
+    barriers = kernel.barriers * machine.barrier
+    waits = machine.launch + kernel.hops * machine.hop + barriers
     if mode == "eager":
         waits += machine.eager
-    wire = machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
+    links = wire = machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
     if blocks is not None:
-        wire = min(wire, blocks * machine.block * min(1.0, 32 * warps / _THREADS))
-    return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3)
+        wire = min(links, blocks * machine.block * min(1.0, 32 * warps / _THREADS))
+    return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3, barriers, wire < links)
 
 
 def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:

@@ -6,32 +6,33 @@ is executed, as the last one to arrive at the kernel's end, which has the longes
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
 
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled.module_table import DeviceFunction
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
-from tricomm.kernels.launch import cubin
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, extras, ptx_text, takes_counts
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
+from tricomm.perf.cost_model import recorded_launch
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.instructions import PtxKernel
-from tricomm.ptx.text.parser import parse
 
 DTYPE = DTYPES["float32"]
 _EPOCH = 6  # any but the first: headers and mailboxes of earlier calls are behind it
 _PAGE = 4096
-_SCRATCH = 2
+_CALL = 1 << 32 | 1
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,19 @@ class TimedCall:
     parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included
     in_flight   bytes of payload that the block's loads had on their way at most: those of the loop that allow the least
     latency     mean microseconds of such a load
+    chain       round trips to memory before the first push, by data and in order (`load_chains`)
+    moved       bytes of payload to and from peers, of the rank with the most; `headers`: of control words
+    barriers    barriers of all ranks, as fences of the system; `epochs`: that the call took
     """
 
     parts: tuple[float, ...]
     in_flight: float
     latency: float
+    chain: tuple[int, int] | None
+    moved: int
+    headers: int
+    barriers: int
+    epochs: int
 
     @property
     def time_us(self) -> float:
@@ -66,103 +75,114 @@ def architecture(machine: MachineSpec) -> str:
     return "sm_75" if machine.architecture in ("any", "sm_70") else machine.architecture
 
 
-@cache
-def compiled(kernel: Kernel, arch: str, world_size: int, tile: int, warps: int) -> tuple[PtxKernel, int, int | None]:
-    """(PTX, dynamic shared bytes, instructions of machine code). Triton's cache keeps what it has compiled."""
+def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str, object]:
+    """Those of a kernel of aligned float32, as a communicator binds it."""
     element, op = reduction(DTYPE, "sum")
-    values = {
-        **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": tile, "LANES": 32 * warps,
-        "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": warps,
+    return {
+        **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": shape.tile,
+        "LANES": 32 * shape.warps, "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": shape.warps,
     }  # fmt: skip
-    made = compile_kernel(kernel.function, values, DTYPE.bits, True, int(arch.removeprefix("sm_")))
-    code = parse(ptx_text(made))
-    grid.refuse_unknown(code)
-    return code, made.metadata.shared, cubin.instructions(made.asm["cubin"], code.name)
 
 
 @cache
-def _costs(kernel: Kernel, arch: str, world_size: int, shape: tuple[int, int], gpu: str) -> KernelCosts:
-    code, _, instructions = compiled(kernel, arch, world_size, *shape)
-    return KernelCosts(code, LATENCIES[gpu], instructions)
+def _costs(gpu: RecordingGpu, loaded: DeviceFunction, machine: str) -> KernelCosts:
+    return KernelCosts(loaded.kernel, LATENCIES[machine], gpu.machine_instructions(loaded))
 
 
 class TimedArenas:
     """Memory of all ranks: tensors, arenas, control pages, and tables of symmetric memory."""
 
-    def __init__(self, world_size: int, arena_bytes: int, words_in: int, words_out: int, cold: bool) -> None:
-        self.plan = layout.plan(world_size, arena_bytes)
+    def __init__(self, world_size: int, plan: layout.Layout, words_in: int, words_out: int, cold: bool) -> None:
+        self.plan = plan
         self.memory = GlobalMemory()
         self.places: list[OwnedMemory] = []
         self._kept: list[np.ndarray] = []
-        arenas = [self._new(self.plan.nbytes, rank, "the arena") for rank in range(world_size)]
-        self.controls = [self._new(_PAGE, HOST, "a control page") for _ in range(world_size)]
-        self.inputs = [self._new(8 * words_in, rank, "the input", cold) for rank in range(world_size)]
-        self.outputs = [self._new(8 * words_out, rank, "the output", cold) for rank in range(world_size)]
-        self.tables = [self._new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in range(world_size)]
-        self.arenas = [base for base, _ in arenas]
-        self.groups: list[tuple[int, ...]] = []
-        for rank, (_, table) in enumerate(arenas):
-            self._fill(rank, table, world_size)
-            words = table[: layout.HEADERS // 8].tolist()
-            self.groups.append(layout.group_argument(self.arenas[rank], words, world_size))
-            self.tables[rank][1][:world_size] = [base for base, _ in self.inputs]
+        ranks = range(world_size)
+        self.arenas = [self._new(self.plan.nbytes, rank, "the arena", head=self.plan.ll) for rank in ranks]
+        self.controls = [self._new(_PAGE, HOST, "a control page") for _ in ranks]
+        self.inputs = [self._new(8 * words_in, rank, "the input", cold) for rank in ranks]
+        self.outputs = [self._new(8 * words_out, rank, "the output", cold) for rank in ranks]
+        self.tables = [self._new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in ranks]
+        for rank, arena in enumerate(self.arenas):
+            self._fill(rank, arena, world_size)
+            self.tables[rank][:world_size] = _addresses(self.inputs)
 
-    def _new(self, nbytes: int, rank: int, name: str, cold: bool = False) -> tuple[int, np.ndarray]:
+    def _new(self, nbytes: int, rank: int, name: str, cold: bool = False, head: int = 0) -> torch.Tensor:
+        """`head`: bytes of it that hold no payload."""
         raw = np.zeros(nbytes // 8 + 512, "u8")  # pages that nothing touches cost nothing
         self._kept.append(raw)
         skipped = -raw.ctypes.data % _PAGE // 8
         base, nbytes = raw.ctypes.data + 8 * skipped, max(nbytes, 8)
         self.memory.add(base, nbytes, f"{name} of rank {rank}")
-        self.places.append(OwnedMemory(base, nbytes, rank, cold))
-        return base, raw[skipped:]
+        if head:
+            self.places.append(OwnedMemory(base, head, rank, control=True))
+        self.places.append(OwnedMemory(base + head, nbytes - head, rank, cold))
+        return torch.from_numpy(raw[skipped:].view("i8"))
 
-    def _fill(self, rank: int, table: np.ndarray, world_size: int) -> None:
+    def _fill(self, rank: int, table: torch.Tensor, world_size: int) -> None:
         plan = self.plan
-        table[layout.RANK], table[layout.CONTROL] = rank, self.controls[rank][0]
+        table[layout.RANK], table[layout.CONTROL] = rank, self.controls[rank].data_ptr()
         table[layout.LL_BASE], table[layout.LL_BUFFER] = plan.ll, plan.ll_buffer
         table[layout.SIMPLE_BASE], table[layout.SIMPLE_BUFFER] = plan.simple, plan.simple_buffer
         table[layout.EPOCH] = _EPOCH
-        table[layout.PEERS : layout.PEERS + world_size] = self.arenas
+        table[layout.PEERS : layout.PEERS + world_size] = _addresses(self.arenas)
         quad, peers = (0, 4) if rank < 4 else (4, 0)
         for n in range(4):
             table[layout.QUAD + n], table[layout.PEER_QUAD + n] = quad + n, peers + n
         table[layout.POSITION] = table[layout.QUAD_RANK] = rank % 4
 
+    def group(self, rank: int) -> tuple[Any, ...]:
+        """What a kernel of that rank takes for its group."""
+        arena = self.arenas[rank]
+        return layout.group_argument(arena, arena[: layout.HEADERS // 8].tolist(), len(self.arenas))
+
     def expect_last(self, blocks: int) -> None:
         """All blocks but the one that is executed have arrived at the end."""
-        for base in self.arenas:
-            table = self.memory.find(base).views[8]
-            table[layout.ARRIVALS] = blocks - 1
+        for arena in self.arenas:
+            arena[layout.ARRIVALS] = blocks - 1
+
+    @property
+    def epochs(self) -> int:
+        """That have passed."""
+        return int(self.arenas[0][layout.EPOCH]) - _EPOCH
+
+
+def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([each.data_ptr() for each in tensors])
 
 
 def run(
-    machine: MachineSpec, kernel: Kernel, world_size: int, elements: int, shape: LaunchShape, arena_bytes: int,
+    machine: MachineSpec, kernel: Kernel, world_size: int, elements: int, shape: LaunchShape, plan: layout.Layout,
     cold: bool,
 ) -> TimedCall:  # fmt: skip
     """One call of `elements` 32-bit elements a row. `cold`: tensors come from memory, not L2."""
     if takes_counts(kernel.function):
         raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
-    arch = architecture(machine)
-    code, shared, _ = compiled(kernel, arch, world_size, shape.tile, shape.warps)
+    gpu = recorded_launch.gpu(architecture(machine))
     times, kind = LATENCIES[machine.name], kernel.kind
     words = -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
-    arenas = TimedArenas(world_size, arena_bytes, sizes[0], sizes[1], cold)
+    arenas = TimedArenas(world_size, plan, sizes[0], sizes[1], cold)
     arenas.expect_last(shape.blocks)
-    loaded = grid.LoadedKernel(code, arenas.memory, timed=True)
     blocks = []
+    bits = None if kernel.collective == "barrier" else DTYPE.bits
     for rank in range(world_size):
-        group = arenas.groups[rank]
-        values = [arenas.inputs[rank][0], arenas.outputs[rank][0], *group, elements, 1 << 32 | 1]
-        values += [arenas.tables[rank][0] if kernel.zero_copy else 0 for _ in extras(kernel.function)]
-        if kernel.collective == "barrier":
-            values = [*group, 1 << 32 | 1]
-        parameters = struct.pack(f"={len(values) + _SCRATCH}Q", *values, *[0] * _SCRATCH)
-        (block,) = grid.launch(loaded, (1, 1, 1), (32 * shape.warps, 1, 1), shared, parameters)
-        block.grid = (shape.blocks, 1, 1)
+        more = [arenas.tables[rank] if name == "table" else 0 for name in extras(kernel.function)]
+        launch = gpu.launched(
+            kernel.function, shape.blocks, constexprs(kernel, world_size, shape), bits, more, arenas.group(rank),
+            (arenas.inputs[rank], arenas.outputs[rank], elements, _CALL),
+        )  # fmt: skip
+        if rank == 0:
+            loaded = grid.LoadedKernel(launch.loaded.kernel, arenas.memory, timed=True)
+        (block,) = grid.launch(loaded, (1, 1, 1), launch.threads, launch.shared, launch.parameters)
+        block.grid = launch.grid
         blocks.append(block)
-    costs = _costs(kernel, arch, world_size, (shape.tile, shape.warps), machine.name)
+    costs = _costs(gpu, launch.loaded, machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, shape.blocks) for _ in blocks], arenas.places)
     ranks.run(blocks)
     loads = ranks.scarcest()
-    return TimedCall(tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0)
+    return TimedCall(
+        tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0, ranks.chain(),
+        max(state.written + state.read for state in ranks.states), max(state.headers for state in ranks.states),
+        ranks.system_fences(), arenas.epochs,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from greenlet import getcurrent, greenlet
 from tricomm.errors import TricommError
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
+from tricomm.perf.cost_model.load_chains import SharedChain
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
 from tricomm.ptx.access import Array, ThreadAccess
@@ -32,12 +33,13 @@ _INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
 
 @dataclass(frozen=True)
 class OwnedMemory:
-    """Memory from `base`: of a rank, or of the host. `cold`: not in L2 when a call begins."""
+    """Memory from `base`: of a rank, or of the host. `cold`: not in L2 when a call begins. `control`: no payload."""
 
     base: int
     nbytes: int
     rank: int
     cold: bool = False
+    control: bool = False
 
 
 class StepsExceeded(TricommError):
@@ -74,7 +76,11 @@ class Events:
 
 @dataclass
 class TimedRank:
-    """What the warps of a rank's block share."""
+    """What the warps of a rank's block share.
+
+    chain    what they have in shared memory
+    written  bytes of payload stored to peers; `read`: loaded from them; `headers`: of control words, in both directions
+    """
 
     rank: int
     queues: RankQueues
@@ -87,6 +93,10 @@ class TimedRank:
     pushed: bool = False
     blocked: list[tuple[Callable[[], bool], Any]] = field(default_factory=list)
     loads: dict[int, LoadsInFlight] = field(default_factory=dict)  # of payload, by basic block
+    chain: SharedChain = field(default_factory=SharedChain)
+    written: int = 0
+    read: int = 0
+    headers: int = 0
 
 
 @dataclass
@@ -134,7 +144,7 @@ class TimedRanks:
         errors: list[BaseException] = []
         for rank, block in enumerate(blocks):
             for unit in block.units:
-                clock = WarpClock(self.costs, len(block.units), self.times.us(1.0))
+                clock = WarpClock(self.costs, len(block.units), self.times.us(1.0), self.states[rank].chain)
                 self.clocks[rank].append(clock)
                 around = WarpSurroundings(self, self.states[rank], clock)
 
@@ -158,6 +168,16 @@ class TimedRanks:
             total = sum(loads.total for loads in state.loads.values())
             found += [loads for loads in state.loads.values() if loads.total >= total / 10]
         return min(found, key=lambda loads: loads.most / loads.latency, default=None)
+
+    def chain(self) -> tuple[int, int] | None:
+        """Round trips to memory before the first push, by data and in order (`load_chains`), of the warp with the most;
+        None if no rank pushes."""
+        found = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
+        return (max(data for data, _ in found), max(order for _, order in found)) if found else None
+
+    def system_fences(self) -> int:
+        """That a warp has passed, of the one with the most."""
+        return max(clock.system_fences for clocks in self.clocks for clock in clocks)
 
     def path(self) -> list[float]:
         """Microseconds by part of the path to the last warp's end."""
@@ -196,11 +216,11 @@ class WarpSurroundings:
             there = now + self._times.us(self._times.l2)
             self.clock.delivers(index, there)
         elif first is last or len(access.addresses) == 1:
-            self._store(access, first, None)
+            self._store(access, index, first, None)
         else:
             owners = np.array([self.ranks.place(int(address)).base for address in access.addresses])
             for base in dict.fromkeys(owners.tolist()):
-                self._store(access, self.ranks.place(base), owners == base)
+                self._store(access, index, self.ranks.place(base), owners == base)
         if access.sem in ("acquire", "acq_rel"):
             self.state.lines.clear()
             self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
@@ -210,33 +230,38 @@ class WarpSurroundings:
         clock, state, times = self.clock, self.state, self._times
         nbytes = moved(access)
         access.perform(None)
-        fetched = place.rank not in (state.rank, HOST)
+        fetched, near = place.rank not in (state.rank, HOST), False
         if fetched:
-            if not state.pushed and access.sem is None:
-                state.pushed = True
-                clock.push()
+            if place.control:
+                state.headers += len(access.addresses) * access.width
+            else:
+                state.read += len(access.addresses) * access.width
+                if not state.pushed:
+                    state.pushed = True
+                    clock.pushes(index)
             there = state.queues.fetches(self.ranks.states[place.rank].queues, nbytes, now)
             self._flies(index, nbytes, now, there)
         elif access.sem is None:
-            there = self._weak_load(access, index, place, now)
+            there, near = self._weak_load(access, index, place, now)
         else:
             there = state.queues.port_in.carries(nbytes, now) + times.us(times.l2)
             self._sees(access, index, now)
-        clock.delivers(index, there, fetched)
+        clock.delivers(index, there, fetched, near)
         return there
 
-    def _weak_load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
+    def _weak_load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> tuple[float, bool]:
+        """(when it is there, whether it comes from L1)."""
         state, times, nbytes = self.state, self._times, moved(access)
         lines = granules(access, _LINE)
         if all(line in state.lines for line in lines):
-            return now + times.us(times.l1)
+            return now + times.us(times.l1), True
         state.lines.update(lines)
         there = state.queues.port_in.carries(nbytes, now) + times.us(times.memory if place.cold else times.l2)
         if place.cold:
             there = max(there, state.queues.memory.carries(nbytes, now))
         if nbytes >= 128:  # payload, not a word of a table
             self._flies(index, nbytes, now, there)
-        return there
+        return there, False
 
     def _flies(self, index: int, nbytes: float, now: float, until: float) -> None:
         block = self.ranks.costs.flow.block_of(index)
@@ -259,7 +284,7 @@ class WarpSurroundings:
             path.label = POLL
             clock.path = path
 
-    def _store(self, access: ThreadAccess, place: OwnedMemory, chosen: Array | None) -> None:
+    def _store(self, access: ThreadAccess, index: int, place: OwnedMemory, chosen: Array | None) -> None:
         clock, state, times = self.clock, self.state, self._times
         now = clock.time
         nbytes = moved(access, chosen)
@@ -273,11 +298,14 @@ class WarpSurroundings:
             else:
                 state.local_acks = max(state.local_acks, done + times.us(times.l2))
             return
-        if access.sem is None or access.width == 16:  # payload, not a header
-            state.pushed = True
-            clock.push()
         peer = self.ranks.states[place.rank]
         threads = len(access.addresses) if chosen is None else int(np.count_nonzero(chosen))
+        if place.control:
+            state.headers += threads * access.width
+        else:
+            state.written += threads * access.width
+            state.pushed = True
+            clock.pushes(index)
         arrival, through = state.queues.sends(peer.queues, threads * access.width, now)
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
@@ -302,6 +330,7 @@ class WarpSurroundings:
         if scope in ("cta", "cluster"):
             return
         state, clock, answer = self.state, self.clock, self._times.us(self._times.l2)
+        clock.system_fences += scope == "sys"
         until = max(clock.time, state.local_acks) + answer
         if scope == "sys":
             links = state.queues

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
+from tricomm.perf.cost_model.load_chains import LoadChain, SharedChain
 
 # What the time of a critical path goes for.
 #   start  until the first store of payload to a peer, or the first load from one
@@ -49,9 +50,14 @@ class Path:
 
 
 class WarpClock:
-    """`time` in microseconds. Instructions up to `at` have been issued."""
+    """`time` in microseconds. Instructions up to `at` have been issued.
 
-    def __init__(self, costs: KernelCosts, warps: int, cycle: float) -> None:
+    chain          of loads, until the block's first push
+    first_push     of the warp: `LoadChain.before` it; None if it makes none
+    system_fences  that it has passed
+    """
+
+    def __init__(self, costs: KernelCosts, warps: int, cycle: float, shared: SharedChain) -> None:
         self._costs, self._table = costs, costs.costs
         # The warps of a block go through the same code side by side and share its SM's schedulers.
         self._slot = cycle * max(1.0, warps / SCHEDULERS)
@@ -65,6 +71,9 @@ class WarpClock:
         self.waited = -1.0  # arrival of the store that this warp has waited for last
         self.fresh = False  # it has seen it since its block last met
         self._fetched = -1.0  # when the latest load from a peer comes
+        self.chain: LoadChain | None = LoadChain(costs.registers, shared)
+        self.first_push: tuple[int, int] | None = None
+        self.system_fences = 0
 
     def enter(self, block: int) -> None:
         """The end of the block before, and then the first instruction of this one."""
@@ -97,7 +106,7 @@ class WarpClock:
     def _run(self, end: int) -> None:
         """The assembler moves an instruction of a basic block behind later ones that don't need it, so an operand that
         is late holds up what reads it, and what cannot be moved: stores, barriers, fences and branches."""
-        ready, slot, time = self._ready, self._slot, self.time
+        ready, slot, time, chain = self._ready, self._slot, self.time, self.chain
         for cost in self._table[self._at : end]:
             start = time
             for n in cost.reads:
@@ -109,6 +118,8 @@ class WarpClock:
                 self._stalls(time, start)
                 time = start
             time += slot * cost.slots
+            if chain is not None:
+                chain.passes(cost)
         self.time = time
         self._at = max(end, self._at)
 
@@ -118,8 +129,10 @@ class WarpClock:
             self.path.goes_on(now, HOP)
             self.path.goes_on(min(self._fetched, until), label)
 
-    def delivers(self, index: int, when: float, fetched: bool = False) -> None:
-        """What instruction `index` has loaded is there at `when`; `fetched` from a peer."""
+    def delivers(self, index: int, when: float, fetched: bool = False, near: bool = False) -> None:
+        """What instruction `index` has loaded is there at `when`; `fetched` from a peer, `near`: from L1."""
+        if self.chain is not None and not near:
+            self.chain.loads(self._table[index])
         for n in self._table[index].writes:
             self._ready[n] = when
         if fetched:
@@ -136,9 +149,15 @@ class WarpClock:
         self.stands(until)
         self.path.goes_on(self.time, label)
 
+    def pushes(self, index: int) -> None:
+        """Instruction `index` is a store of payload to a peer, or a load from one."""
+        if self.chain is not None:
+            self.first_push = self.chain.before(self._table[index])
+        self.push()
+
     def push(self) -> None:
         """The block's first store of payload to a peer is behind it."""
-        self.pushed = True
+        self.pushed, self.chain = True, None
         if self.path.label == START:
             self.path.goes_on(max(self.time, self.path.mark), WORK)
 
@@ -151,10 +170,10 @@ class WarpClock:
 class BarrierJoin:
     """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
 
-    __slots__ = ("time", "_path", "_waited")
+    __slots__ = ("time", "_floor", "_path", "_waited")
 
     def __init__(self) -> None:
-        self.time, self._waited = -1.0, -1.0
+        self.time, self._waited, self._floor = -1.0, -1.0, 0
         self._path: Path | None = None
 
     def arrives(self, clock: WarpClock) -> None:
@@ -164,6 +183,8 @@ class BarrierJoin:
             self._path, self._waited = clock.path.copy(), waited
             self._path.goes_on(clock.time, self._path.label)
         self.time = max(self.time, clock.time)
+        if clock.chain is not None:
+            self._floor = max(self._floor, clock.chain.floor)
 
     def leaves(self, clock: WarpClock, latency: float) -> None:
         assert self._path is not None
@@ -171,3 +192,5 @@ class BarrierJoin:
         if clock.pushed and clock.path.label == START:
             clock.path.label = WORK
         clock.time = self.time + latency
+        if clock.chain is not None:
+            clock.chain.floor = self._floor

@@ -13,7 +13,7 @@ from tricomm import env
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
 from tricomm.perf import text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
@@ -125,9 +125,9 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
         compiled = compile_variant(function, variant, fixed)
     except Exception as error:  # whatever a compiler may raise
         return _failed(variant, _error_text(error))
-    ptx, cubin = code.plain_lines(compiled.asm["ptx"]), compiled.asm["cubin"]
+    ptx, cubin = code.plain_lines(ptx_text(compiled)), compiled.asm["cubin"]
     sass = code.disassemble(with_plain_lines(ptx, cubin, variant))
-    tiles = code.tile_lines(compiled.asm["ttgir"])
+    tiles = code.tile_lines(ttgir_text(compiled))
     in_ptx, in_sass = code.ptx_accesses(ptx), code.sass_accesses(sass)
     flags = [a for a in in_ptx if a.order and function_of(a.line) not in _OWN_ARRIVALS]
     # Where PTX asks for `.sys`, the machine code must have it too.
@@ -157,7 +157,7 @@ def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> A
         **fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
         "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
     }  # fmt: skip
-    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant), fresh=True)
+    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant))
 
 
 def _capability(variant: Variant) -> int:

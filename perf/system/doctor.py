@@ -205,6 +205,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_ARENA_BYTES": lambda: Options(arena_bytes=env.integer("TRICOMM_ARENA_BYTES") or 1 << 26),
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
+        "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
     }
     bad = False
     for name, probe in probes.items():

@@ -33,7 +33,7 @@ _LIBRARIES = ("libcuda", "libcudart", "libnccl", "libnvidia-ml", "libtorch_cuda"
 _FOREIGN = ("NCCL_P2P_DISABLE", "CUDA_VISIBLE_DEVICES", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 _STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
 _OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR",
-        "TRICOMM_SHARE_DEVICE", *_STATS)  # fmt: skip
+        "TRICOMM_SHARE_DEVICE", "TRICOMM_BATCH_INVARIANT", *_STATS)  # fmt: skip
 
 
 def collect() -> dict[str, Any]:
@@ -49,12 +49,19 @@ def collect() -> dict[str, Any]:
         "topology": guarded(_topology),
         "interpreter": guarded(lambda: interpreter.supported() or "available: this Triton is one that was tested"),
         "simulated": guarded(lambda: not torch.cuda.is_available()),
+        "batch_invariant": guarded(_batch_invariant),
         "paths": guarded(_paths),
         "environment": guarded(_environment),
         "limits": guarded(_limits),
         "selection": guarded(_selection),
         "ranges": guarded(_ranges),
     }
+
+
+def _batch_invariant() -> str:
+    if env.batch_invariant():
+        return "in every group: TRICOMM_BATCH_INVARIANT is set"
+    return "in groups made with Options(batch_invariant=True); TRICOMM_BATCH_INVARIANT=1 makes all groups so"
 
 
 def _loaded_libraries() -> dict[str, str]:
@@ -213,4 +220,5 @@ def _site(world_size: int) -> selection.SelectionFacts:
         topology=topology.kind if topology is not None else "",
         tuned=mine.rows if mine is not None else (),
         tuned_name=mine.name if mine is not None else "",
+        batch_invariant=env.batch_invariant(),
     )

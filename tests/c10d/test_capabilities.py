@@ -124,11 +124,11 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
     mine, ranks = capabilities._own_capabilities, itertools.count()
     lock = threading.Lock()
 
-    def broken():
+    def broken(batch_invariant):
         with lock:
             if next(ranks) == 2:
                 raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
-        return mine()
+        return mine(batch_invariant)
 
     monkeypatch.setattr(capabilities, "_own_capabilities", broken)
     began = time.monotonic()

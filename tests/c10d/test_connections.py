@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -144,23 +142,9 @@ def test_threads_do_not_grow_with_groups(url):
 
 
 @pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])
-def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, tmp_path):
-    tmp_path.chmod(0o700)
-    script = BEGIN + FORK
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script, str(rank), f"file://{tmp_path}/store", "gloo", how],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in started:
-            out, said = process.communicate(timeout=100)
-            assert (process.returncode == 0 and out.strip() == "ended") == ends, out + said
-    finally:
-        for process in started:
-            process.kill()
+def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, fresh, tmp_path):
+    for code, out, said in fresh.run(tmp_path, BEGIN + FORK, f"file://{tmp_path}/store", "gloo", how):
+        assert (code == 0 and out.strip() == "ended") == ends, out + said
 
 
 @pytest.mark.parametrize("turn", range(2))

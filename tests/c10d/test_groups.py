@@ -55,6 +55,7 @@ def test_each_device_has_its_own_backend(url):
     assert ranks.run(2, bodies.two_devices, url) == [(True, True)] * 2
 
 
+@pytest.mark.exhaustive  # as an example does
 def test_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(

@@ -78,14 +78,14 @@ class FakeFuture:
 class FakeGpu:
     """`tricomm.gpu.Gpu` over a `FakeCuda`; the device is always the current one."""
 
-    device = DEVICE
+    device, index = DEVICE, DEVICE.index
 
     def __init__(self, cuda):
         self.stream, self.capturing = cuda.current_stream, cuda.is_current_stream_capturing
         self.cuda = cuda
 
-    def elsewhere(self):
-        return False
+    def current_device(self):
+        return self.index
 
     def recorded(self, stream):
         event = self.cuda.Event()

@@ -50,13 +50,13 @@ def remove(names: list[str]) -> None:
 
 def start(host: tuple[str, str], rank: int, folder: Path, env: dict[str, str]) -> subprocess.Popen[str]:
     name, cable = host
-    command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child", "sh", "-c"]
-    # Both ranks of a host in one PID namespace: one shell starts them, and ends when both have.
-    python = f"{sys.executable} -m tests.c10d.bodies.host_rank"
-    ranks = [f"{python} {r} 4 tcp://{ADDRESSES[0]}:29511 {folder} > {folder}/log{r} 2>&1 &" for r in (rank, rank + 1)]
+    # Both ranks of a host in one PID namespace: one process starts them, and ends when both have.
+    command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child"]
+    command += [sys.executable, "-m", "tests.c10d.bodies.host_rank"]
     more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable, "TRICOMM_CPU": "kernels", "OMP_NUM_THREADS": "1"}
     more["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
-    return subprocess.Popen([*command, " ".join([*ranks, "wait"])], cwd=ROOT, env={**os.environ, **more, **env})
+    command += [str(rank), "4", f"tcp://{ADDRESSES[0]}:29511", str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **more, **env})
 
 
 def wait_for(folder: Path, what: str, seconds: float) -> None:

@@ -1,12 +1,15 @@
 """A call that was made before takes a short way: it must refuse and give what the first one does."""
 
+import inspect
+import textwrap
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import tricomm
-from tricomm import arguments
+from tricomm.core import collectives
+from tricomm.core.collectives import Collectives
 from tricomm.errors import InvalidArgument
 
 SHAPE = (4, 6)
@@ -57,9 +60,28 @@ def test_arguments_that_the_first_call_refuses(comm, kwargs, words):
         comm.all_reduce(torch.ones(SHAPE), **kwargs)
 
 
-def test_without_the_look_a_tensor_gets_through_that_must_not(comm, monkeypatch):
-    monkeypatch.setattr(arguments, "is_plain", lambda *facts: True)
-    comm.all_reduce(torch.ones(SHAPE, requires_grad=True).view(SHAPE))
+LOOKS = {  # a line of `repeat`, and what gets through without it
+    "and x.device == self._device": BAD["meta"][0],
+    "and not x.is_nested": BAD["nested"][0],
+    "and x.is_contiguous()": lambda: torch.ones(48)[::2],
+    "and not x.requires_grad": BAD["grad"][0],
+    "and not x.is_neg()": lambda: torch._neg_view(torch.ones(SHAPE)),
+    "and len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes": freed,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("line", LOOKS)
+def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, line):
+    source = textwrap.dedent(inspect.getsource(Collectives.repeat))
+    assert source.count(line) == 1
+    names = dict(vars(collectives))
+    exec("from __future__ import annotations\n" + source.replace(line, ""), names)
+    launched = []
+    monkeypatch.setattr(comm._collectives, "_launch", lambda *call: launched.append(call))
+    known = comm.known("sum", torch.float32, 24)
+    assert not comm.repeat(known, LOOKS[line]()) and launched == []
+    assert names["repeat"](comm._collectives, known, LOOKS[line]()) and len(launched) == 1
 
 
 def test_every_way_to_lie_in_memory(comm):

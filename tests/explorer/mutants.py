@@ -7,12 +7,12 @@ here; where it can only be made with pads, a kernel of `pad_kernels` makes it.
 from __future__ import annotations
 
 from tests.explorer import bodies
-from tests.explorer.cube_mutants import CUBES
-from tests.explorer.message_mutants import MESSAGES
+from tests.explorer.mutant_tables.cube import CUBES
+from tests.explorer.mutant_tables.message import MESSAGES
+from tests.explorer.mutant_tables.overlap import OVERLAPS
+from tests.explorer.mutant_tables.own import OWN
+from tests.explorer.mutant_tables.push import PUSHES
 from tests.explorer.mutation import Edit, Mutant
-from tests.explorer.overlap_mutants import OVERLAPS
-from tests.explorer.own_mutants import OWN
-from tests.explorer.push_mutants import PUSHES
 
 S = ("all_reduce", "one_shot", "simple")
 T = ("all_reduce", "two_shot", "simple")

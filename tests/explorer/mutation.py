@@ -28,7 +28,7 @@ from tricomm.explorer import Finding, Report, campaign, shipped
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.report.findings import Execution
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch import interpreted_wide, interpreter, triton_adapter
 from tricomm.options import Options
 from tricomm.topology.model import Topology
 
@@ -126,9 +126,12 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
             raise ImportError(f"{folder}: no package")
         sys.modules[name] = importlib.util.module_from_spec(package)
         primitives = importlib.import_module(f"{name}.primitives")
-        for module in ("primitives", "device.channels", "device.arrival"):
+        for module in ("primitives", "wide_words", "device.channels", "device.arrival"):
             allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
         interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+        wide_words = importlib.import_module(f"{name}.wide_words")
+        interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
+        interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
         for user in (launch_plan, point_to_point):
             undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.collectives.registry")))
         for function, changed in _changed(edits).items():

@@ -163,7 +163,7 @@ def test_the_lanes_of_a_block(before, after):
 
 @pytest.mark.parametrize("kernel", [k.trusts_the_header, k.trusts_one_word], ids=lambda f: f.fn.__name__)
 @pytest.mark.parametrize("faults", [(), ("delay",)], ids=str)
-def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults):
+def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults, unshrunk):
     def fn(comm):
         memory, out = words(comm), torch.full((2,), -1)
         comm.launch(kernel, 1, memory.peers, out, comm.rank)
@@ -171,7 +171,7 @@ def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults):
         comm.launch(k.takes, 1, memory.local, torch.zeros(16, dtype=torch.int64))
         assert comm.rank == 0 or out.tolist() == [41, 42]
 
-    report = tricomm.check(fn, 2, schedules=400 if faults else 25, faults=faults)
+    report = tricomm.check(fn, 2, schedules=400 if faults else 25, faults=faults, seed=5)  # one that shows it soon
     assert kinds(report) == ({"wrong_result"} if faults else set())
 
 

@@ -68,7 +68,7 @@ def test_the_advice_names_what_is_missing(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
 
 
-@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), 6), ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), 12), ids=lambda names: "-".join(names))
 def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
     report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))

@@ -87,7 +87,7 @@ def summary(report: Report):
 @functools.cache
 def shrunk():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrinking, "_STEPS", 1000)
+        patch.setattr(shrinking, "STEPS", 1000)
         return tricomm.check(ordered_race, 2, schedules=200, seed=3)
 
 
@@ -95,7 +95,7 @@ def shrunk():
 def as_found(seed, turn=0):
     """The report without a search for a simpler execution, which takes most of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shrinking, "shrink", lambda again, finding, execution: execution)
+        patch.setattr(shrinking, "shrink", lambda again, finding, execution, most: execution)
         return tricomm.check(ordered_race, 2, schedules=200, seed=seed)
 
 

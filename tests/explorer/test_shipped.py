@@ -23,7 +23,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
-KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 4), ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 6), ids=lambda k: k.name)
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
@@ -110,13 +111,14 @@ def _without_the_adapters_part() -> str:
 
 def main() -> None:
     assert not isinstance(rotate, triton.JITFunction), "TRITON_INTERPRET has no effect"
+    ranks.CONTEXT = multiprocessing.get_context("fork")  # they come first: no thread has begun
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
         found = {
-            "simulate": tricomm.simulate(_collectives, 3),
-            "check": tricomm.check(_collectives, 2, schedules=3).ok,
             "ranks": ranks.run(2, communicator, f"file://{folder}/comm"),
             "group": ranks.run(2, group, f"file://{folder}/group"),
+            "simulate": tricomm.simulate(_collectives, 3),
+            "check": tricomm.check(_collectives, 2, schedules=3).ok,
             "own": _own(torch.arange(10.0)),
             "interpreted": triton_adapter.interpreted(),
             "errors": [_error_in_a_device_function(), _without_the_adapters_part()],

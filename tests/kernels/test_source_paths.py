@@ -1,4 +1,4 @@
-"""PTX from Triton's cache names the files of this process, not of the one that compiled it."""
+"""Code from Triton's cache names the files of this process, not of the one that compiled it."""
 
 from __future__ import annotations
 
@@ -62,6 +62,8 @@ def test_a_kernel_from_the_cache_names_the_files_that_it_was_imported_from(compi
     text = compiler.ptx_of(second.asm["cubin"])
     assert f'"{tmp_path / "two/paths_helper.py"}"' in text and f'"{tmp_path / "two/paths_kernel.py"}"' in text
     assert str(tmp_path / "one") not in text.split(".section")[0]
+    ttgir = compiler.ttgir_text(second)
+    assert f'loc("{tmp_path / "two/paths_helper.py"}":' in ttgir and str(tmp_path / "one") not in ttgir
 
 
 def test_nothing_but_the_paths_of_files_changes(compiled_in):
@@ -70,6 +72,7 @@ def test_nothing_but_the_paths_of_files_changes(compiled_in):
     moved = made.asm["ptx"].replace(f'"{triton.__path__[0]}', '"/gone/triton')
     assert moved != made.asm["ptx"], "no file of Triton's own is in it"
     assert source_paths.of_this_process(moved, made.src.fn) == made.asm["ptx"]
+    assert compiler.ttgir_text(made) == made.asm["ttgir"]
 
 
 def test_a_file_that_is_none_of_the_kernels_stays(compiled_in):

@@ -168,29 +168,27 @@ def _moved(access: int, barrier: int, name: str) -> Mutation:
 
 
 def _copied_polls(text: str) -> Iterator[Mutation]:
-    """Flag and payload of an LL word from two loads, as Triton 3.6 to 3.8 copied inline assembly."""
+    """Flags and payload of LL words from two loads, as Triton 3.6 to 3.8 copied inline assembly."""
     rows = text.splitlines()
     for number, row in enumerate(rows):
         match = re.search(r"(ld\.volatile\.global\.v2\.b64) \{ (%\w+), (%\w+) \}, (\[[^\]]*\]);", row)
         if match is None:
             continue
-        test = re.compile(rf"(shr\.u64\s+%\w+, ){re.escape(match[2])}, 32;")
-        # LLVM puts a loop's test before its body as well as behind it.
-        user = next((n for n, other in enumerate(rows) if test.search(other)), None)
-        if user is not None:
-            yield _copied(match, number, user, test)
+        flag = re.compile(rf"(shr\.u64\s+%\w+, )({re.escape(match[2])}|{re.escape(match[3])}), 32;")
+        if any(flag.search(other) for other in rows):
+            yield _copied(match, number, flag)
 
 
-def _copied(match: re.Match[str], number: int, user: int, test: re.Pattern[str]) -> Mutation:
+def _copied(match: re.Match[str], number: int, flag: re.Pattern[str]) -> Mutation:
     def apply(text: str) -> str:
-        rows = text.splitlines()
-        rows[number] = f"\t{match[0]} {match[1]} {{ %flag, _ }}, {match[4]};"
-        rows[user] = test.sub(lambda found: f"{found[1]}%flag, 32;", rows[user], count=1)
+        second = {match[2]: "%flag0", match[3]: "%flag1"}
+        rows = [flag.sub(lambda found: f"{found[1]}{second[found[2]]}, 32;", row) for row in text.splitlines()]
+        rows[number] = f"\t{match[0]} {match[1]} {{ %flag0, %flag1 }}, {match[4]};"
         first = next(n for n, row in enumerate(rows) if row.strip().startswith(".reg"))
-        rows[first] += " .reg .b64 %flag;"
+        rows[first] += " .reg .b64 %flag0, %flag1;"
         return "\n".join(rows) + "\n"
 
-    return Mutation("sequence", f"{number + 1}: flag from a second load", TORN, number + 1, apply)
+    return Mutation("sequence", f"{number + 1}: flags from a second load", TORN, number + 1, apply)
 
 
 def everywhere(text: str, old: str, new: str) -> str:

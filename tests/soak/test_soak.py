@@ -30,7 +30,7 @@ def run(tmp_path, *arguments):
 
 
 def test_one_of_each_fault(tmp_path):
-    code, found = run(tmp_path, "--minutes", "3", "--every", "3", "--rounds", str(len(FAULTS)), "--seed", "14")
+    code, found = run(tmp_path, "--minutes", "3", "--every", "1", "--rounds", str(len(FAULTS)), "--seed", "14")
     assert code == 0, found["problems"]
     assert found["faults by kind"] == dict.fromkeys(FAULTS, 1)
     assert set(found["calls by kind"]) >= {call.__name__ for call in CALLS} | {"backward", "sub-group"}
@@ -40,7 +40,7 @@ def test_mistakes_are_found(tmp_path, capfd):
     """Wrong results, errors without a name and everything that can grow; each round ends at the error."""
     mistakes = ("wrong", "unnamed", "descriptors", "threads", "mappings", "memory", "names")
     code, found = run(
-        tmp_path, "--minutes", "3", "--every", "4", "--rounds", "7", "--faults", "pause", "--routes", "communicator",
+        tmp_path, "--minutes", "3", "--every", "1", "--rounds", "7", "--faults", "pause", "--routes", "communicator",
         "--memory", "16", "--inject", ",".join(mistakes),
     )  # fmt: skip
     for name in found["names"]:
@@ -57,7 +57,7 @@ def test_a_rank_that_hangs_or_is_lost_is_found(mistake, kind, tmp_path, monkeypa
     monkeypatch.setattr(soak, "ENDING", 6.0)
     monkeypatch.setattr(soak, "TIMEOUT", 3.0)
     code, found = run(
-        tmp_path, "--minutes", "2", "--every", "3", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
+        tmp_path, "--minutes", "2", "--every", "1", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
         "--inject", mistake,
     )  # fmt: skip
     assert code == 1 and found[kind] == 1

@@ -18,9 +18,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
-
 import tricomm
 from tests.c10d.bodies.groups import same
 from tests.soak import groups, growth
@@ -88,6 +85,8 @@ class Signals:
 
 def main(pipe: Connection, log: str) -> None:
     """Play rounds until the pipe ends."""
+    import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
+
     os.setsid()
     torch.set_num_threads(1)
     file = open(log, "a")  # noqa: SIM115

@@ -106,16 +106,16 @@ def test_a_reader_never_sees_half_a_descriptor(tmp_path):
 
 
 def test_a_torn_record_is_not_believed():
-    buffer = memoryview(bytearray(NBYTES))
+    buffer, descriptor = memoryview(bytearray(NBYTES)), 6 * 4096 + 256  # of the first call
     page = Page(buffer, 0)
-    page.announce(CALL.sequence, CALL.packed())
+    page.announcer()(CALL.sequence, CALL.packed())
     page.put_fault(Fault("PeerDied", 1, 2, "text"))
     page.post(ExchangeMessage(0, "what", b"payload"))
     assert page.last() == CALL and page.fault() is not None and page.posted(0) == ExchangeMessage(0, "what", b"payload")
-    for at in (8192 + 20, 256 + 8, 12288 + 80):
+    for at in (descriptor + 20, 256 + 8, 12288 + 80):
         buffer[at] ^= 1
     assert page.last() is None and page.fault() is None and page.posted(0) is None
-    buffer[8192:8196] = b"\xff\xff\xff\xff"  # a length that would leave the page
+    buffer[descriptor : descriptor + 4] = b"\xff\xff\xff\xff"  # a length that would leave the page
     assert page.last() is None
 
 

@@ -27,7 +27,7 @@ from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.records import B, Capabilities, ExchangeMessage, StoreRecord
 
-_CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE = 1, 2, 4, 8
+_CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE, _BATCH_INVARIANT = 1, 2, 4, 8, 16
 _GRACE_SECONDS = 0.5
 
 
@@ -50,17 +50,21 @@ class GroupConfig:
 class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
-    `members` are the ranks' processes; `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK.
+    `members` are the ranks' processes; `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK;
+    `batch_invariant` whether reductions may depend on rank order alone.
     """
 
     members: tuple[Capabilities, ...]
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
+    batch_invariant: bool = False
 
 
-def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float) -> GroupCapabilities:
-    """Exchange capabilities; every rank of the group calls it.
+def exchange_capabilities(
+    store: Any, rank: int, world_size: int, timeout: float, batch_invariant: bool = False
+) -> GroupCapabilities:
+    """Exchange capabilities; every rank of the group calls it, with the same `batch_invariant`.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same
@@ -72,7 +76,7 @@ def exchange_capabilities(store: Any, rank: int, world_size: int, timeout: float
     gathering = Gathering(bounded, "capabilities", rank, world_size)
     try:
         gathering.begin()
-        ranks = _gather(gathering, "rank", _own_capabilities(), deadline, timeout)
+        ranks = _gather(gathering, "rank", _own_capabilities(batch_invariant), deadline, timeout)
         token = env.token()
         if token is not None:
             _confirm(gathering, ranks, token, deadline, timeout)
@@ -93,10 +97,10 @@ def _abort(gathering: Gathering, error: BaseException) -> None:
             gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
 
 
-def _own_capabilities() -> Capabilities:
+def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
-    switches |= _CPU_POSSIBLE * (interpreter.supported() is None)
+    switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * batch_invariant
     pid = os.getpid()
     left = process.descriptors_left()
     return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches, left)
@@ -150,13 +154,20 @@ def _conclude(said: list[Capabilities]) -> GroupCapabilities:
     common = ~0
     for one in said:
         common &= one.switches
+    invariant = [rank for rank, one in enumerate(said) if one.switches & _BATCH_INVARIANT]
+    if invariant and len(invariant) < len(said):
+        others = [rank for rank in range(len(said)) if rank not in invariant]
+        raise RendezvousError(
+            f"rank(s) {invariant} ask for a batch-invariant group, rank(s) {others} do not: set "
+            "TRICOMM_BATCH_INVARIANT, or Options.batch_invariant of pg_options, alike on every rank"
+        )
     cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
     if common & _CPU_KERNELS:
         cpu = None if common & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
     cuda = None if common & _CUDA_KERNELS else cuda
     nodes = len({one.node for one in said})
-    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda})
+    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda}, bool(invariant))
 
 
 def torch_backend(device: str) -> str | None:

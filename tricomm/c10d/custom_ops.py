@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.library import Library, register_autograd, register_fake
 
-from tricomm import arguments
+from tricomm import arguments, env
+from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
 
@@ -23,6 +24,17 @@ _OPS = {ours: getattr(c10d.ReduceOp, theirs) for theirs, ours in arguments.REDUC
 
 def _group(name: str) -> Any:
     return c10d._resolve_process_group(name)
+
+
+def _reducing_group(name: str) -> Any:
+    """The group of that name for a reduction: under TRICOMM_BATCH_INVARIANT none of another backend's."""
+    group = _group(name)
+    if not isinstance(group, TricommGroup) and env.batch_invariant():
+        raise InvalidArgument(
+            f"torch.ops.tricomm: TRICOMM_BATCH_INVARIANT is set, and group {name!r} is of another backend, whose order "
+            "of reduction may depend on the size; use the group that tricomm.wrap(group) returns"
+        )
+    return group
 
 
 def _options(kind: Any, **values: Any) -> Any:
@@ -41,7 +53,7 @@ def _op(name: str) -> Any:
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
     """Returns nothing: a compiler keeps an operation in the graph that writes its input, not one that returns it."""
-    _group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
+    _reducing_group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -73,7 +85,7 @@ def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _reduce_scatter(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    members = _group(group)
+    members = _reducing_group(group)
     out = _rows(x, 1, members.size(), "reduce_scatter")
     options = _options(c10d.ReduceScatterOptions, reduceOp=_op(op))
     _single(members, "reduce_scatter_single", "_reduce_scatter_base")(out, x.contiguous(), options).wait()

@@ -102,7 +102,14 @@ class Dispatcher:
         `native` makes the same calls of NCCL.
         """
         self.check_usable(batch[0].collective)
+        if self.batch_invariant:
+            self._refuse(batch)
         return self.on_cpu(batch) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of its reductions depend on rank order alone; the same on all ranks."""
+        return self._agreed.batch_invariant
 
     # Routes
 
@@ -115,7 +122,14 @@ class Dispatcher:
             self._no_kernels.get(device, f"no {device} kernels"),
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
+            batch_invariant=self.batch_invariant,
         )
+
+    def _refuse(self, batch: list[GroupCall]) -> None:
+        """Raises `InvalidArgument` for a call that a batch-invariant group does not make, before anything is sent."""
+        for call in batch:
+            if call.shape not in self._routed:
+                self._decide(self.site(call.device.type), call)
 
     def _route(self, call: GroupCall) -> _Routed:
         """The route of `call`, which is counted.
@@ -168,7 +182,7 @@ class Dispatcher:
                 config.world_size,
                 device,
                 config.timeout,
-                options_for(self._options, config.timeout, device.type),
+                replace(options_for(self._options, config.timeout, device.type), batch_invariant=self.batch_invariant),
                 look=self._still_connected,
                 decided=_DECIDED,
             )
@@ -228,7 +242,8 @@ class Dispatcher:
         config = self._config
         store = PrefixStore("wrapped", config.store)
         try:
-            agreed = exchange_capabilities(store, config.rank, config.world_size, config.timeout.total_seconds())
+            limit = config.timeout.total_seconds()
+            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, self.batch_invariant)
         except RendezvousError as error:
             if "timeout" not in str(error):
                 raise

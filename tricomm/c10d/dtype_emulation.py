@@ -48,6 +48,9 @@ def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
 
 def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
     """Write the reduction of the ranks' 1-dimensional `parts`, in their order, to `out`, which may be one of them."""
+    if out.dtype.is_complex and op in ("sum", "avg"):
+        # As the kernels do it, by halves: torch's own sum makes a NaN of the other half of an infinity.
+        parts, out = [_halves(part) for part in parts], _halves(out)
     dtype = out.dtype
     if dtype == torch.bool:
         op, parts, out = _BOOL_OPS[op], [as_bytes(part) for part in parts], as_bytes(out)
@@ -60,6 +63,10 @@ def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
         return
     for block in zip(out.split(_BLOCK), *(part.split(_BLOCK) for part in parts), strict=True):
         _block(op, list(block[1:]), block[0], dtype)
+
+
+def _halves(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x).view(-1)
 
 
 def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.dtype) -> None:

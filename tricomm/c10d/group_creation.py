@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
-from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import InvalidArgument
-from tricomm.options import Options
+from tricomm.options import Options, with_environment
 
 _wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -40,22 +40,32 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
 
     Every rank of `group` calls it. The result goes wherever c10d takes a group (`group=`, `DDP(process_group=)`,
     `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends the wrapper alone. Wrapping
-    twice gives the same one. Raises `InvalidArgument` if this process is no member, `RendezvousError` if a rank
-    does not come.
+    twice gives the same one. Raises `InvalidArgument` if this process is no member, or if a batch-invariant group is
+    asked for and the one that there is was made without; `RendezvousError` if a rank does not come.
     """
     if group is None:
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"wrap: a process group that this process is in is needed, found {group!r}")
     if isinstance(group, TricommGroup):
-        return group
+        return _as_asked(group, options)
     wrapped = _wrapped.get(group)
     world: Any = distributed_c10d._world
     if wrapped is not None and wrapped in world.pg_map:
-        return wrapped
+        return _as_asked(wrapped, options)
     if group not in world.pg_map:
         raise InvalidArgument(f"wrap: {group!r} was destroyed, or torch.distributed did not make it")
     return _wrap(group, world, options)
+
+
+def _as_asked(group: TricommGroup, options: Options | None) -> TricommGroup:
+    """`group`, unless `options` ask for a promise that it does not keep."""
+    if options is not None and options.batch_invariant and not group.batch_invariant:
+        raise InvalidArgument(
+            f"wrap: a batch-invariant group is asked for, and {group.group_name!r} was made without; make it with "
+            "Options(batch_invariant=True) or TRICOMM_BATCH_INVARIANT=1 from the start"
+        )
+    return group
 
 
 def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
@@ -66,7 +76,7 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     ranks = dist.get_process_group_ranks(group)
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
-    agreed = exchange_capabilities(store, config.rank, config.world_size, timeout.total_seconds())
+    agreed = _agree(config, options)
     wrapped = WrappedGroup(config, agreed, Backends(backends, owned=False), options)
     world.pg_map[wrapped] = ("tricomm", store)
     world.pg_names[wrapped] = name
@@ -107,5 +117,11 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
 
 def make(config: GroupConfig, options: Options | None) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs."""
-    agreed = exchange_capabilities(config.store, config.rank, config.world_size, config.timeout.total_seconds())
+    agreed = _agree(config, options)
     return TricommGroup(config, agreed, fallback_backends.make(config, agreed.members, options), options)
+
+
+def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
+    invariant = with_environment(options).batch_invariant
+    limit = config.timeout.total_seconds()
+    return exchange_capabilities(config.store, config.rank, config.world_size, limit, invariant)

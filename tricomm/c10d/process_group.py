@@ -58,6 +58,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             )
         backends.register(self)
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of its reductions depend on rank order alone."""
+        return self._dispatcher.batch_invariant
+
     def getBackendName(self) -> str:
         return "tricomm"
 

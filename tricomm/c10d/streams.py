@@ -91,7 +91,8 @@ class GroupStream:
         The allocator gives the memory of their tensors to no other use before the stream has passed the calls. Works
         whatever device is the current one, and leaves it the current one.
         """
-        run = self._gpu.under(self._run) if self._gpu.elsewhere() else self._run
+        gpu = self._gpu
+        run = self._run if gpu.current_device() == gpu.index else gpu.under(self._run)
         return run(action, batch, timeout)
 
     def _run(self, action: Callable[[], None], batch: list[GroupCall], timeout: timedelta) -> Any:

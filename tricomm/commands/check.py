@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tricomm import env
 from tricomm.commands.common import FAILED, errors_told, usage
 
 if TYPE_CHECKING:
@@ -133,15 +134,16 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
         fn = subjects.from_file(options["function"])
         yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
         return
-    for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
-        memory = shipped.options(size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"])
-        body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
-        yield (
-            kernel.name,
-            lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]
-                body, size, faults=faults, options=memory, progress=progress, **settings
-            ),
-        )
+    with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
+        for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
+            memory = shipped.options(size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"])
+            body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
+            yield (
+                kernel.name,
+                lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]
+                    body, size, faults=faults, options=memory, progress=progress, **settings
+                ),
+            )
 
 
 def _progress() -> Callable[[int, int], None]:

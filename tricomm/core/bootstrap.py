@@ -137,9 +137,13 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     return memory
 
 
-def without_fallback(control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device) -> Shared:
+def without_fallback(
+    control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device, options: Options
+) -> Shared:
     """Memory that is shared already, by ranks that have no backend behind the kernels."""
-    routes = backend_choice.GroupFacts(device.type, control.world_size, 1, None, None, _ALONE)
+    routes = backend_choice.GroupFacts(
+        device.type, control.world_size, 1, None, None, _ALONE, batch_invariant=options.batch_invariant
+    )
     return Shared(control, arena, memory, None, routes)
 
 
@@ -177,7 +181,9 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
             why = f"the ranks cannot share memory: {error}"
     if why is not None:
         _only_nccl(control, why, terms.timeout)
-    routes = backend_choice.GroupFacts(device.type, world_size, nodes, why, native, missing, reachable=all(arena.bases))
+    routes = backend_choice.GroupFacts(
+        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant
+    )
     return Shared(control, arena, terms.layout, topology, routes)
 
 

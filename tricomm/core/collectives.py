@@ -24,12 +24,11 @@ from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, layout
-from tricomm.store.process import forks
 
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
-_STATUS, _ABORT = layout.STATUS, layout.ABORT
+_STATUS = layout.STATUS
 _BARRIER = Request("barrier")
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
 
@@ -44,7 +43,7 @@ class Collectives:
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
         self._rank, self._world_size, self._device, self._gpu = group.rank, group.world_size, group.device, group.gpu
-        self._repeated, self._launch = planner.repeated, launcher.launch
+        self._repeated, self._launch, self._monitor = planner.repeated, launcher.launch, faults.monitor
 
     def all_reduce(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
@@ -57,7 +56,8 @@ class Collectives:
         """
         if out is None:
             try:
-                known = self._repeated[op, x.dtype, x.numel(), algorithm, protocol]  # type: ignore[union-attr]
+                name = op if algorithm is None and protocol is None else (op, algorithm, protocol)
+                known = self._repeated[name][x.dtype][x.numel()]  # type: ignore[union-attr]
             except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
                 known = None
             if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
@@ -67,23 +67,39 @@ class Collectives:
 
     def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
         """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
-        return self._repeated.get((op, dtype, count, None, None))
+        return self._repeated.get(op, {}).get(dtype, {}).get(count)
 
     def repeat(self, known: PlansOfShape, x: torch.Tensor) -> bool:
         """Make an all_reduce in place again; False, with nothing done, if `x` needs a closer look than this.
 
         Made for speed: what a call's shape decides is decided, and only what this tensor alone shows is looked at.
+        `arguments.check_tensor` and `check_writable` pass whatever this passes, and take several times as long.
         """
-        if not arguments.is_plain(x, self._device, known.itemsize, known.nbytes):
+        try:
+            if not (
+                type(x) is torch.Tensor
+                and x.device == self._device
+                and not x.is_nested
+                and x.is_contiguous()
+                and not x.requires_grad
+                and not x.is_neg()
+                and len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes
+            ):
+                return False
+        except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
             return False
-        plan = known.plans[x.data_ptr() % 16 == 0]
-        if plan is None or (gpu := self._gpu) is not None and gpu.capturing():
+        captured = (gpu := self._gpu) is not None and gpu.capturing()
+        address = x.data_ptr()
+        found = (known.captured if captured else known.eager)[address % 16 == 0]
+        if found is None:
             return False
         group = self._group
-        flags = group.flags  # what `check_usable` looks at first, without another call
-        if flags[_STATUS] or flags[_ABORT] or group.closed or forks() != group.forks:
+        if group.flags[_STATUS] or group.closed or self._monitor.fault is not None:  # in a forked child it is closed
             self._faults.check_usable()
-        self._launch(plan, x, x)
+        if captured:
+            self._launcher.captured = True
+        plan, in_place = found
+        self._launch(plan, x, x, (), in_place, address)
         return True
 
     def all_gather(
@@ -278,7 +294,7 @@ class Collectives:
         if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
             return
         if not in_rows and x is y and request.handle is None and not x.is_complex():
-            self._planner.repeatable(request, x.dtype, count, aligned, plan)
+            self._planner.repeatable(request, x.dtype, count, aligned)
         self._launch(plan, x, y)
 
     def _outputs(

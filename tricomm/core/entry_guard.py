@@ -24,9 +24,10 @@ _R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _codes: set[CodeType] = set()
 # The call is on the line of the `try`: then even an exception at the first instruction is inside of it.
+_METHOD = "_method if (gpu := self._gpu) is None or gpu.current_device() == gpu.index else gpu.under(_method)"
 _SOURCE = """
 def {name}({parameters}):
-    try: return (_method if (gpu := self._gpu) is None or not gpu.elsewhere() else gpu.under(_method))({arguments})
+    try: return ({on_its_device})({arguments})
     except BaseException as error:
         self._guard.unwound(error)
         raise
@@ -111,7 +112,9 @@ def _surrounded(method: Any, owner: str) -> Callable[..., Any]:
         parameters.append(prefix + name + ("" if parameter.default is parameter.empty else "=None"))
         arguments.append(f"{name}={name}" if by_keyword and several else prefix + name)
     arguments[0] = owner
-    source = _SOURCE.format(name=method.__name__, parameters=", ".join(parameters), arguments=", ".join(arguments))
+    source = _SOURCE.format(
+        name=method.__name__, parameters=", ".join(parameters), on_its_device=_METHOD, arguments=", ".join(arguments)
+    )
     names: dict[str, Any] = {"_method": method if several else _positional(method)}
     exec(compile(source, f"<guarded {method.__qualname__}>", "exec"), names)
     made = names[method.__name__]

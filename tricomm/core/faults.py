@@ -26,7 +26,7 @@ class Faults:
 
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
-        self._monitor = monitor
+        self.monitor = self._monitor = monitor
         monitor.describers[layout.OVERLAP] = self._overlap
         monitor.describers[layout.SPLITS] = self._splits
         monitor.describers[layout.MISMATCH] = self._mismatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import ExitStack
 
 import torch
@@ -19,6 +20,7 @@ from tricomm.store.control import RankState
 from tricomm.store.process import forks
 
 _NO_TABLE: tuple[torch.Tensor, GroupArgument] = (torch.empty(0), ())
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
@@ -32,6 +34,7 @@ class Group:
     argument           the same for the shipped kernels: `layout.group_argument`
     routes             which backends there are for its calls
     words, flags       the control words that this rank's kernels and its host share; `flags` reads faster
+    closed             whether calls are refused: it has been closed, or this process is a forked child
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     owned              arenas of symmetric memory, which end with the group
     """
@@ -49,6 +52,7 @@ class Group:
         self.simulated = self.gpu is None
         self.pid, self.forks = os.getpid(), forks()
         self.closed = False
+        _groups.add(self)
         self.owned: list[Arena] = []
         self.words = control.words()
         self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
@@ -102,3 +106,12 @@ class Group:
 
     def __str__(self) -> str:
         return f"tricomm group {self.name}, rank {self.rank} of {self.world_size} on {self.device}"
+
+
+def _after_fork() -> None:
+    """In a child: its copies of the groups are closed, so that a call need not ask in which process it is made."""
+    for group in list(_groups):
+        group.closed = True
+
+
+os.register_at_fork(after_in_child=_after_fork)

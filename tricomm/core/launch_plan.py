@@ -14,7 +14,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
-from tricomm.kernels.launch.kernel_launch import BoundKernel
+from tricomm.kernels.launch.kernel_launch import BoundKernel, InPlace
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
 from tricomm.policy.selection import Choice, SelectionFacts
@@ -80,13 +80,15 @@ class LaunchPlan:
 
 
 class PlansOfShape:
-    """The plans of an all_reduce in place: `plans[aligned]`, and how many bytes an element and all of them have."""
+    """The plans of an all_reduce in place: `eager[aligned]` and `captured[aligned]`, each with the launch of its kernel
+    in place if it has one, and how many bytes an element and all of them have."""
 
-    __slots__ = ("itemsize", "nbytes", "plans")
+    __slots__ = ("captured", "eager", "itemsize", "nbytes")
 
     def __init__(self, itemsize: int, count: int) -> None:
         self.itemsize, self.nbytes = itemsize, itemsize * count
-        self.plans: list[LaunchPlan | None] = [None, None]
+        self.eager: list[tuple[LaunchPlan, InPlace | None] | None] = [None, None]
+        self.captured: list[tuple[LaunchPlan, InPlace | None] | None] = [None, None]
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:

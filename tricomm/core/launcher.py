@@ -18,7 +18,7 @@ from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
-from tricomm.kernels.launch.kernel_launch import Rows
+from tricomm.kernels.launch.kernel_launch import InPlace, Rows
 from tricomm.store.control import PackedDescriptor
 
 LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
@@ -44,8 +44,12 @@ class Launcher:
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
 
-    def launch(self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
-        """Tell the peers what comes, then run it. Threads that share a group take turns.
+    def launch(
+        self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), in_place: InPlace | None = None,
+        address: int = 0,
+    ) -> None:  # fmt: skip
+        """Tell the peers what comes, then run it: with `in_place` by that, over the memory of `x` at `address`. Threads
+        that share a group take turns.
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
         """
@@ -56,15 +60,21 @@ class Launcher:
             if self._group.closed:
                 self._faults.raise_closed()
             gpu = self._gpu
-            if gpu is not None and gpu.raw_stream() != self._raw_stream:
-                self._follow_stream(gpu)
+            if gpu is not None:
+                stream = gpu.raw_stream()
+                if stream != self._raw_stream and plan.mode == "eager":
+                    self._follow_stream(gpu)
             self.sequence = sequence = self.sequence + 1
             self._announce(sequence, plan.record)
             lost = self._monitor.lost
             if lost is not None:
                 self._faults.raise_lost(lost)
             try:
-                plan.run(x, y, plan.numel, (sequence & 0x7FFFFFFF) << 32 | plan.fingerprint, rows)
+                number = sequence & 0x7FFFFFFF
+                if in_place is None:
+                    plan.run(x, y, plan.numel, number << 32 | plan.fingerprint, rows)
+                else:
+                    in_place(address, number, stream)
             except BaseException as error:
                 self._faults.not_launched(error)
                 raise
@@ -91,7 +101,7 @@ class Launcher:
         try:
             if self._group.closed:
                 self._faults.raise_closed()
-            if self._gpu is not None:
+            if self._gpu is not None and not self._gpu.capturing():
                 self._follow_stream(self._gpu)
             yield
         finally:
@@ -108,9 +118,8 @@ class Launcher:
             raise CollectiveTimeout(f"{group}: timeout after {group.timeout:g} s: another thread's call still runs")
 
     def _follow_stream(self, gpu: Gpu) -> None:
-        """Order this call after the last one if the caller has changed streams: there is one pair of mailboxes."""
-        if gpu.capturing():
-            return
+        """Order this call, which is not captured, after the last one if the caller has changed streams, because there
+        is one pair of mailboxes."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
@@ -120,7 +129,10 @@ class Launcher:
         """What a call returns: its result, or with `async_op` a `Work`."""
         if not async_op:
             return result
-        return Work(self._faults, self.guard, result, self._gpu.recorded() if self._gpu is not None else None)
+        event, gpu, known = None, self._gpu, self._stream
+        if gpu is not None:  # the stream of the last eager call is an object already
+            event = gpu.recorded(known if known is not None and known.cuda_stream == gpu.raw_stream() else None)
+        return Work(self._faults, self.guard, result, event)
 
     # Calls that all ranks make by other means
 

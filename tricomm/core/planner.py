@@ -35,7 +35,8 @@ class Planner:
     site      the facts that selection needs
     routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
-    repeated  of an all_reduce in place, by op, dtype, count, algorithm and protocol
+    repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
+              three small look-ups take less time than one of a tuple
     nccl      NCCL's communicator, made by the first call that goes there
 
     `decided` is the route of every call if the caller has decided it, and printed it, before.
@@ -50,10 +51,12 @@ class Planner:
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
+            batch_invariant=group.options.batch_invariant,
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
-        self.repeated: dict[tuple[Any, ...], PlansOfShape] = {}
+        self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
+        self._repeats = 0
         self.nccl: nccl.Nccl | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
@@ -74,13 +77,20 @@ class Planner:
         self._launcher.captured |= capturing
         return plan
 
-    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool, plan: LaunchPlan) -> None:
-        """Keep the plan of an all_reduce in place for `repeated`."""
-        if len(self.repeated) >= _MOST_PLANS:
+    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> None:
+        """Keep the plans of an all_reduce in place, which has just been planned, for `repeated`."""
+        self._repeats += 1
+        if self._repeats > _MOST_PLANS:
             self.repeated.clear()
-        if plan.mode == "eager":
-            key = (request.op, dtype, elements, request.algorithm, request.protocol)
-            self.repeated.setdefault(key, PlansOfShape(dtype.itemsize, elements)).plans[aligned] = plan
+            self._repeats = 0
+        name = (request.op, request.algorithm, request.protocol) if request.forced else request.op
+        shapes = self.repeated.setdefault(name, {}).setdefault(dtype, {})
+        known = shapes.setdefault(elements, PlansOfShape(dtype.itemsize, elements))
+        for mode, plans in ((False, known.eager), (True, known.captured)):
+            plan = self.plans.get((request, dtype, elements, aligned, mode))
+            if plan is not None:
+                in_place = getattr(plan.run, "in_place", None)  # not of one that is interpreted, timed or watched
+                plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
 
     def forget(self) -> None:
         """Make the plans of calls anew."""

@@ -233,7 +233,8 @@ class Campaign:
                 continue
             known.add(finding.key)
             first = not report.findings
-            smaller = shrinking.shrink(self._again, finding, execution) if first else execution
+            most = shrinking.STEPS if self._subject.compiled is None else shrinking.COMPILED_STEPS
+            smaller = shrinking.shrink(self._again, finding, execution, most) if first else execution
             shown, again = self._again(smaller)
             finding = next((f for f in shown if f.key == finding.key), finding)
             events = tuple(r.as_json() for r in again.records) if first else ()

@@ -19,7 +19,7 @@ from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.metrics.counters import KERNELS
+from tricomm.metrics.counters import KERNELS, NCCL
 
 POINT_TO_POINT = frozenset({"send", "recv"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
@@ -38,6 +38,7 @@ class GroupFacts:
     fallback    the backend for calls that the kernels do not cover: "nccl", "gloo", or None
     missing     why there is no fallback, if there is none
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
+    batch_invariant    whether the bits of a reduction may depend on rank order alone
     """
 
     device: str
@@ -47,6 +48,7 @@ class GroupFacts:
     fallback: str | None
     missing: str = "this torch has no backend for it"
     reachable: bool = True
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def decide(
 ) -> BackendChoice:
     """The backend of one call. `nbytes` is the input of one rank; None if ranks may differ in it.
 
-    `forced`: the caller has named a kernel. Raises `InvalidArgument` if no backend can run the call.
+    `forced`: the caller has named a kernel. Raises `InvalidArgument` if no backend can run the call, or none that a
+    batch-invariant group may use.
     """
     reason = _why_not_kernels(facts, collective, dtype, op)
     if reason is not None and forced:
@@ -74,6 +77,8 @@ def decide(
         raise InvalidArgument(
             f"{collective}: {reason}; nor is there another backend for it on {facts.device}: {facts.missing}"
         )
+    if facts.batch_invariant:
+        return _in_rank_order(facts, reason, collective, dtype, op)
     limit = nccl_threshold(facts.device, collective, facts.world_size)
     if reason is None and not forced and limit is not None and nbytes is not None and nbytes > limit:
         reason = f"{nbytes} bytes are over the NCCL threshold of {limit}"
@@ -82,6 +87,49 @@ def decide(
     if facts.fallback is None:
         return BackendChoice(KERNELS, f"{reason}, but {facts.missing}")
     return BackendChoice(facts.fallback, reason)
+
+
+def _in_rank_order(
+    facts: GroupFacts, reason: str | None, collective: str, dtype: torch.dtype | None, op: str
+) -> BackendChoice:
+    """The backend of a call of a batch-invariant group. `reason`: why no kernel runs it, or None.
+
+    No size takes part in it, because the kernels take any. NCCL chooses its order of summation by size, ranks and
+    links. Gloo only carries messages: `c10d/dtype_emulation.py` reduces in rank order, each element for itself.
+    """
+    if reason is None:
+        return BackendChoice(KERNELS, "the kernels cover it, in rank order and at any size: batch-invariant")
+    assert facts.fallback is not None, "without another backend the call has been refused"
+    if op == "none":
+        return BackendChoice(facts.fallback, f"{reason}; batch-invariant: nothing is reduced")
+    kind = "" if dtype is None else f" of {str(dtype).removeprefix('torch.')}"
+    what = f"{collective}: {op}{kind} is refused in a batch-invariant group"
+    without = "or make the group without batch_invariant (TRICOMM_BATCH_INVARIANT)"
+    if facts.fallback == NCCL:
+        raise InvalidArgument(
+            f"{what}: {reason}, and the order in which NCCL reduces depends on the size; "
+            f"{_remedy(facts, collective)}, {without}"
+        )
+    if collective == "all_reduce_sparse":
+        raise InvalidArgument(f"{what}: the sum of sparse tensors has no fixed order; pass x.to_dense(), {without}")
+    if op == "prod" and dtype is not None and dtype.is_complex:
+        # Measured: torch's vectorised product rounds in another way than that of the elements that are left over.
+        raise InvalidArgument(
+            f"{what}: how a complex product rounds depends on its place in the tensor; multiply the results of an "
+            f"all_gather, {without}"
+        )
+    return BackendChoice(facts.fallback, f"{reason}; batch-invariant: messages, reduced here in rank order")
+
+
+def _remedy(facts: GroupFacts, collective: str) -> str:
+    """What lets the kernels run a reduction."""
+    if facts.nodes > 1:
+        return "reduce in groups that lie inside a node"
+    if facts.no_kernels is not None or not facts.reachable:
+        return "run it where every rank's GPU reaches every other's memory"
+    if collective == "reduce_scatter_v":
+        return "pad the parts to one size"
+    return "convert the tensor, or use an operation that the kernels have"
 
 
 def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str) -> str | None:
@@ -95,7 +143,10 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
         return facts.no_kernels
     if collective not in COLLECTIVES:
         return f"there is no {collective} kernel"
-    if not facts.reachable and not any(k.needs_cube for k in registry.of(collective, facts.world_size)):
+    cube = [k for k in registry.of(collective, facts.world_size) if k.needs_cube]
+    if facts.batch_invariant:
+        cube = [k for k in cube if k.rank_order]
+    if not facts.reachable and not cube:
         return "not every rank reaches every other one's memory, and no kernel avoids that"
     if dtype is not None and dtype not in arguments.DTYPES:
         return f"no kernel takes {dtype}; there is {', '.join(d.name for d in arguments.DTYPES.values())}"

@@ -22,6 +22,8 @@ GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
 WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
 LL_TILE, LL_BLOCKS = 128, 32  # words: one a thread, so that a store of a warp fills whole sectors
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
+_IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
+_NO_SUM = "batch-invariant: nothing is reduced"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class SelectionFacts:
     reachable: bool = True  # every rank's memory is mapped on every other
     tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
+    batch_invariant: bool = False  # only kernels that reduce in rank order
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -83,7 +86,8 @@ def choose(
 
     `algorithm` and `protocol` force one. `zero_copy` names the one algorithm that takes a symmetric handle as it is
     passed; then there is nothing to choose. Raises `InvalidArgument` for a collective, algorithm or protocol that does
-    not exist, with those that do, and for one that these devices' links do not carry.
+    not exist, with those that do, for one that these devices' links do not carry, and for one that does not reduce in
+    rank order if the group is batch-invariant.
     """
     kind = collective_specs.find(collective)
     for name, value in (("algorithm", algorithm), ("protocol", protocol)):
@@ -110,6 +114,7 @@ def choose(
     else:
         limit = "any size" if row.max_bytes is None else f"up to {row.max_bytes} bytes"
         reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {limit}"
+    reason += _promise(facts, kernel)
     return Choice(
         collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, table,
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
@@ -132,6 +137,7 @@ def _in_symmetric(
         )
     blocks, warps, tile = _shape(facts, kernel, -(-nbytes // 8))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
+    reason += _promise(facts, kernel)
     return Choice(
         collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True
     )
@@ -150,9 +156,11 @@ def _allowed(
                 "use NCCL (torch.distributed)"
             )
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
+    asked = "/".join(part or "any" for part in (algorithm, protocol))
+    if facts.batch_invariant and fits:
+        return _in_rank_order(collective, asked, known, fits)
     if fits:
         return fits
-    asked = "/".join(part or "any" for part in (algorithm, protocol))
     shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
     if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
         raise InvalidArgument(
@@ -164,6 +172,28 @@ def _allowed(
         f"{collective}: there is no {asked} kernel{where}; there is "
         + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
     )
+
+
+def _in_rank_order(
+    collective: str, asked: str, known: list[registry.Kernel], fits: list[registry.Kernel]
+) -> list[registry.Kernel]:
+    """Those of `fits` that a batch-invariant group may use; one at least."""
+    ordered = [k for k in fits if k.rank_order]
+    if ordered:
+        return ordered
+    others = ", ".join(f"{k.algorithm}/{k.protocol}" for k in known if k.rank_order)
+    raise InvalidArgument(
+        f"{collective}: {asked} adds the sums of two quads, and a batch-invariant group reduces in rank order; "
+        + (f"{others} do that" if others else "no kernel that these devices' links carry does that")
+        + ", or make the group without batch_invariant (TRICOMM_BATCH_INVARIANT)"
+    )
+
+
+def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
+    """What a batch-invariant group can say of a call by `kernel`."""
+    if not facts.batch_invariant:
+        return ""
+    return f"; {_IN_ORDER if kernel.reduces else _NO_SUM}"
 
 
 def _shape(

@@ -22,7 +22,12 @@ from tricomm.ptx.unit_shape import WARP, UnitShape
 
 
 class StepLimit(TricommError):
-    """A kernel went through its loops more often than it may. The message has the lines of the loop it was in."""
+    """A kernel went through its loops more often than it may. The message has the lines of the loop it was in.
+
+    where   file:line of the first of them, if there is one
+    """
+
+    where: str | None = None
 
 
 class KernelTrap(TricommError):
@@ -188,10 +193,12 @@ class Unit:
         loop = flow.loop_at(index)
         lines = flow.lines(loop) if loop is not None else []
         text = ", ".join(f"{line.file}:{line.line}" for line in lines) or f"PTX line {kernel.instructions[index].line}"
-        raise StepLimit(
+        error = StepLimit(
             f"{kernel.name}: block {self.block.index}, threads {self.threads[0]} to {self.threads[-1]}, went through "
             f"loops {self.program.steps} times; the last one: {text}"
         )
+        error.where = f"{lines[0].file}:{lines[0].line}" if lines else None
+        raise error
 
     def trap(self, index: int) -> None:
         instruction = self.code.kernel.instructions[index]

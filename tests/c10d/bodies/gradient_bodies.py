@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
@@ -54,6 +53,8 @@ def gradients(rank, world_size, tell, url, route, without=False):
         out = poisoned((3 * n,))
         dist.all_gather_into_tensor(out, leaf(3, 5))
         check("into a tensor", lambda: out, torch.cat([of(r, (3,), call=5) for r in range(n)]))
+
+        from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
         mesh = init_device_mesh("cpu", (n,))
         whole = torch.arange(8.0 * n).reshape(2 * n, 4)
@@ -112,6 +113,8 @@ def wrappers(rank, world_size, tell, url, route):
         dist.all_reduce(z)
         if not same(z + 0, n * sum(of(r, (5,), call=7) for r in range(n))):
             wrong.append("a functional collective's result")
+        from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
         d = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (n,)), [Replicate()])
         refused(lambda: dist.all_reduce(d), "DTensor", "to_local")
         x = of(rank, (3,))

@@ -1,4 +1,7 @@
-"""One rank on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE URL FOLDER` writes a report."""
+"""Two ranks on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE URL FOLDER`.
+
+RANK and the rank behind it; each writes a report, and what it says into a log.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import json
 import os
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-import tricomm
+import tricomm.c10d
 
 LIMIT = 6.0
 
@@ -50,5 +54,25 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     os._exit(0)  # rank 0 hosts the store, and nobody can say goodbye through a link that is cut
 
 
+def logged(rank: int, world_size: int, url: str, folder: Path) -> None:
+    log = os.open(folder / f"log{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        main(rank, world_size, url, folder)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    _first = int(sys.argv[1])
+    _pids = []
+    for _rank in (_first, _first + 1):
+        _pids.append(os.fork())  # both have what this process has imported
+        if _pids[-1] == 0:
+            logged(_rank, int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
+    for _pid in _pids:
+        os.waitpid(_pid, 0)

@@ -163,11 +163,25 @@ def one_life(rank, world_size, url):
 
 
 def forked(rank, world_size, tell, url):
-    """A child's copy refuses, and its end does not disturb the parent."""
+    """A child's copy refuses, and its end does not disturb the parent; also a call that the parent has made before, and
+    while another thread of the parent holds the call lock, which nothing gives back in the child."""
     with communicator(rank, world_size, url) as comm:
-        comm.barrier()
+        comm.all_reduce(torch.ones(2))
+        taken, forked = threading.Event(), threading.Event()
+
+        def take():
+            with comm._launcher.held():
+                taken.set()
+                forked.wait(20)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        taken.wait(20)
         child = os.fork()
-        if child == 0:
+        if child != 0:
+            forked.set()
+            thread.join()
+        else:
             try:
                 comm.all_reduce(torch.ones(2))
             except tricomm.InvalidArgument as error:

@@ -8,57 +8,17 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore
 
 from tests import fake_cuda, ranks
 from tests.core.bodies import right_device_bodies as bodies
-from tests.fake_cuda import FakeDevice, OnFakeGpu, World
+from tests.core.gpu.conftest import MINE, OTHER, device_of
 from tests.kernels.fake_launch import Result
-from tricomm import Communicator, Options, communicator, errors
+from tricomm import communicator, errors
 from tricomm.c10d import streams
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.core import bootstrap, launcher
 from tricomm.gpu import Gpu
-from tricomm.kernels import layout
-from tricomm.store.arena import open_arena
 from tricomm.store.control import RankState
-from tricomm.store.handshake import handshake
-
-MINE, OTHER = 1, 0
-CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def world(monkeypatch):
-    made = World()
-    made.install(monkeypatch)
-    yield made
-    made.verify()
-
-
-def over(runtime):
-    """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
-    options = Options(arena_bytes=1 << 20, timeout=20.0)
-    plan = layout.plan(1, options.arena_bytes)
-    control = handshake(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
-    return Communicator.over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
-
-
-@pytest.fixture
-def comm(world):
-    with world.device(MINE), over(OnFakeGpu(world, MINE)) as made:
-        made.all_reduce(torch.ones(8))  # compiled and loaded
-        made.all_reduce(torch.ones(8), async_op=True)
-        yield made
-    for kept in communicator._kept:  # of captured calls: no graph will run them again
-        kept._group.control.close()
-        kept._group.arena.close()
-    communicator._kept.clear()
-
-
-def device_of(comm) -> FakeDevice:
-    return comm._group.runtime.fake
-
 
 # What may be current in the thread that calls
 
@@ -247,7 +207,7 @@ class FakeFuture:
 
 def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypatch):
     """What the guard is for: events on the wrong device, and a question that makes a context on a device of no use."""
-    monkeypatch.setattr(comm._gpu, "elsewhere", lambda: False)
+    monkeypatch.setattr(comm._gpu, "current_device", lambda: MINE)
 
     def call():
         with other(world):

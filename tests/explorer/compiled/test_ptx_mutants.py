@@ -206,7 +206,7 @@ _RULES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "key", "function", "kind", "holds"), some(_RULES, 3))
+@pytest.mark.parametrize(("rule", "key", "function", "kind", "holds"), some(_RULES, 4))
 def test_each_rule_is_needed(rule, key, function, kind, holds, monkeypatch):
     """Under the very schedules that show the mutant, nothing is found without the rule."""
     group = Group(key, function, (kind,), 1, holds)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
+from tricomm.perf import units
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
 from tricomm.perf.cost_model.machines import MACHINES
@@ -34,11 +36,27 @@ def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
 
 def test_slower_links_and_a_longer_hop_show() -> None:
     def path(**changes: float) -> float:
-        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, 64 << 20, False).time_us
+        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False).time_us
 
     usual = path()
     assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
     assert path(kernels=3.2) > usual + 2  # LL sends 8 KiB: 2.6 us at a hundredth of the bandwidth
+
+
+@pytest.mark.parametrize(
+    ("kernel", "nbytes", "changes", "limit"),
+    [
+        (_LL, 1024, {}, "latency"),
+        (_LL, 8 * 4096, {}, "bytes in flight"),  # eight tiles of one block
+        (_LL, 8 * 4096, {"kernels": 1.0}, "links"),
+        (registry.find("all_reduce", "two_shot", "simple"), 4096, {}, "barriers"),
+    ],
+)
+def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
+    found = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
+    assert found.shares.limit == limit, found
+    assert min(asdict(found.shares).values()) >= 0
+    assert sum(asdict(found.shares).values()) == pytest.approx(found.time_us)
 
 
 def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
@@ -51,10 +69,41 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
     assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "protocol", "blocks", "error"),
+    [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 4, 0.01), ("one_shot", "ll", 1, 0.1)],
+)
+def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
+) -> None:
+    monkeypatch.setattr(from_code, "ARENA_BYTES", 1 << 20)
+    kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
+    plan = layout.plan(2, 1 << 20)
+    elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half
+    found = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
+    exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
+    assert (found.chunks, exact.epochs) == (6, 6) and found.executed < 0.7
+    assert found.barriers == exact.barriers and (exact.barriers > 0) == (protocol == "simple")
+    assert found.more_barriers is not None and found.more_barriers <= found.barriers / found.chunks
+    assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
+
+
+def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
+    with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
+        from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
+
+
+@pytest.mark.parametrize("kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube])
+def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
+    found = timed_call.run(_H100, kernel, 4, 3072, _SHAPE, layout.plan(4, 1 << 20), False)
+    assert found.moved == units.moved(kernel, 4) * 4 * 3072 and found.headers > 0
+
+
 def test_kernels_of_uneven_rows_are_refused() -> None:
     kernel = registry.find("all_to_all_v", "one_shot", "ll")
     with pytest.raises(InvalidArgument, match="uneven rows"):
-        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, 64 << 20, False)
+        timed_call.run(_H100, kernel, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False)
 
 
 def test_orders_are_counted_where_one_source_has_several_kernels() -> None:
@@ -79,6 +128,8 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert "modelled" in found["modelled"] and len(found["results"]) == 4
     row = found["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
+    assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))
+    assert row["limit"].replace(" ", "_") in row["shares_us"] and f"  {row['limit']} " in done.output
     refused = CliRunner().invoke(cli, ["predict", "--from-code", "--collective", "all_to_all_v", "--sizes", "4K"])
     assert refused.exit_code == 2 and "uneven rows" in refused.output
 
@@ -96,5 +147,5 @@ def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
 def test_every_kernel_can_be_timed(kernel: registry.Kernel, world_size: int) -> None:
     if kernel.needs_cube and world_size != registry.CUBE_RANKS:
         pytest.skip("needs eight ranks")
-    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, 64 << 20, False)
+    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, layout.plan(world_size, 64 << 20), False)
     assert 0.5 < found.time_us < 100 and min(found.parts) > -1e-9

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 
 import pytest
@@ -32,6 +32,21 @@ def test_time_is_launch_hops_barriers_and_bytes() -> None:
     assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000, share=0.5).wire == pytest.approx(3000)
+
+
+def test_a_row_says_what_limits_it() -> None:
+    def limit(machine: MachineSpec, kernel: registry.Kernel, nbytes: int, **more: int) -> str:
+        return kernel_time.predict(machine, kernel, 4, nbytes, **more).shares.limit
+
+    assert limit(_DIGITS, _ONE_SHOT, 0) == "latency"
+    assert limit(replace(_DIGITS, barrier=60.0), _TWO_SHOT, 0) == "barriers"
+    assert limit(_DIGITS, _TWO_SHOT, 1000) == "links"
+    assert limit(replace(_DIGITS, memory=1e-4), _TWO_SHOT, 1000) == "memory"
+    assert limit(_H100, _TWO_SHOT, 64 << 20, blocks=2) == "bytes in flight"
+    assert limit(_H100, _TWO_SHOT, 64 << 20, blocks=64) == "links"
+    predicted = kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000)
+    assert sum(asdict(predicted.shares).values()) == pytest.approx(predicted.time_us)
+    assert predicted.shares.text() == "links 92%"
 
 
 def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:

@@ -2,60 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-
-import numpy as np
 import pytest
 
-from tricomm.perf.cost_model.instruction_costs import KernelCosts
-from tricomm.perf.cost_model.latencies import Latencies
+from tests.perf.cost_model.timed_ptx import BARRIER, FENCE, INVALIDATE, LINKS, ONE_WAY, timed
 from tricomm.perf.cost_model.machines import MachineSpec
-from tricomm.perf.cost_model.timed_links import ByteQueue, RankQueues
-from tricomm.perf.cost_model.timed_ranks import OwnedMemory, TimedRanks
+from tricomm.perf.cost_model.timed_links import ByteQueue
 from tricomm.perf.cost_model.warp_clock import PARTS
-from tricomm.ptx import grid
-from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.text.parser import parse
-
-# A cycle is a microsecond, and nothing waits for bytes.
-_TIMES = Latencies(1.0, l1=10, shared=5, l2=100, memory=1000, l2_bytes=1 << 20, boundary=0, port=1e18, host=7000)
-_LINKS = MachineSpec("round", "sm_90", 1e15, 1e15, 1e15, 1e15, hop=1100, barrier=1500, launch=0)
-_ONE_WAY, _FENCE, _BARRIER, _INVALIDATE = 1000, 300, 20, 30
-_HEAD = """.version 8.0
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u64 own, .param .u64 peer) .reqntid {threads}, 1, 1
-{{
- .reg .b64 %a<9>; .reg .b32 %r<9>; .reg .pred %p<4>;
- ld.param.u64 %a0, [own]; ld.param.u64 %a1, [peer];
-"""
-
-
-def _aligned() -> np.ndarray:
-    raw = np.zeros(1024 + 64, "u8")
-    return raw[-raw.ctypes.data % 512 // 8 :][:1024]
-
-
-def timed(body: str, ranks: int = 1, threads: int = 32, cold: bool = False, machine=_LINKS) -> TimedRanks:
-    """`body` on one block of each rank; its own 1024 words are at %a0, the next rank's at %a1, word n holds where
-    word 64 n begins."""
-    code = parse(_HEAD.format(threads=threads) + body + "\n ret;\n}\n")
-    memory, places, words = GlobalMemory(), [], [_aligned() for _ in range(ranks)]
-    bases = [each.ctypes.data for each in words]
-    for rank, each in enumerate(words):
-        each[:16] = bases[rank] + 512 * np.arange(16)
-        each[512:] = 0
-        memory.add(bases[rank], each.nbytes, f"rank {rank}")
-        places.append(OwnedMemory(bases[rank], each.nbytes, rank, cold))
-    loaded = grid.LoadedKernel(code, memory, timed=True)
-    blocks = []
-    for rank in range(ranks):
-        parameters = struct.pack("=2Q", bases[rank], bases[(rank + 1) % ranks])
-        blocks += grid.launch(loaded, (1, 1, 1), (threads, 1, 1), 0, parameters)
-    found = TimedRanks(KernelCosts(code, _TIMES), [RankQueues(machine, _TIMES, 1) for _ in blocks], places)
-    found.run(blocks)
-    found.words = words
-    return found
 
 
 def test_a_chain_of_additions_costs_its_latency_and_independent_ones_a_slot_each() -> None:
@@ -83,8 +35,8 @@ def test_loads_that_do_not_depend_on_each_other_overlap() -> None:
 
 def test_a_load_from_a_peer_is_a_way_there_and_back() -> None:
     parts = dict(zip(PARTS, timed("ld.global.u64 %a2, [%a1]; st.global.u64 [%a0+4096], %a2;", 2).path(), strict=True))
-    assert parts["hop"] == pytest.approx(2 * _ONE_WAY + 100 - 1)  # the load's own slot is work
-    assert sum(parts.values()) == pytest.approx(2 * _ONE_WAY + 100 + 2)
+    assert parts["hop"] == pytest.approx(2 * ONE_WAY + 100 - 1)  # the load's own slot is work
+    assert sum(parts.values()) == pytest.approx(2 * ONE_WAY + 100 + 2)
 
 
 _PUSH = "st.global.u64 [%a1+4104], %a0;"
@@ -95,9 +47,9 @@ _POLL = "L: ld.acquire.sys.global.u64 %a2, [%a0+4096]; setp.eq.s64 %p0, %a2, 0; 
 def test_a_poll_ends_a_hop_behind_the_peers_store() -> None:
     found = timed(_SIGNAL + _POLL, 2)
     parts = dict(zip(PARTS, found.path(), strict=True))
-    assert parts["hop"] == pytest.approx(_ONE_WAY) and parts["fence"] == pytest.approx(_FENCE)
+    assert parts["hop"] == pytest.approx(ONE_WAY) and parts["fence"] == pytest.approx(FENCE)
     # From its arrival: the rest of the spin that just misses it, at most, then the load that sees it.
-    spin = 100 + _INVALIDATE + 12
+    spin = 100 + INVALIDATE + 12
     assert 100 < parts["poll"] <= 2 * spin
     assert sum(parts.values()) == pytest.approx(max(c.time for clocks in found.clocks for c in clocks))
     assert [int(words[512]) for words in found.words] == [words.ctypes.data for words in found.words[::-1]]
@@ -106,13 +58,13 @@ def test_a_poll_ends_a_hop_behind_the_peers_store() -> None:
 def test_a_release_waits_until_the_pushes_before_it_are_acknowledged() -> None:
     parts = dict(zip(PARTS, timed(_PUSH + _SIGNAL + _POLL, 2).path(), strict=True))
     # There and back, and an answer from L2; a slot of the push has passed when it begins.
-    assert parts["fence"] == pytest.approx(2 * _ONE_WAY + 100 - 1)
+    assert parts["fence"] == pytest.approx(2 * ONE_WAY + 100 - 1)
     relaxed = timed(_PUSH + _SIGNAL.replace("release", "relaxed") + _POLL, 2).path()
     assert sum(relaxed) < sum(parts.values()) - 2000 and relaxed[PARTS.index("fence")] == 0
 
 
 def test_a_fence_of_the_gpu_does_not_wait_for_peers() -> None:
-    for scope, least in (("gpu", 100), ("sys", 2 * _ONE_WAY + 100)):
+    for scope, least in (("gpu", 100), ("sys", 2 * ONE_WAY + 100)):
         found = timed(_PUSH + f"fence.acq_rel.{scope};", 2).path()
         assert least - 2 <= found[PARTS.index("fence")] <= least
 
@@ -123,10 +75,10 @@ def test_a_barrier_joins_the_clocks_of_a_blocks_warps() -> None:
 S: bar.sync 0;"""
     found = timed(body, threads=64)
     first, second = (clock.time for clock in found.clocks[0])
-    assert first == second > 200 + _BARRIER
+    assert first == second > 200 + BARRIER
     alone = timed(body.replace("bar.sync 0;", "mov.u32 %r0, 1;"), threads=64)
     slow = max(clock.time for clock in alone.clocks[0])
-    assert first == pytest.approx(slow + 1 + _BARRIER)
+    assert first == pytest.approx(slow + 1 + BARRIER)
 
 
 def test_bytes_wait_for_a_link() -> None:
@@ -134,7 +86,7 @@ def test_bytes_wait_for_a_link() -> None:
     assert (queue.carries(10, 0), queue.carries(10, 3), queue.carries(4, 100)) == (5, 10, 102)
     slow = MachineSpec("slow", "sm_90", 1e-3, 1e-3, 1e15, 1e15, hop=1100, barrier=0, launch=0)  # a byte a microsecond
     wide = "mov.u32 %r0, %tid.x; mul.wide.u32 %a2, %r0, 8; add.s64 %a3, %a1, %a2; st.global.u64 [%a3+4096], %a0;"
-    quick, late = (timed(wide + "fence.acq_rel.sys;", 2, machine=m).path() for m in (_LINKS, slow))
+    quick, late = (timed(wide + "fence.acq_rel.sys;", 2, machine=m).path() for m in (LINKS, slow))
     assert sum(late) - sum(quick) == pytest.approx(256)  # out of one GPU and into the other at once
 
 

@@ -49,14 +49,10 @@ def test_another_loop_is_counted_apart():
     assert steady_loop.loops(SASS.replace("EXIT", "NOP") + second, lambda access: True) == [7, 8]
 
 
-# Kraken at 90a24c2 with fp32 accumulation, Triton 3.9, as `python -m devtools.kraken` has it.
-KRAKEN = {"one_shot": 203, "two_shot": 231}
-
-
-@pytest.mark.parametrize("name", KRAKEN)
+@pytest.mark.parametrize("name", kraken.INSTRUCTIONS)
 def test_no_more_instructions_than_kraken(name):
     found = kernel_report.examine(Variant(f"all_reduce_{name}_zero_copy", "sm_90")).steady
-    assert 100 < found <= KRAKEN[name]
+    assert 100 < found <= kraken.INSTRUCTIONS[name]
 
 
 def test_what_is_no_checkout_of_kraken_is_named(tmp_path):

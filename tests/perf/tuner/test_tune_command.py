@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.perf.test_workers import children, gone
+from tests import forked
+from tests.perf.test_workers import gone
 from tricomm.cli import cli
 from tricomm.policy import tuning_tables, user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
@@ -29,12 +31,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "tables"
 
 
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tricomm", "tune", *_SMALL, *arguments]
-
-
-def _tune(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(_command(*arguments), capture_output=True, text=True, timeout=180)
+def _tune(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = forked.command("tune", *_SMALL, *arguments, **more)
+    return done
 
 
 def _rounds(folder: Path) -> int:
@@ -69,26 +68,28 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
 
 
 def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
-    with subprocess.Popen(
-        _command("--simulated", "--budget", "10m", "--sizes", "1K:4K:4"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    ranks: list[Any] = []
+
+    def kill() -> None:
         end = time.monotonic() + 90
         while _rounds(_folder) < 2 and time.monotonic() < end:
             time.sleep(0.1)
-        ranks = sorted({c for task in Path(f"/proc/{process.pid}/task").iterdir() for c in children(task)})
-        named = {int(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[4]): pid for pid in ranks}
-        os.kill(named[1], signal.SIGKILL)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "rank 1" in said and "What was measured is kept in" in said, said
+        os.kill(ranks[1].pid, signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    done = _tune("--simulated", "--budget", "10m", "--sizes", "1K:4K:4", started=ranks)
+    killing.join()
+    assert done.returncode == 1 and "rank 1" in done.stderr and "What was measured is kept in" in done.stderr, done
     kept = _rounds(_folder)
-    assert kept >= 2 and all(map(gone, ranks))
+    assert kept >= 2 and len(ranks) == 2 and all(gone(rank.pid) for rank in ranks)
     again = _tune("--simulated", "--budget", "1s", "--sizes", "1K:4K:4")
     assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
 
 
 def test_an_interrupt_keeps_what_was_measured(_folder: Path) -> None:
-    with subprocess.Popen(_command("--simulated"), stderr=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-m", "tricomm", "tune", *_SMALL, "--simulated"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         end = time.monotonic() + 90
         while _rounds(_folder) < 1 and time.monotonic() < end:
             time.sleep(0.1)
@@ -103,6 +104,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert done.returncode == 3 and "TRICOMM_TUNING_DIR names another directory" in done.stderr, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm"]
     done = subprocess.run(

@@ -137,14 +137,14 @@ class SimulatedGpu:
     """What `tricomm.gpu.Gpu` is on a machine with GPUs."""
 
     def __init__(self, driver: SimulatedDriver, turns: HostTurns) -> None:
-        self.driver, self.streams, self.device = driver, driver.streams, torch.device("cpu")
+        self.driver, self.streams, self.device, self.index = driver, driver.streams, torch.device("cpu"), 0
         self.clock: TimeSource = turns
         self._turns = turns
 
     # As tricomm.gpu.Gpu
 
-    def elsewhere(self) -> bool:
-        return False
+    def current_device(self) -> int:
+        return self.index
 
     def raw_stream(self) -> int:
         return self.driver.current_stream

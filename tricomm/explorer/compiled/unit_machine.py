@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from tricomm.ptx.access import ThreadAccess
 from tricomm.ptx.instructions import Instruction
 
 _PATIENCE = 64  # rounds that a weak load is given, which may be no poll
-# A compiled kernel looks at the abort word once in 256 rounds.
-_LEAVING = 600
+_ABORTED = 300  # rounds after an abort: a compiled kernel reads the abort word in one of 256
 _ACQUIRES = ("acquire", "acq_rel")
 
 
@@ -38,15 +38,19 @@ class Crew:
 
 
 class UnitMachine:
-    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None."""
+    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None.
+
+    With a seed a warp stops anywhere in its polling loop, so that what it polls changes between any two of its loads.
+    """
 
     def __init__(
         self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
-        patience: int = 1,
+        patience: int = 1, seed: int | None = None,
     ) -> None:  # fmt: skip
+        self._random = None if seed is None else Random(seed)
         self.memory, self.detector, self.weak, self.contention = memory, detector, weak, contention
         self.scheduler: Scheduler
-        self.leaving: set[int] = set()
+        self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
         self._patience = patience
 
     # Accesses
@@ -68,7 +72,7 @@ class UnitMachine:
         elif places[0].region.kind == "control":
             access.perform(None)
             if access.writes:
-                self.tell_to_leave(places[0].region.rank)
+                self.wake_if_aborted(places[0].region.rank)
         elif places[0].region.kind == "private":
             self._private(task, crew, access, places)
         elif access.kind == "load" and all(_constant(place, access.itemsize) for place in places):
@@ -142,11 +146,11 @@ class UnitMachine:
             self._arrive(held)
         return bool(due)
 
-    def tell_to_leave(self, rank: int) -> None:
-        """Its control words may say so now: let its blocks look, however often it takes."""
-        words = next(r for r in self.memory if r.kind == "control" and r.rank == rank).bytes[:16]
-        if words.any():
-            self.leaving.add(rank)
+    def wake_if_aborted(self, rank: int) -> None:
+        """If the abort or status word of the rank has changed and is set: wake its warps, and park them later."""
+        words = self.memory.abort_words(rank)
+        if any(words) and words != self.aborted.get(rank):
+            self.aborted[rank] = words
             for task in self.scheduler.blocks:
                 if task.rank == rank and task.state is State.PARKED and task.waits is None:
                     self.scheduler.wake(task)
@@ -180,7 +184,9 @@ class UnitMachine:
         self.detector.access(crew.maker, access, places, changed)
 
     def _shared(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
-        task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))  # type: ignore[arg-type]
+        task.sync = access.sem is not None and (
+            self.contention is None or self.contention.contested(task, places, access.itemsize)  # type: ignore[arg-type]
+        )
         self.scheduler.take_turns()
         weak = self.weak
         if weak is not None:
@@ -206,7 +212,8 @@ class UnitMachine:
         if self.contention is not None:
             site = site_of(access.instruction, crew.maker.kernel.name)
             strong = writes or access.sem in ("release", "acq_rel")
-            self.contention.done(task, places, strong, site, b"" if old is None else old.tobytes())  # type: ignore[arg-type]
+            seen = b"" if old is None else old.tobytes()
+            self.contention.done(task, places, strong, site, seen, access.itemsize)  # type: ignore[arg-type]
         if writes:
             task.forget_polls()
             self.scheduler.wrote(_addresses(places, access))
@@ -297,9 +304,11 @@ class UnitMachine:
         look = Access(access.kind, np.zeros(0, bool), addresses, access.itemsize, access.sem, access.scope, _nothing)
         site = site_of(access.instruction, crew.maker.kernel.name)
         rounds = self._patience if access.sem is not None else _PATIENCE
-        if task.rank in self.leaving:
-            rounds = _LEAVING
-        if task.saw(look, site, seen, rounds) and not self._news(task, crew):
+        if task.rank in self.aborted:
+            rounds = _ABORTED
+        if task.note_read(look, site, seen, rounds) and not self._news(task, crew):
+            if self._random is not None and len(task.loop()) > 1 and self._random.random() < 0.5:
+                return
             if self.contention is not None:
                 self.contention.parked(task)
             self.scheduler.park()
@@ -310,8 +319,8 @@ class UnitMachine:
         sites = {poll.site for poll in mine}
         polls = list(mine)
         for mate in crew.tasks:
-            if mate is not task and mate.looks and mate.polls[mate.looks[-1]].site in sites:
-                polls += mate.loop() or [mate.polls[mate.looks[-1]]]
+            if mate is not task and mate.repeated and mate.polls[mate.repeated[-1]].site in sites:
+                polls += mate.loop() or [mate.polls[mate.repeated[-1]]]
         private = [] if task.launch is None else task.launch.private
         return any(self._changed(poll, private) for poll in polls)
 

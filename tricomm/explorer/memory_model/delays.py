@@ -63,10 +63,10 @@ class Delays:
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")
-        words = access.addresses >> np.uint64(3)
+        words = _words(access)
 
         def must(held: Held) -> bool:
-            return held.task is task and (releases or bool(np.isin(held.access.addresses >> np.uint64(3), words).any()))
+            return held.task is task and (releases or bool(np.isin(_words(held.access), words).any()))
 
         return self._take(must)
 
@@ -79,3 +79,9 @@ class Delays:
         taken = [h for h in self.held if chosen(h)]
         self.held = [h for h in self.held if not chosen(h)]
         return taken
+
+
+def _words(access: Access) -> Array:
+    """The numbers of the 8-byte words that an access touches: two of each element of 16 bytes."""
+    first = access.addresses >> np.uint64(3)
+    return first if access.itemsize <= 8 else np.concatenate([first, first + np.uint64(1)])

@@ -12,7 +12,7 @@ from tricomm.explorer.memory_model.regions import Array, Memory, Place
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.scheduler import Scheduler
-from tricomm.explorer.schedule.tasks import Task
+from tricomm.explorer.schedule.tasks import State, Task
 from tricomm.kernels.launch.memory_access import Access
 
 _PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an abort, counts as a poll
@@ -32,7 +32,7 @@ class Machine:
         self._patience = patience
         self.memory, self.detector, self.delays, self.contention = memory, detector, delays, contention
         self.scheduler: Scheduler
-        self.leaving: set[int] = set()
+        self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
 
     def access(self, access: Access) -> None:
         if not len(access.addresses):
@@ -78,7 +78,9 @@ class Machine:
         site = source_lines.current()
         if access.kind == "store" and access.sem is None and allowed.is_ll(site):
             access.sem, access.scope = "relaxed", "sys"
-        task.sync = access.sem is not None and (self.contention is None or self.contention.contested(task, places))
+        task.sync = access.sem is not None and (
+            self.contention is None or self.contention.contested(task, places, access.itemsize)
+        )
         self.scheduler.take_turns()
         if self.delays is not None:
             for held in self.delays.before(task, access):
@@ -99,13 +101,13 @@ class Machine:
             self.detector.access(task, access, places, site, changed)
         if self.contention is not None:
             writes = changed or access.sem in ("release", "acq_rel")
-            self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes())
+            self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes(), access.itemsize)
         if changed:
             task.forget_polls()
             self.scheduler.wrote(access.addresses)
         elif old is not None:
-            impatient = access.sem is not None and task.rank not in self.leaving
-            if task.saw(access, site, old, self._patience if impatient else _PATIENCE) and not self._news(task):
+            impatient = access.sem is not None and task.rank not in self.aborted
+            if task.note_read(access, site, old, self._patience if impatient else _PATIENCE) and not self._news(task):
                 if self.contention is not None:
                     self.contention.parked(task)
                 self.scheduler.park()
@@ -148,15 +150,15 @@ class Machine:
     def _control(self, task: Task, access: Access, place: Place) -> None:
         access.perform(None)
         if access.writes:
-            self.tell_to_leave(place.region.rank)
+            self.wake_if_aborted(place.region.rank)
 
-    def tell_to_leave(self, rank: int) -> None:
-        """If the control words of the rank are set, wake its blocks, and do not park them again soon."""
-        words = next(r for r in self.memory if r.kind == "control" and r.rank == rank).bytes[:16]
-        if words.any():
-            self.leaving.add(rank)
+    def wake_if_aborted(self, rank: int) -> None:
+        """If the abort or status word of the rank has changed and is set: wake its blocks, and park them later."""
+        words = self.memory.abort_words(rank)
+        if any(words) and words != self.aborted.get(rank):
+            self.aborted[rank] = words
             for task in self.scheduler.blocks:
-                if task.rank == rank and task.state.value == "parked":
+                if task.rank == rank and task.state is State.PARKED:
                     self.scheduler.wake(task)
 
     def _outside(self, task: Task, access: Access, address: int) -> None:

@@ -151,6 +151,12 @@ class Memory:
             places.append(Place(region, (addresses[lanes] - np.uint64(region.base)).astype(np.int64), lanes))
         return places
 
+    def abort_words(self, rank: int) -> bytes:
+        """The abort and status words of a rank."""
+        return (
+            next(r for r in self if r.kind == "control" and r.rank == rank).bytes[: 8 * (layout.STATUS + 1)].tobytes()
+        )
+
     def nearest(self, address: int, private: list[Region]) -> str:
         """The region closest to an address that lies in none."""
         known = [*self._regions, *private]

@@ -21,14 +21,14 @@ class Contention:
         self._numbers: dict[str, int] = {}
         self._touched: dict[str, Array] = {}
 
-    def contested(self, task: Task, places: list[Place]) -> bool:
+    def contested(self, task: Task, places: list[Place], itemsize: int = 8) -> bool:
         """Note an access. True if another block has accessed the same words, in this execution or an earlier one."""
         me, contested = self._numbers.setdefault(task.key, len(self._numbers)), False
         for place in places:
             known = self._touched.get(place.region.name)
             if known is None:
                 known = self._touched[place.region.name] = np.full(-(-place.region.nbytes // 8), _UNTOUCHED, np.int16)
-            words = place.offsets // 8
+            words = _words(place, itemsize)
             before = known[words]
             foreign = (before != me) & (before != _UNTOUCHED)
             self.grew |= bool((foreign & (before != _MANY)).any())
@@ -42,9 +42,11 @@ class Contention:
             self.search, self.grew = BoundedSearch(self._preemptions), False
         return self.search.begin()
 
-    def done(self, task: Task, places: list[Place], writes: bool, line: object, value: bytes) -> None:
+    def done(
+        self, task: Task, places: list[Place], writes: bool, line: object, value: bytes, itemsize: int = 8
+    ) -> None:
         """An access has been done."""
-        words = frozenset((p.region.name, w) for p in places for w in np.unique(p.offsets // 8).tolist())
+        words = frozenset((p.region.name, w) for p in places for w in np.unique(_words(p, itemsize)).tolist())
         self.search.saw(Touch(task.key, words, writes, line, value))
 
     def host(self) -> None:
@@ -53,3 +55,9 @@ class Contention:
 
     def parked(self, task: Task) -> None:
         self.search.parked(task.key)
+
+
+def _words(place: Place, itemsize: int) -> Array:
+    """The numbers of the 8-byte words of a region that elements touch: two of each element of 16 bytes."""
+    first: Array = place.offsets // 8
+    return first if itemsize <= 8 else np.concatenate([first, first + 1])

@@ -8,17 +8,22 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.memory_model.regions import Memory
-from tricomm.explorer.memory_model.source_lines import Site
+from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
 from tricomm.explorer.report.findings import Finding
 from tricomm.explorer.schedule.tasks import Poll, State, Task
 
 
 def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why: str) -> Finding:
-    """A finding that names every waiting task: rank, block, address, expected value and actual value."""
-    waiters = [_block(task, memory) for task in blocks if task.state in (State.PARKED, State.STOPPED) and task.started]
-    waiters += [_not_started(task) for task in blocks if not task.started and task.state is State.READY]
-    waiters += [_host(task) for task in hosts if task.state is State.WAITING and task.launch is None]
-    waiters += [_running(task) for task in blocks if task.started and task.state is State.READY]
+    """A finding that names every waiting task: rank, block, address, expected value and actual value.
+
+    Warps of one block that wait for the same word, or at the same barrier, are one waiter.
+    """
+    waiting = [task for task in blocks if task.state in (State.PARKED, State.STOPPED) and task.started]
+    waiters = _together([(task, *_block(task, memory)) for task in waiting])
+    waiters += _together([(t, *_not_started(t)) for t in blocks if not t.started and t.state is State.READY])
+    busy = {task.rank for task in waiting}
+    waiters += [_host(h, h.rank in busy) for h in hosts if h.state is State.WAITING and not _waits_for_launch(h, busy)]
+    waiters += _together([(task, *_running(task)) for task in blocks if task.started and task.state is State.READY])
     over = [str(h.rank) for h in hosts if h.state is State.DONE]
     text = f"{why}: " + "; ".join(w["text"] for w in waiters)
     if over:
@@ -33,37 +38,55 @@ def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why:
     )
 
 
-def _block(task: Task, memory: Memory) -> dict[str, Any]:
+def _together(entries: Sequence[tuple[Task, Site, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """A waiter for each site, predicate and block."""
+    found: dict[Any, list[tuple[Task, Site, str, dict[str, Any]]]] = {}
+    for entry in entries:
+        task, site, predicate, _ = entry
+        found.setdefault((task.rank, task.block, task.launch and task.launch.number, site, predicate), []).append(entry)
+    return [_waiter([e[0] for e in same], *same[0][1:]) for same in found.values()]
+
+
+def _waiter(tasks: list[Task], site: Site, predicate: str, more: dict[str, Any]) -> dict[str, Any]:
+    task, warps = tasks[0], [str(t.warp) for t in tasks if t.warp >= 0]
+    name = task.launch.name if task.launch is not None else "?"
+    part = f" (warp{'s' * (len(warps) > 1)} {', '.join(warps)})" if warps else ""
+    return _entry(task, site, f"rank {task.rank}, block {task.block} of {name}{part} {predicate}", **more)
+
+
+def _block(task: Task, memory: Memory) -> tuple[Site, str, dict[str, Any]]:
     poll = _unmet(task)
-    name = task.launch.name if task.launch is not None else "?"
+    if task.waits is not None:
+        return task.waits, f"waits for threads of its block at {task.waits.text}", {}
     if poll is None:
-        return _entry(task, Site(()), f"rank {task.rank}, block {task.block} of {name} never runs again")
-    address, found, expected, relation = _values(poll)
-    region = memory.region(address, address + 1, [])
+        return Site(()), "never runs again", {}
+    address, actual, expected, relation = _values(poll)
+    region = memory.region(address, address + 1, task.launch.private if task.launch is not None else [])
     place = region.label(address - region.base) if region is not None else "?"
-    wanted = f"expected {_hex(expected)}, found {_hex(found)}" if expected is not None else f"found {_hex(found)}"
-    text = (
-        f"rank {task.rank}, block {task.block} of {name} waits at {poll.site.text} for {place} ({address:#x}): {wanted}"
-    )
-    more = {"address": address, "place": place, "expected": expected, "found": found, "relation": relation}
-    return _entry(task, poll.site, text, **more)
+    wanted = f"expected {_hex(expected)}, found {_hex(actual)}" if expected is not None else f"found {_hex(actual)}"
+    more = {"address": address, "place": place, "expected": expected, "found": actual, "relation": relation}
+    return poll.site, f"waits at {poll.site.text} for {place} ({address:#x}): {wanted}", more
 
 
-def _running(task: Task) -> dict[str, Any]:
-    name = task.launch.name if task.launch is not None else "?"
+def _running(task: Task) -> tuple[Site, str, dict[str, Any]]:
     site = task.last_poll.site if task.last_poll is not None else Site(())
     looked = f", which last looked at something new at {site.text}" if task.last_poll is not None else ""
-    return _entry(task, site, f"rank {task.rank}, block {task.block} of {name} runs on and on{looked}")
+    return site, f"runs on and on{looked}", {}
 
 
-def _not_started(task: Task) -> dict[str, Any]:
-    name = task.launch.name if task.launch is not None else "?"
-    return _entry(task, Site(()), f"rank {task.rank}, block {task.block} of {name} waits for a place on the device")
+def _not_started(task: Task) -> tuple[Site, str, dict[str, Any]]:
+    return Site(()), "waits for a place on the device", {}
 
 
-def _host(task: Task) -> dict[str, Any]:
-    text = f"rank {task.rank}'s host code waits for the other ranks at {task.host_site.where}"
-    return _entry(task, task.host_site, text)
+def _waits_for_launch(host: Task, busy: set[int]) -> bool:
+    """True in the middle of a launch, and behind the end of a function whose kernels have not ended."""
+    return host.launch is not None or (host.host_site == NOWHERE and host.rank in busy)
+
+
+def _host(host: Task, busy: bool) -> dict[str, Any]:
+    """Host code of a rank with a block that waits: it may wait for this block or for another rank."""
+    why = "" if busy else " for the other ranks"
+    return _entry(host, host.host_site, f"rank {host.rank}'s host code waits{why} at {host.host_site.where}")
 
 
 def _entry(task: Task, site: Site, text: str, **more: Any) -> dict[str, Any]:
@@ -77,12 +100,12 @@ def _unmet(task: Task) -> Poll | None:
 
 
 def _values(poll: Poll) -> tuple[int, int, int | None, str]:
-    """(address, found, expected, relation) of the first element that is late."""
+    """(address, actual, expected, relation) of the first element that is late."""
     addresses, late, lanes = poll.access.addresses, poll.late(), poll.access.lanes
-    if late.any() and poll.found is not None and poll.expected is not None:
+    if late.any() and poll.actual is not None and poll.expected is not None:
         at = int(np.flatnonzero(late)[0])
-        found, expected = (int(np.broadcast_to(v, lanes.shape)[lanes][at]) for v in (poll.found, poll.expected))
-        return int(addresses[at]), found, expected, poll.relation
+        actual, expected = (int(np.broadcast_to(v, lanes.shape)[lanes][at]) for v in (poll.actual, poll.expected))
+        return int(addresses[at]), actual, expected, poll.relation
     raw = np.frombuffer(poll.values, np.uint8)[: poll.access.itemsize]
     return int(addresses[0]), int.from_bytes(raw.tobytes(), "little"), None, ""
 

@@ -48,7 +48,7 @@ class Scheduler:
     ) -> None:
         self.step = 0
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
-        self.progress = 0  # grows when memory changes or host code runs; polling alone is no progress
+        self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends
         self.choices: list[tuple[int, str]] = []  # the steps at which the strategy switched tasks
         self.current: Task | None = None
         self.hosts: list[Task] = []
@@ -99,6 +99,7 @@ class Scheduler:
 
     def begin(self, launch: Launch) -> None:
         """Its blocks may run from here on."""
+        self.progress += 1
         for task in launch.blocks:
             task.greenlet.parent = self._main  # where control goes when it ends
         self.blocks = sorted([*self.blocks, *launch.blocks], key=lambda t: t.place)
@@ -164,10 +165,11 @@ class Scheduler:
                     self.wake(task)
 
     def wake(self, task: Task) -> None:
-        task.state, task.retries, task.looks = State.READY, 0, []
+        task.state, task.retries, task.repeated = State.READY, 0, []
 
-    def wake_hosts(self) -> None:
-        """Shared state has changed that host code may wait for."""
+    def wake_hosts(self, changed: bool = True) -> None:
+        """Shared state that host code may wait for has changed; or time has passed, and host code has to look at it."""
+        self.progress += changed
         for host in self.hosts:
             if host.state is State.WAITING and host.launch is None:
                 host.state = State.READY
@@ -242,7 +244,6 @@ class Scheduler:
         self.current = task
         self.turns += 1
         if task.is_host:
-            self.progress += 1
             with self._host_context(task.rank):
                 return self._switch(task)
         return self._switch(task)
@@ -269,7 +270,10 @@ class Scheduler:
     def _settle(self) -> None:
         """Remove an ended block, and let the host code of an ended launch continue."""
         task = self.current
-        if task is None or task.is_host or task.state is not State.DONE or task.launch is None:
+        if task is None or task.state is not State.DONE:
+            return
+        self.progress += 1
+        if task.is_host or task.launch is None:
             return
         launch = task.launch
         self.blocks.remove(task)
@@ -295,6 +299,7 @@ class Scheduler:
         if task.started:
             self._engage(task)
             task.greenlet.throw(error)
+        self.progress += 1
         task.state = State.DONE
         if task in self.blocks:
             self.blocks.remove(task)

@@ -10,14 +10,15 @@ from tricomm.explorer.schedule.scheduler import Strategy
 from tricomm.explorer.schedule.strategies import Priorities
 from tricomm.explorer.world.execution import Outcome
 
-_STEPS = 6000  # for each of the two methods: some seconds. Steps, because a clock is not reproducible
+# For each of the two methods: some seconds. Steps, because a clock is not reproducible.
+STEPS, COMPILED_STEPS = 6000, 1500
 
 Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
-def shrink(again: Again, finding: Finding, execution: Execution) -> Execution:
-    """A simpler execution that shows `finding` too, the simplest of a bounded search: without delayed stores
-    and from epoch 1 if possible, with few preemptions and fewer choices."""
+def shrink(again: Again, finding: Finding, execution: Execution, most: int = STEPS) -> Execution:
+    """A simpler execution that shows `finding` too, the simplest of a search of `most` steps for each of two methods:
+    without delayed stores and from epoch 1 if possible, with few preemptions and fewer choices."""
     spent = 0
 
     def shows(tried: Execution) -> bool:
@@ -31,17 +32,17 @@ def shrink(again: Again, finding: Finding, execution: Execution) -> Execution:
             execution = simpler
             if not execution.choices:
                 return execution
-    execution = _few_preemptions(again, finding, execution)
+    execution = _few_preemptions(again, finding, execution, most)
     spent = 0
-    return _left_out(shows, lambda: spent > _STEPS, execution)
+    return _left_out(shows, lambda: spent > most, execution)
 
 
-def _few_preemptions(again: Again, finding: Finding, execution: Execution) -> Execution:
+def _few_preemptions(again: Again, finding: Finding, execution: Execution, most: int) -> Execution:
     """The best of some schedules with few switches: random priorities that drop at most twice."""
     spent, best = 0, execution
     steps = max((step for step, _ in execution.choices), default=1) + 1
     for seed in range(60):
-        if spent > _STEPS or len(best.choices) <= 1:
+        if spent > most or len(best.choices) <= 1:
             break
         found, outcome = again(execution, Priorities(seed, 1 + seed % 3, steps))
         spent += outcome.steps

@@ -59,25 +59,26 @@ class Poll:
     site: Site
     values: bytes
     relation: str = ""
-    found: Array | None = None
+    actual: Array | None = None
     expected: Array | None = None
     result: Array | None = None
     low: int = field(init=False)
     high: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.low, self.high = int(self.access.addresses.min()), int(self.access.addresses.max())
+        # From line to line of 16 bytes, the widest element: a write is known by where it begins.
+        self.low, self.high = int(self.access.addresses.min()) & -16, int(self.access.addresses.max()) | 15
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         if not self.relation and relation != "&":
-            self.relation, self.found, self.expected, self.result = relation, left, right, result
+            self.relation, self.actual, self.expected, self.result = relation, left, right, result
         elif relation == "&" and self.result is not None and (left is self.result or right is self.result):
             self.result = result
 
     def late(self) -> Array:
         """bool per element of the access: True if the comparison says that the awaited value has not arrived."""
         lanes = self.access.lanes
-        if self.found is None or self.expected is None or self.result is None:
+        if self.actual is None or self.expected is None or self.result is None:
             return np.zeros(len(self.access.addresses), bool)
         result = np.broadcast_to(self.result, np.broadcast_shapes(self.result.shape, lanes.shape))
         if result.shape != lanes.shape:
@@ -104,7 +105,7 @@ class Task:
     error: BaseException | None = None
     result: Any = None
     polls: dict[Any, Poll] = field(default_factory=dict)
-    looks: list[Any] = field(default_factory=list)  # keys of `polls` read since the last new value
+    repeated: list[Any] = field(default_factory=list)  # keys of `polls`, one for each read since the last new value
     retries: int = 0
     last_poll: Poll | None = None
     host_site: Site = NOWHERE
@@ -137,23 +138,23 @@ class Task:
     # Polling: if a task has read every word of its loop again and no value was new, it need not run until one of
     # these words changes.
 
-    def saw(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
-        """Note a read. True if the task has gone `rounds` times round a loop in which nothing changes."""
+    def note_read(self, access: Access, site: Site, values: Array, rounds: int) -> bool:
+        """True if, with this read, the task has made `rounds` rounds of a loop in which no value has changed."""
         key = (site, access.addresses.tobytes())
         seen = values.tobytes()
         before = self.polls.get(key)
         if before is None or before.values != seen:
             self.last_poll = self.polls[key] = Poll(access, site, seen)
-            self.looks = [key]
+            self.repeated = [key]
             return False
         self.last_poll = before
-        self.looks.append(key)
+        self.repeated.append(key)
         round_ = len(self.loop())
-        return bool(round_) and len(self.looks) > round_ * rounds
+        return bool(round_) and len(self.repeated) > round_ * rounds
 
     def loop(self) -> list[Poll]:
         """The reads of one round of the polling loop: those since the latest read was last made before."""
-        *before, last = self.looks
+        *before, last = self.repeated
         if last not in before:
             return []
         round_ = before[len(before) - 1 - before[::-1].index(last) :]
@@ -162,7 +163,7 @@ class Task:
     def forget_polls(self) -> None:
         """The task has written, so it is not in a polling loop."""
         if self.polls:
-            self.polls, self.looks = {}, []
+            self.polls, self.repeated = {}, []
 
     def watches(self, addresses: Array) -> bool:
         """True if `addresses` may be among those that it polls, or another warp of its block."""

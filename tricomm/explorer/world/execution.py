@@ -33,6 +33,7 @@ from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
 from tricomm.options import Options
+from tricomm.ptx.unit import StepLimit
 
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
@@ -202,6 +203,8 @@ class Ranks:
     def _stuck(self) -> bool:
         """No task can run and no store is delayed: a deadlock, which time turns into a named error."""
         scheduler, world = self._scheduler, self._world
+        if self._detector is not None and any(map(_own_mistake, self._errors.values())):
+            return False  # that other ranks wait for this rank is a consequence
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
             why = "no task can run"
@@ -211,8 +214,8 @@ class Ranks:
         again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
         if world.pass_time() or not again:
             for rank in range(world.world_size):
-                self._machine.tell_to_leave(rank)
-            scheduler.wake_hosts()
+                self._machine.wake_if_aborted(rank)
+            scheduler.wake_hosts(changed=False)
             return True
         why = "aborted, but still running"
         self._deadlock = self._deadlock or deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
@@ -264,7 +267,7 @@ class Ranks:
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
             if not isinstance(error, TricommError):
-                return [_raised(rank, error)]  # that other ranks wait for this rank is a consequence
+                return [_raised(rank, error)]
         if self._deadlock is not None:
             return [self._deadlock]
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
@@ -287,10 +290,16 @@ def _machine(
     if compiled:
         assert not isinstance(detector, Detector)
         weak = WeakMemory(seed) if seed is not None and detector is not None else None
-        return UnitMachine(memory, detector, weak, contention, patience), weak
+        at_random = None if contention is not None else execution.seed
+        return UnitMachine(memory, detector, weak, contention, patience, at_random), weak
     assert not isinstance(detector, ThreadDetector)
     delays = Delays(seed) if seed is not None else None
     return Machine(memory, detector, delays, contention, patience), delays
+
+
+def _own_mistake(error: Exception) -> bool:
+    """True for an error that is not the library's, and for an access out of bounds."""
+    return not isinstance(error, TricommError) or isinstance(error, OutOfBounds)
 
 
 def note(error: BaseException, rank: int) -> None:
@@ -301,7 +310,10 @@ def note(error: BaseException, rank: int) -> None:
 
 
 def _line(error: BaseException) -> str:
-    """file:line of the innermost frame that is neither Triton's, nor torch's, nor tricomm's host code."""
+    """file:line of the kernel, if the error names it; else of the innermost frame that is neither Triton's, nor
+    torch's, nor tricomm's host code."""
+    if isinstance(error, StepLimit) and error.where is not None:
+        return error.where
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if source_lines.is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"

@@ -1,0 +1,278 @@
+"""How fast the kernels and the host path should be, in numbers that need no GPU, of this checkout and of another one.
+
+    python -m devtools.bars                          beside docs/performance.json
+    python -m devtools.bars --against CHECKOUT       beside another checkout, which runs its own code
+    python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
+
+Times are modelled from the compiled code, on 8 H100 in a CUDA graph; nothing is measured on a GPU. The host time is
+measured here, and only its ratio to torch's `fake` backend says anything about another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from devtools import c10d_overhead, kraken
+from tricomm.errors import InvalidArgument, TricommError
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import provenance, text_table, units
+from tricomm.perf.cost_model import from_code, timed_call
+from tricomm.perf.cost_model.from_code import CodeTime
+from tricomm.perf.cost_model.machines import MACHINES
+from tricomm.perf.cost_model.timed_call import LaunchShape
+from tricomm.perf.cost_model.warp_clock import PARTS
+from tricomm.perf.machine_code import kernel_report
+from tricomm.perf.machine_code.kernel_report import Variant
+
+LABEL = "modelled from the compiled code, not measured"
+MACHINE, WORLD_SIZE = MACHINES["h100"], 8
+NCCL_US = 2.3  # of 8 bytes on 8 H200 (NVIDIA/nccl#1940)
+_KEPT = Path(__file__).resolve().parent.parent / "docs" / "performance.json"
+_HEADER = ("what", "unit", "before", "now", "now/before", "bar", "passes")
+_BYTES = 3072 * WORLD_SIZE  # every tile has a ragged end, and all shards are alike
+_FAILED = (TricommError, OSError, subprocess.SubprocessError)
+
+Value = float | int | str | None
+
+
+@dataclass(frozen=True)
+class CallRow:
+    """An all-reduce of `nbytes`, whose time is to be `ratio` of what it was at most."""
+
+    algorithm: str
+    protocol: str
+    nbytes: int
+    ratio: float
+
+    @property
+    def kernel(self) -> Kernel:
+        return registry.find("all_reduce", self.algorithm, self.protocol)
+
+    @property
+    def name(self) -> str:
+        size = f"{self.nbytes >> 10} KiB" if self.nbytes < 1 << 20 else f"{self.nbytes >> 20} MiB"
+        return f"{size} {self.algorithm} {self.protocol}"
+
+
+SHORT = (CallRow("one_shot", "ll", 1 << 10, 0.6), CallRow("two_shot", "ll", 64 << 10, 0.8))
+LONG = (CallRow("two_shot", "simple", 8 << 20, 0.6), CallRow("two_shot", "simple", 64 << 20, 0.6))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A number, and what it has to be: at most `most`, at least `least`, at most `ratio` of what it was."""
+
+    name: str
+    unit: str
+    most: float | None = None
+    least: float | None = None
+    ratio: float | None = None
+
+    def text(self) -> str:
+        bounds = ((self.most, "<= {:g}"), (self.least, ">= {:g}"), (self.ratio, "<= {:g} of before"))
+        return ", ".join(form.format(bound) for bound, form in bounds if bound is not None)
+
+    def verdict(self, before: Value, now: Value) -> str:
+        """yes, no, or nothing if it cannot be said."""
+        if not self.text() or not isinstance(now, int | float):
+            return ""
+        holds = [now <= self.most] if self.most is not None else []
+        holds += [now >= self.least] if self.least is not None else []
+        if self.ratio is not None:
+            if not isinstance(before, int | float):
+                return ""
+            holds.append(now <= self.ratio * before)
+        return "yes" if all(holds) else "no"
+
+
+def bars() -> Iterator[Bar]:
+    """All of them, in the order of the table."""
+    for row in SHORT:
+        most = 1.2 * NCCL_US if row.nbytes == 1 << 10 else None
+        yield Bar(f"{row.name}: critical path", "us", most, ratio=row.ratio)
+        yield from _of_call(row)
+        yield Bar(f"{row.name}: round trips before the first push, by data", "", 1)
+        yield Bar(f"{row.name}: round trips before the first push, in order", "")
+    for row in LONG:
+        yield Bar(f"{row.name}: critical path", "us", ratio=row.ratio)
+        yield Bar(f"{row.name}: share of the usable link bandwidth", "", least=0.8)
+        yield Bar(f"{row.name}: share that bytes in flight allow", "", least=0.8)
+        yield Bar(f"{row.name}: bytes in flight a GPU", "KiB", least=512)
+        yield Bar(f"{row.name}: barriers that a chunk more takes", "", 1)
+        yield Bar(f"{row.name}: barriers", "")
+        yield Bar(f"{row.name}: chunks", "")
+        yield from _of_call(row)
+    for name in kraken.INSTRUCTIONS:
+        yield Bar(f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes", "", kraken.INSTRUCTIONS[name])
+    yield Bar("host time over `fake`: direct", "", 0.7)
+    yield Bar("host time over `fake`: through c10d", "", 1.6)
+
+
+def _of_call(row: CallRow) -> Iterator[Bar]:
+    yield Bar(f"{row.name}: launched as blocks/warps/words of a tile", "")
+    yield Bar(f"{row.name}: bytes to peers over the formula", "", 1, 1)
+    yield Bar(f"{row.name}: SASS instructions for 16 bytes, float32", "", ratio=1)
+    yield Bar(f"{row.name}: spills", "", 0)
+    yield Bar(f"{row.name}: registers a thread", "")
+
+
+def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The numbers of this checkout by their bars' names; one that cannot be had is the reason, as a text."""
+    values: dict[str, Value] = {}
+    details: dict[str, Any] = {}
+
+    def put(names: tuple[str, ...], get: Callable[[], tuple[Value, ...]]) -> None:
+        progress(names[0])
+        try:
+            found = get()
+        except _FAILED as error:
+            found = (f"not available: {error}",) * len(names)
+        values.update(zip(names, found, strict=True))
+
+    for row in (*SHORT, *LONG):
+        progress(row.name)
+        try:
+            time = from_code.predict(MACHINE, row.kernel, WORLD_SIZE, row.nbytes)
+        except _FAILED as error:
+            details[row.name] = f"not available: {error}"
+            continue
+        details[row.name] = {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}
+        values |= _times(row, time)
+        put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel))
+        code = ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
+        put(tuple(f"{row.name}: {each}" for each in code), partial(_code, row.kernel, time.shape))
+    for name in kraken.INSTRUCTIONS:
+        full = f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes"
+        put((full,), partial(_steady, f"all_reduce_{name}_zero_copy"))
+    put(tuple(f"host time over `fake`: {each}" for each in ("direct", "through c10d")), _host)
+    return {
+        "schema": 1, "label": LABEL, "commit": provenance.commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "versions": provenance.versions(), "values": values, "parts": details,
+    }  # fmt: skip
+
+
+def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
+    path = sum(time.parts)
+    sent = float(units.moved(row.kernel, WORLD_SIZE)) * row.nbytes
+    data, order = time.chain or (None, None)
+    shape = time.shape
+    return {
+        f"{row.name}: critical path": path,
+        f"{row.name}: round trips before the first push, by data": data,
+        f"{row.name}: round trips before the first push, in order": order,
+        f"{row.name}: share of the usable link bandwidth": sent / MACHINE.kernels / 1e3 / path,
+        f"{row.name}: share that bytes in flight allow": min(1.0, time.allows_gbs / MACHINE.kernels),
+        f"{row.name}: bytes in flight a GPU": time.in_flight / 1024,
+        f"{row.name}: barriers that a chunk more takes": time.more_barriers,
+        f"{row.name}: barriers": time.barriers,
+        f"{row.name}: chunks": time.chunks,
+        f"{row.name}: launched as blocks/warps/words of a tile": f"{shape.blocks}/{shape.warps}/{shape.tile}",
+    }
+
+
+def _counted(kernel: Kernel) -> tuple[Value, ...]:
+    """Bytes of payload of one block that does the whole call, over the formula."""
+    plan, shape = layout.plan(WORLD_SIZE, from_code.ARENA_BYTES), LaunchShape(1, 8, 512)
+    moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, shape, plan, False).moved
+    return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
+
+
+def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
+    variant = Variant(kernel.name, MACHINE.architecture, "float32", block=shape.tile, warps=shape.warps)
+    report = kernel_report.examine(variant)
+    if report.failure is not None:
+        raise InvalidArgument(report.failure)
+    used, words_a_thread = report.resources, shape.tile / (32 * shape.warps)
+    return report.steady * 2 / words_a_thread, used.spill_loads + used.spill_stores, used.registers
+
+
+def _steady(kernel: str) -> tuple[Value, ...]:
+    return (kernel_report.examine(Variant(kernel, MACHINE.architecture)).steady,)
+
+
+def _host() -> tuple[Value, ...]:
+    times = c10d_overhead.measure(calls=100, rounds=301)  # rounds that are shorter than a time slice of a busy machine
+    return times["communicator_over_fake"], times["c10d_over_fake"]
+
+
+def other(against: Path) -> dict[str, Any]:
+    """The numbers of a checkout, by its own code in a process of its own, or those that a file has.
+
+    Raises `InvalidArgument` if it is neither.
+    """
+    if against.is_file():
+        text = against.read_text()
+    elif (against / "devtools" / "bars.py").exists():
+        command = [sys.executable, "-m", "devtools.bars", "--json"]
+        done = subprocess.run(
+            command, cwd=against, env={**os.environ, "PYTHONPATH": str(against.resolve())}, text=True, stdout=-1
+        )
+        if done.returncode:
+            raise InvalidArgument(f"{against}: its devtools.bars ended with {done.returncode}; see its message above")
+        text = done.stdout
+    else:
+        raise InvalidArgument(
+            f"{against} is neither a file of numbers nor a checkout with devtools/bars.py; write the file there with a "
+            "version that has the command: python -m devtools.bars --json"
+        )
+    try:
+        found = json.loads(text)
+        if found["schema"] != 1 or not isinstance(found["values"], dict):
+            raise KeyError("schema")
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgument(f"{against}: no numbers of `python -m devtools.bars --json` ({error!r})") from error
+    return dict(found)
+
+
+def lines(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+    """The table, with where both columns come from."""
+    columns = {"before": before, "now": now}
+    heads = [f"# {WORLD_SIZE} x {MACHINE.name}, all_reduce, graph mode; times are {LABEL}"]
+    heads += [_origin(name, data) for name, data in columns.items() if data is not None]
+    rows = []
+    for bar in bars():
+        old, new = ((data or {"values": {}})["values"].get(bar.name) for data in columns.values())
+        ratio = f"{new / old:.2f}" if isinstance(old, int | float) and isinstance(new, int | float) and old else ""
+        rows.append((bar.name, bar.unit, _shown(old), _shown(new), ratio, bar.text(), bar.verdict(old, new)))
+    return [*heads, *text_table.lines(_HEADER, rows, right=_HEADER[2:5])]
+
+
+def _origin(name: str, data: dict[str, Any]) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in data["versions"].items())
+    return f"# {name}: commit {data['commit'] or 'unknown'}, {data['date']}; {versions}"
+
+
+def _shown(value: Value) -> str:
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.2f}"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@click.command()
+@click.option("--against", type=click.Path(exists=True, path_type=Path), default=_KEPT, help="A checkout or a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print this checkout's numbers as JSON.")
+def main(against: Path, as_json: bool) -> None:
+    """Print the numbers of this checkout, and whether they pass their bars, beside those of another one."""
+    try:
+        before = None if as_json else other(against)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    now = measure(lambda text: click.echo(text, err=True))
+    click.echo(json.dumps(now, indent=1) if as_json else "\n".join(lines(before, now)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""16-byte accesses under the interpreter, which has none: `wide_words.store_wide` and `load_wide`.
+
+A director and observers are told of one access of 16 bytes, relaxed at `.sys`. In memory it is two of 8, and between
+processes these must look like one: the half with the flag is stored last, with release, and loaded first, with
+acquire. So a reader that sees the flag sees the other half that was stored with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as _triton
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.launch.memory_access import Access, Array, perform_at_once
+
+_HALF = np.uint64(8)
+
+
+def store(pointer: Any, low: Any, high: Any, mask: Any) -> None:
+    """In place of `wide_words.store_wide`."""
+    native = _triton._interpreter
+    addresses, lanes = pointer.handle.data, np.broadcast_to(mask.handle.data, pointer.handle.data.shape)
+    halves = [np.ascontiguousarray(np.broadcast_to(half.handle.data, addresses.shape)) for half in (low, high)]
+
+    def perform(chosen: Array | None) -> None:
+        some = _some(lanes, chosen)
+        native.store(addresses, halves[0], some)
+        native.atomic_rmw(native.RMW_OP.XCHG, addresses + _HALF, halves[1], some, native.MEM_SEMANTIC.RELEASE)
+
+    _access("store", addresses, lanes, perform)
+
+
+def load(pointer: Any) -> tuple[Any, Any]:
+    """In place of `wide_words.load_wide`."""
+    native = _triton._interpreter
+    addresses = pointer.handle.data
+    lanes, nothing = np.ones(addresses.shape, bool), np.zeros(addresses.shape, np.int64)
+    found: list[Array] = []
+
+    def perform(chosen: Array | None) -> Array:
+        some = _some(lanes, chosen)
+        high = native.atomic_rmw(native.RMW_OP.OR, addresses + _HALF, nothing, some, native.MEM_SEMANTIC.ACQUIRE)
+        found[:] = native.load(addresses, some, nothing, np.dtype(np.int64)), high
+        return np.stack(found, axis=-1)[some]
+
+    _access("load", addresses, lanes, perform)
+    kind = tl.core.block_type(tl.int64, list(addresses.shape))
+    low, high = (tl.core.tensor(_triton.TensorHandle(half, tl.int64), kind) for half in found)
+    return low, high
+
+
+def _some(lanes: Array, chosen: Array | None) -> Array:
+    """bool by lane of the tile: those of `lanes` that `chosen` (bool by taken lane) selects."""
+    some = np.array(lanes)
+    if chosen is not None:
+        some[lanes] = chosen
+    return some
+
+
+def _access(kind: str, addresses: Array, lanes: Array, perform: Any) -> None:
+    taken = addresses[lanes]
+    if (taken % np.uint64(16)).any():
+        odd = int(taken[taken % np.uint64(16) != 0][0])
+        raise InvalidArgument(f"a 16-byte word at {odd:#x}: its address has to be a multiple of 16")
+    access = Access(kind, lanes, taken, 16, "relaxed", "sys", perform)
+    if triton_adapter.director is not None:
+        triton_adapter.director.access(access)
+    else:
+        perform_at_once(access, triton_adapter.observers)

@@ -1,0 +1,87 @@
+"""The command that prints the bars: what passes, columns of other checkouts, what is refused. Nothing is modelled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from devtools import bars
+from devtools.bars import Bar
+from tricomm.errors import InvalidArgument
+
+_KEPT = Path(bars.__file__).parent.parent / "docs" / "performance.json"
+
+
+def _numbers(**values: Any) -> dict[str, Any]:
+    origin = {"commit": "0123456789ab", "date": "2026-11-22 13:00 UTC", "versions": {"triton": "3.9.0"}}
+    return {"schema": 1, **origin, "values": values}
+
+
+@pytest.mark.parametrize(
+    ("bar", "before", "now", "verdict"),
+    [
+        (Bar("a", "us", most=2), None, 2, "yes"),
+        (Bar("a", "us", most=2), 1, 2.1, "no"),
+        (Bar("a", "", least=0.8), None, 0.79, "no"),
+        (Bar("a", "", 1, 1), None, 1.0, "yes"),
+        (Bar("a", "us", most=9, ratio=0.6), 10, 6, "yes"),
+        (Bar("a", "us", most=9, ratio=0.6), 10, 6.1, "no"),
+        (Bar("a", "us", ratio=0.6), None, 6, ""),
+        (Bar("a", "us", ratio=0.6), "not available: no compiler", 6, ""),
+        (Bar("a", "us", most=2), 1, "not available: no compiler", ""),
+        (Bar("a", ""), 1, 2, ""),
+    ],
+)
+def test_a_bar_holds_or_does_not_or_nothing_is_said(bar: Bar, before: Any, now: Any, verdict: str) -> None:
+    assert bar.verdict(before, now) == verdict
+
+
+def test_every_kept_number_has_a_bar_and_the_table_has_all() -> None:
+    kept = json.loads(_KEPT.read_text())
+    names = [bar.name for bar in bars.bars()]
+    assert len(set(names)) == len(names) and set(names) <= kept["values"].keys()
+    assert not any(isinstance(value, str) and "not available" in value for value in kept["values"].values())
+    lines = bars.lines(kept, kept)
+    assert len(lines) == 4 + len(names) and "not measured" in lines[0]
+    assert kept["commit"] in lines[1] and kept["date"] in lines[1] and kept["versions"]["triton"] in lines[1]
+
+
+def test_a_number_that_cannot_be_had_leaves_the_others() -> None:
+    name = "host time over `fake`: direct"
+    line = bars.lines(_numbers(), _numbers(**{name: "not available: no such backend"}))[-2]
+    assert line.split()[-1] == "0.7" and " - " in line and "no such backend" in line
+
+
+def test_another_checkout_runs_its_own_command(tmp_path: Path) -> None:
+    folder = tmp_path / "devtools"
+    folder.mkdir()
+    text = json.dumps(_numbers(a=1.5))
+    checked = f"import os\nassert os.environ['PYTHONPATH'] == {str(tmp_path)!r}\n"
+    (folder / "bars.py").write_text(checked + f"print({text!r})\n")
+    assert bars.other(tmp_path)["values"] == {"a": 1.5}
+    (folder / "bars.py").write_text("raise SystemExit(3)\n")
+    with pytest.raises(InvalidArgument, match=r"its devtools.bars ended with 3"):
+        bars.other(tmp_path)
+
+
+def test_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="neither a file of numbers nor a checkout with devtools/bars.py"):
+        bars.other(tmp_path)
+    file = tmp_path / "numbers.json"
+    for text in ("", "[]", '{"schema": 2, "values": {}}', '{"schema": 1}', '{"schema": 1, "values": 5}'):
+        file.write_text(text)
+        with pytest.raises(InvalidArgument, match="no numbers of"):
+            bars.other(file)
+    done = CliRunner().invoke(bars.main, ["--against", str(file)])
+    assert done.exit_code == 2 and "no numbers of" in done.output
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "measure", lambda progress: _numbers(**{"host time over `fake`: direct": 0.5}))
+    printed = CliRunner().invoke(bars.main, [])
+    assert printed.exit_code == 0 and "host time over `fake`: direct" in printed.output
+    assert json.loads(CliRunner().invoke(bars.main, ["--json"]).output)["values"]

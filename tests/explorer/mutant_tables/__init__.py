@@ -1,0 +1,1 @@
+"""The mutants of `docs/mutants.md`, by what they change."""

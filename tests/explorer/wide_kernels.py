@@ -1,0 +1,148 @@
+"""An exchange of wide words over symmetric memory, as a user would write it, and its mistakes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tricomm.communicator import Communicator
+from tricomm.kernels.primitives import LOW, look, pause
+from tricomm.kernels.wide_words import get_wide, plane_words, put_wide, slots
+
+_HALF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
+_HALVES = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
+)
+BLOCK = 4
+
+
+@triton.jit
+def gather_sum(
+    x_ptr, y_ptr, boxes, group, rank, epoch, words, FORM: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """y[0:words] = the sum of all ranks' x (int64). `boxes`: addresses of int64 [2][WORLD_SIZE][tiles][4 * BLOCK].
+
+    Every block sends to its namesakes in every epoch, payload or not, and so tells them that it has left the one
+    before: two boxes in turn are enough. FORM is "wide", or a mistake: "halves" stores and loads two words of 64 bits,
+    with the flag in one of them; "v2" stores them by one instruction; "mixed" only loads them; "one box" uses the same
+    box in every epoch.
+    """
+    lane = tl.arange(0, BLOCK)
+    tile = tl.program_id(0)
+    count = tl.minimum(words - tile * (3 * BLOCK), 3 * BLOCK)
+    plane = plane_words(tl.maximum(count, 1), BLOCK)
+    planes = ()
+    for k in tl.static_range(3):
+        at = k * plane + lane
+        planes = planes + (tl.load(x_ptr + tile * (3 * BLOCK) + at, mask=(lane < plane) & (at < count), other=0),)
+    room = tl.num_programs(0) * (4 * BLOCK)
+    epoch = tl.zeros([], tl.int64) + epoch
+    parity = 0 if FORM == "one box" else epoch & 1
+    place = parity * WORLD_SIZE * room + tile * (4 * BLOCK)
+    for step in tl.static_range(WORLD_SIZE):
+        to = (rank + step) % WORLD_SIZE
+        box = tl.load(boxes + to).to(tl.pointer_type(tl.int64)) + place + rank * room
+        if FORM == "halves" or FORM == "v2":
+            _put_halves(box, planes, epoch, plane, FORM, BLOCK, PTX)
+        else:
+            put_wide(box, planes, epoch, plane, BLOCK)
+    mine = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + place
+    if FORM == "halves" or FORM == "v2" or FORM == "mixed":
+        firsts, seconds, thirds, status = _get_halves(group, mine, room, epoch, plane, WORLD_SIZE, BLOCK, PTX)
+    else:
+        firsts, seconds, thirds, status = get_wide(group, mine, room, epoch, plane, WORLD_SIZE, BLOCK, PTX)
+    if status == 0:
+        y = y_ptr + tile * (3 * BLOCK)
+        _store_sum(y, firsts, 0, plane, count, WORLD_SIZE, BLOCK)
+        _store_sum(y, seconds, 1, plane, count, WORLD_SIZE, BLOCK)
+        _store_sum(y, thirds, 2, plane, count, WORLD_SIZE, BLOCK)
+
+
+@triton.jit
+def _store_sum(y, parts, k: tl.constexpr, plane, count, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    total = parts[0]
+    for r in tl.static_range(1, WORLD_SIZE):
+        total += parts[r]
+    lane = tl.arange(0, BLOCK)
+    tl.store(y + k * plane + lane, total, mask=(lane < plane) & (k * plane + lane < count))
+
+
+@triton.jit
+def _put_halves(pointer, planes, flag, count, FORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    for n in tl.static_range(2):
+        at = pointer + n * 2 * BLOCK + slots(BLOCK)
+        mask = lane < count
+        high = ((planes[2] >> (32 * n)) & LOW) | (flag << 32)
+        if PTX:
+            taken = mask.to(tl.int32)
+            if FORM == "v2":
+                tl.inline_asm_elementwise(
+                    _HALVES, "=r,l,l,l,r", [at, planes[n], high, taken], tl.int32, is_pure=False, pack=1
+                )
+            else:
+                tl.inline_asm_elementwise(_HALF, "=r,l,l,r", [at, planes[n], taken], tl.int32, is_pure=False, pack=1)
+                tl.inline_asm_elementwise(_HALF, "=r,l,l,r", [at + 1, high, taken], tl.int32, is_pure=False, pack=1)
+        else:
+            tl.atomic_xchg(at, planes[n], mask=mask, sem="relaxed", scope="sys")
+            tl.atomic_xchg(at + 1, high, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def _get_halves(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    expected = lane < count
+    firsts = ()
+    for _ in tl.static_range(SOURCES):
+        firsts = firsts + (tl.zeros([BLOCK], tl.int64),)
+    seconds = firsts
+    thirds = firsts
+    missing = 1
+    spins = 0
+    while missing == 1:
+        late = expected & False
+        some, others, halves = (), (), ()
+        for source in tl.static_range(SOURCES):
+            at = pointer + source * room + slots(BLOCK)
+            first = tl.load(at, volatile=True)
+            low = tl.load(at + 1, volatile=True)
+            second = tl.load(at + 2 * BLOCK, volatile=True)
+            high = tl.load(at + (2 * BLOCK + 1), volatile=True)
+            late |= expected & ((((low >> 32) & LOW) != flag) | (((high >> 32) & LOW) != flag))
+            some = some + (first,)
+            others = others + (second,)
+            halves = halves + ((low & LOW) | (high << 32),)
+        firsts, seconds, thirds = some, others, halves
+        missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
+        spins += 1
+        pause(spins)
+    return firsts, seconds, thirds, missing & 2
+
+
+def sums(comm: Communicator, sizes: tuple[int, ...], form: str = "wide", tile: int = BLOCK, ptx: bool = False,
+         **options: int) -> list[torch.Tensor]:  # fmt: skip
+    """`gather_sum` of int64 [size] for each size in turn, compared with what it should be."""
+    tiles = max(-(-size // (3 * tile)) for size in sizes)
+    boxes = comm.symmetric((2 * comm.world_size * tiles * 4 * tile,), torch.int64)
+    boxes.local.zero_()
+    comm.barrier()
+    results = []
+    for epoch, size in enumerate(sizes, 1):
+        parts = [part(epoch, rank, size) for rank in range(comm.world_size)]
+        y = torch.full((size,), -99, dtype=torch.int64)
+        comm.launch(
+            gather_sum, tiles, parts[comm.rank], y, boxes.table, comm.group_table, comm.rank, epoch,
+            size, FORM=form, WORLD_SIZE=comm.world_size, BLOCK=tile, PTX=ptx, **options,
+        )  # fmt: skip
+        want = torch.stack(parts).sum(0)
+        if not torch.equal(y, want):
+            raise AssertionError(f"epoch {epoch}: {y.tolist()} instead of {want.tolist()}")
+        results.append(y)
+    return results
+
+
+def part(epoch: int, rank: int, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * epoch + rank)
+    return torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator)

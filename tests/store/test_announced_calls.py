@@ -1,0 +1,78 @@
+"""The calls that a page announces: two words each, which name a descriptor that is written once a plan."""
+
+import random
+
+import pytest
+
+from tricomm.store.page import NBYTES, RING, Descriptor, Page
+
+FIRST = 6 * 4096 + 256  # where the first descriptor is
+
+
+def descriptor(count: int) -> Descriptor:
+    return Descriptor(0, 1, "all_reduce", "sum", "float32", "one_shot", "ll", count, -1, 8, "eager")
+
+
+def fresh() -> tuple[memoryview, Page]:
+    buffer = memoryview(bytearray(NBYTES))
+    return buffer, Page(buffer, 0)
+
+
+def wrong(page: Page, plans: int, calls: int) -> list[int]:
+    """Sequence numbers of calls by `plans` plans, in any order, that could not be read while they were among the last
+    ones; the first plan is used in every third call, so its descriptor is an old one that is still in use."""
+    announce, packed = page.announcer(), [descriptor(n).packed() for n in range(plans)]
+    order, made, missing = random.Random(0), {}, []
+    for sequence in range(1, calls + 1):
+        made[sequence] = 0 if sequence % 3 == 0 else order.randrange(plans)
+        announce(sequence, packed[made[sequence]])
+        for late in range(max(1, sequence - RING + 1), sequence + 1):
+            call = page.called(late)
+            if call is None or (call.sequence, call.count) != (late, made[late]):
+                missing.append(late)
+    return missing
+
+
+@pytest.mark.parametrize("plans", [1, 64, 65, 500])
+def test_the_last_calls_stay_readable_however_many_plans_there_are(plans):
+    assert wrong(fresh()[1], plans, 1000) == []
+
+
+def test_without_the_look_at_the_last_calls_a_descriptor_in_use_is_overwritten(monkeypatch):
+    monkeypatch.setattr(Page, "_named", lambda page: set())
+    assert wrong(fresh()[1], 500, 1000) != []
+
+
+def test_a_plans_descriptor_is_written_once():
+    buffer, page = fresh()
+    announce, packed = page.announcer(), descriptor(5).packed()
+    announce(1, packed)
+    before = bytes(buffer[FIRST : FIRST + 256])
+    assert page.last() == Descriptor(1, *list(vars(descriptor(5)).values())[1:])
+    buffer[FIRST + 20] ^= 1
+    announce(2, packed)
+    assert page.last() is None, "the second call has not written the descriptor again"
+    buffer[FIRST : FIRST + 256] = before
+    assert page.last().sequence == 2 and page.called(1).sequence == 1
+
+
+def test_a_descriptor_of_another_number_is_not_taken_for_the_calls():
+    """As a slow reader sees it: the word of an old call, and what has its place by now."""
+    buffer, page = fresh()
+    announce = page.announcer()
+    announce(1, descriptor(5).packed())
+    old = bytes(buffer[2 * 4096 + 8 : 2 * 4096 + 16])
+    for sequence in range(2, 200):
+        announce(sequence, descriptor(sequence).packed())
+    buffer[2 * 4096 + 8 : 2 * 4096 + 16] = old
+    assert page.called(1) is None
+
+
+def test_sequence_numbers_and_numbers_of_descriptors_that_are_large():
+    _, page = fresh()
+    page._number = (1 << 20) - 3  # its lower bits begin anew
+    announce = page.announcer()
+    for sequence in ((1 << 31) - 2, 1 << 31, (1 << 40) + 7):
+        for step in range(5):
+            announce(sequence + step, descriptor(step).packed())
+            assert page.sequence == sequence + step == page.last().sequence and page.last().count == step
