@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.group import table_of
-from tricomm.kernels.primitives import BUSY, LOW, look, pause, report_mismatch, report_overlap
+from tricomm.kernels.primitives import BUSY, LOW, acquire, look, pause, report_mismatch, report_overlap
 
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
@@ -25,9 +25,14 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
-def headers_and_busy(chunk, place, mask):
-    """int64: words of one's own group table and headers, which may be written at the same time."""
-    return tl.load(table_of(chunk.group) + place, mask=mask, other=0, volatile=True)
+def headers_and_busy(chunk, place, mask, SPEC: tl.constexpr):
+    """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`.
+
+    Acquires: a later call may push plain data over what the peers have read before they sent these headers. So it is
+    the last load of a round, which no other one waits for.
+    """
+    at = table_of(chunk.group) + tl.where(mask, place, BUSY)
+    return tl.where(mask, acquire(at, mask, SPEC.PTX), 0)
 
 
 @triton.jit
@@ -60,9 +65,6 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
     while code == 1:
         late = lane * 0
         payload = ()
-        if MEET:
-            said = headers_and_busy(chunk, place, awaited | busy)
-            unseen = (said >> 32).to(tl.int32) != flag
         for n in tl.static_range(COUNT):
             # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
             at = pointers[n] + tl.arange(0, 2 * BLOCK)
@@ -73,6 +75,9 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
             late |= tl.where(lane < counts[n], low_old | high_old, 0)
             payload = payload + ((low & LOW) | (high << 32),)
         words = payload
+        if MEET:
+            said = headers_and_busy(chunk, place, awaited | busy, SPEC)
+            unseen = (said >> 32).to(tl.int32) != flag
         found = late | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
             wrong = said.to(tl.int32) != call.to(tl.int32)

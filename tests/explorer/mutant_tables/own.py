@@ -27,8 +27,6 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
 _OLD = "old = (seen >> 32).to(tl.int32) != flag"
-_WAITED = "status = synchronize(chunk, 0, SPEC)"
-_ACQUIRED = f"{_WAITED}\n    return status\n\n\n@triton.jit\ndef receive_nothing"
 _LATE = "late |= tl.where(lane < counts[n], low_old | high_old, 0)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
@@ -271,11 +269,6 @@ OWN = (
         "M41", "two-shot LL: words are polled without headers", "the header is there for the next call",
         (Edit(TWO_SHOT, "counts, SPEC.WORLD_SIZE, True, SPEC)", "counts, SPEC.WORLD_SIZE, False, SPEC)"),),
         (TL,), frozenset({"leftover", "race"}),
-    ),
-    Mutant(
-        "M42", "LL: the header of an epoch that clears is polled", "zeros may land on words pushed after it was seen",
-        (Edit(PUSH, f"        {_ACQUIRED}", f"        status = 0{_ACQUIRED.removeprefix(_WAITED)}"),),
-        (L,), frozenset({"race", "deadlock"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 200), blocks=2, tile=128,
     ),
     Mutant(
         "M37", "LL: polls the upper halves only", "the lower one is stored first, and may come last",
