@@ -12,8 +12,9 @@ LL: push to every mailbox, poll one's own.
 Bytes     2 (N-1) n written to peers per rank (half of them flags); nothing is read from a peer. A rank's own copy
           stays in its own memory and spares the poll a special case.
 Hops      1.
-Waits     header: the peer made the same call (its fingerprint) and has left the epoch before the last.
-          word:   its flag is this epoch, and flag and payload are one access, so a word that was seen is complete.
+Waits     one poll (`device/arrival.py`) for both: header: the peer made the same call (its fingerprint) and has left
+          the epoch before the last; word: its flag is this epoch, and flag and payload are one access, so a word that
+          was seen is complete. Before the first push a rank waits for memory once, for epoch and input together.
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 over epoch e only after it has seen this
           block's header of e + 1, which is sent after this block has polled all of e. That header may be relaxed: a
           poll ends only with words that carry its own epoch, so all reads of e are complete before it is sent.

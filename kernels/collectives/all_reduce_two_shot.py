@@ -16,7 +16,8 @@ LL: no barrier.
 
 Bytes     4 (N-1)/N n written to peers per rank (half of them flags); nothing is read from a peer.
 Hops      2.
-Waits     header: the peer made the same call and has left the epoch before the last.
+Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before
+          the last. The second hop's words of all ranks are polled at once.
           word:   its flag is this epoch; flag and payload are one access. Each of the two phases has a half of each
           buffer, so a word of the second is never taken for one of the first.
 Reuse     as in one shot: a peer writes e + 2 only after it has seen this block's header of e + 1, sent after this

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.group import table_of
-from tricomm.kernels.primitives import BUSY, LOW, look, pause, report_mismatch, report_overlap
+from tricomm.kernels.primitives import BUSY, LOW, acquire, look, pause, report_mismatch, report_overlap
 
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
@@ -25,13 +25,25 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
+def headers_and_busy(chunk, place, mask, SPEC: tl.constexpr):
+    """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`.
+
+    Acquires: a later call may push plain data over what the peers have read before they sent these headers. So it is
+    the last load of a round, which no other one waits for.
+    """
+    at = table_of(chunk.group) + tl.where(mask, place, BUSY)
+    return tl.where(mask, acquire(at, mask, SPEC.PTX), 0)
+
+
+@triton.jit
 def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
     """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
 
-    `pointers` and `counts` are tuples, of int64* (16-byte aligned) and int64. MEET: until every peer's header of phase
-    0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT int64 [BLOCK] tiles, status); a status
-    that is not zero has been reported in the status word, if it is not that of an abort. A word that was seen is
-    complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope; see `get_ll`.
+    `pointers` and `counts` are tuples, of int64* (16-byte aligned, as the caller has to say: here the hint would be
+    lost) and int64. MEET: until every peer's header of phase 0 is here, too, and none has another fingerprint. Returns
+    (a tuple of COUNT int64 [BLOCK] tiles, status); a status that is not zero has been reported in the status word, if
+    it is not that of an abort. A word that was seen is complete, because payload and flag are one access: a volatile
+    load, relaxed at `.sys` scope; see `get_ll`.
     """
     BLOCK: tl.constexpr = SPEC.BLOCK
     # Lanes of headers, and one for the busy word: a GPU's tile has as many or more, and then one reduction does.
@@ -51,24 +63,26 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
     code = 1
     spins = 0
     while code == 1:
-        late = lane < 0
+        late = lane * 0
         payload = ()
-        if MEET:
-            said = tl.load(table_of(chunk.group) + place, mask=awaited | busy, other=0, volatile=True)
         for n in tl.static_range(COUNT):
             # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
-            at = tl.multiple_of(pointers[n], 16) + tl.arange(0, 2 * BLOCK)
-            low, high = tl.split(tl.reshape(tl.load(at, volatile=True), [BLOCK, 2]))
-            old = ((low >> 32).to(tl.int32) != flag) | ((high >> 32).to(tl.int32) != flag)
-            late |= old & (lane < counts[n])
+            at = pointers[n] + tl.arange(0, 2 * BLOCK)
+            seen = tl.load(at, volatile=True)
+            old = (seen >> 32).to(tl.int32) != flag
+            low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
+            low_old, high_old = tl.split(tl.reshape(old.to(tl.int32), [BLOCK, 2]))
+            late |= tl.where(lane < counts[n], low_old | high_old, 0)
             payload = payload + ((low & LOW) | (high << 32),)
         words = payload
-        found = late.to(tl.int32) | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
-            here = (said >> 32).to(tl.int32) == flag
-            wrong = here & (said.to(tl.int32) != call.to(tl.int32))
+            said = headers_and_busy(chunk, place, awaited | busy, SPEC)
+            unseen = (said >> 32).to(tl.int32) != flag
+        found = late | look(chunk.group, spins, late, SPEC.PTX)
+        if MEET:
+            wrong = said.to(tl.int32) != call.to(tl.int32)
             foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))
-            met = tl.where(foreign, 3, tl.where(awaited & wrong, 4, (awaited & (here == 0)).to(tl.int32)))
+            met = tl.where(foreign, 3, tl.where(unseen, awaited.to(tl.int32), tl.where(awaited & wrong, 4, 0)))
             if META == BLOCK:
                 code = tl.max(tl.maximum(found, met), axis=0)
             else:
@@ -78,7 +92,7 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
         spins += 1
         pause(spins)
     if code == 4:
-        report_mismatch(chunk.group, source, awaited & ((said >> 32) == chunk.epoch), said, call)
+        report_mismatch(chunk.group, source, awaited & (((said >> 32) & LOW) == chunk.epoch), said, call)
     if code == 3:
         report_overlap(chunk.group)
     return words, tl.minimum(code, 2)

@@ -118,7 +118,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
     copied, and there is one barrier a chunk. A push needs no more than the barrier of the chunk before it, behind which
     no peer reads what it overwrites, the chunk before that. Under LL it has to wait until that chunk is polled.
     """
-    start, owner = enter(group, call)
+    start, owner = read_epoch(group)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
@@ -128,10 +128,14 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
             chunk = nth(whole, number, chunk_words)
             open_epoch(chunk, 1, SPEC)
             PUSH(tensors, chunk, SPEC)
+            if number == 0:
+                announce(group, start, call, SPEC.LANES, SPEC.PTX)
             status = after_clearing(chunk, SPEC)
             status = TAKE(tensors, chunk, status, SPEC)
             number += 1
+        finish(group, start, chunks, status)
     else:
+        start, owner = enter(group, call)
         while (number <= chunks) & (status == 0):
             ahead = nth(whole, number, chunk_words)
             if number < chunks:
@@ -142,7 +146,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
             if number < chunks:
                 status = synchronize(ahead, 0, SPEC)
             number += 1
-    leave(group, start, owner, call, chunks, status)
+        leave(group, start, owner, call, chunks, status)
 
 
 @triton.jit

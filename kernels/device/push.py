@@ -2,7 +2,8 @@
 
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
-LL        the words carry flags, so `synchronize` only compares fingerprints and `receive` polls. Hops: 1.
+LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
+          (`device/arrival.py`), a rank that receives nothing polls headers. Hops: 1.
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
           barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
@@ -141,7 +142,7 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
 def after_clearing(chunk, SPEC: tl.constexpr):
     """LL: wait for the headers of an epoch that clears, which have to be acquired; returns the status.
 
-    A poll acquires nothing: what this rank pushes next could still be overtaken by the zeros of a peer.
+    A poll acquires them as well, in some threads; here all of them do before any pushes over the zeros.
     """
     status = 0
     if clears(chunk.epoch):
@@ -165,7 +166,7 @@ def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
     pointers, counts = (), ()
     buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
     for n in tl.static_range(SOURCES):
-        pointers = pointers + (buffer + n * (ll_bytes(chunk.group) // 8),)
+        pointers = pointers + (tl.multiple_of(buffer + n * (ll_bytes(chunk.group) // 8), 16),)
         counts = counts + (chunk.count - first,)
     return poll_words(chunk, pointers, counts, SOURCES, True, SPEC)
 

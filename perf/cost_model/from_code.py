@@ -189,7 +189,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words = -(-elements // 2)
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
-    shape = LaunchShape(blocks, min(shape.warps, tile // 32), tile)
+    shape = LaunchShape(blocks, min(shape.warps, tile // selection.WORDS_PER_WARP), tile)
     round_words = blocks * tile * divided
     chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)

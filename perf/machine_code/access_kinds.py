@@ -4,7 +4,8 @@
     tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
-             `mailbox.py` and `counts.py`, except `put_ll` and `get_ll`, whose accesses are payload
+             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_words`, whose accesses are
+             payload
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
 """
@@ -16,16 +17,17 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import channels, counts, mailbox, packing, plain_data
+from tricomm.kernels.device import arrival, channels, counts, mailbox, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
+
+_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, channels)
+_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_words")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
     """body, tail, scalar or control: see the head of this file."""
     function = function_of(line)
-    if function.startswith(("mailbox.", "counts.")) or (
-        function.startswith("primitives.") and function not in ("primitives.put_ll", "primitives.get_ll")
-    ):
+    if function.startswith(("mailbox.", "counts.", "primitives.", "arrival.")) and function not in _PAYLOAD:
         return "control"
     if line in _tail_lines():
         return "tail"
@@ -50,9 +52,7 @@ def _source(path: str) -> tuple[str, ast.Module]:
 @cache
 def function_of(line: Line) -> str:
     """`module.function` for a line of the shared device functions, else an empty string."""
-    if line[0] not in (
-        str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, counts, packing, channels, plain_data)
-    ):
+    if line[0] not in (str(Path(module.__file__ or "").resolve()) for module in _SHARED):
         return ""
     stem, tree = _source(line[0])
     for node in tree.body:

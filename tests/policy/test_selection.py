@@ -158,4 +158,4 @@ def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
     choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
     assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
     small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
-    assert (small.block, small.warps) == (512, 8)  # two words a thread: every thread has a part of each tile
+    assert (small.block, small.warps) == (512, 16)  # a word a thread: every thread has a part of each tile

@@ -19,7 +19,8 @@ from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
-WORDS_PER_WARP = GPU_TILE // GPU_WARPS
+WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
+LL_TILE, LL_BLOCKS = 128, 32  # words: one a thread, so that a store of a warp fills whole sectors
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _NO_SUM = "batch-invariant: nothing is reduced"
@@ -71,8 +72,8 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
     all threads of a block, because they poll together."""
     if device != "cuda":
         return
-    if tile is not None and tile < GPU_TILE:
-        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {GPU_TILE} words")
+    if tile is not None and tile < WORDS_PER_WARP:
+        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
     if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) < GPU_TILE:
         raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
 
@@ -200,7 +201,8 @@ def _shape(
 ) -> tuple[int, int, int]:
     """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
 
-    A GPU's tiles span all threads of a block, at two words a thread, so few words take warps away.
+    A GPU's tiles span all threads of a block, so few words take warps away. Under LL tile and warps follow the
+    message: a poll looks at whole tiles, whatever is in them.
     """
     if kernel.pairwise:
         return _shape_of_message(facts, facts.layout.slot_words(kernel.protocol), words)
@@ -209,10 +211,12 @@ def _shape(
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
         blocks = 1
     else:
-        tile = GPU_TILE
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
-        blocks = min(32, max(1, -(-share // tile)))
-        if kernel.protocol == "simple":
+        if kernel.protocol == "ll":
+            tile = _short_tile(share)
+            blocks = min(LL_BLOCKS, max(1, -(-share // tile)))
+        else:
+            tile = GPU_TILE
             blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
     warps = GPU_WARPS
     if row is not None:
@@ -221,6 +225,14 @@ def _shape(
     if facts.device != "cpu":
         warps = max(1, min(warps, tile // WORDS_PER_WARP))
     return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
+
+
+def _short_tile(words: int) -> int:
+    """Words of an LL tile: as many as there are, until there are enough for several blocks."""
+    tile = max(WORDS_PER_WARP, min(LL_TILE, 1 << (max(words, 1) - 1).bit_length()))
+    while tile < GPU_TILE and words > LL_BLOCKS * tile:
+        tile *= 2
+    return tile
 
 
 def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
@@ -239,7 +251,8 @@ def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[i
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = min(facts.tile or tile, widest)
     blocks = 1 if facts.device == "cpu" else min(facts.layout.channels, max(1, -(-words // tile)))
-    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), GPU_WARPS, tile
+    warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
+    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), warps, tile
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:

@@ -85,7 +85,7 @@ class Group:
 FORBIDDEN = (
     Group(S, "signal", _ALL, 4, "st.release"),
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
-    Group(S, "leave", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(S, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 6, "st.relaxed", sizes=(520, 300), harmless=(6, 0)),
     Group(L, "poll_words", ("strength", "width"), 2, "v2.b64"),

@@ -26,11 +26,11 @@ _SHAPE = LaunchShape(1, 8, 512)
 def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
     found = from_code.predict(_H100, _LL, 2, 4096)
     parts = dict(zip(PARTS, found.parts, strict=True))
-    assert found.shape == _SHAPE and found.executed == 1.0
+    assert found.shape == LaunchShape(4, 4, 128) and found.executed == 1.0
     assert found.time_us == pytest.approx(found.boundary + sum(parts.values()))
     assert parts["start"] > 0 and parts["tail"] > 0 and parts["poll"] > 0
     assert _H100.hop < sum(parts.values()) < 10
-    # 4 KiB, a tile, in one load a thread; each is on its way for L2's latency at least.
+    # 4 KiB, four tiles, in one load a thread; each is on its way for L2's latency at least.
     assert found.in_flight == 4096 and 10 < found.allows_gbs < 64 * 1.755
 
 

@@ -74,7 +74,7 @@ def _flags(group, call, LANES: tl.constexpr):
 def _good(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
           ALIGNED: tl.constexpr):  # fmt: skip
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
-    _flags(group, call, LANES)
+    _flags(group[0], call, LANES)
     store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
 
 
@@ -83,7 +83,7 @@ def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.cons
             ALIGNED: tl.constexpr):  # fmt: skip
     at = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
     values = tl.load(x_ptr + at, mask=at < numel)
-    _flags(group, call, LANES)
+    _flags(group[0], call, LANES)
     tl.store(y_ptr + at, values, mask=at < numel)
 
 
@@ -91,17 +91,17 @@ def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.cons
 def _masked_store(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
                   ALIGNED: tl.constexpr):  # fmt: skip
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
-    _flags(group, call, LANES)
+    _flags(group[0], call, LANES)
     store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
     at = tl.arange(0, BLOCK)
-    tl.store(group + 4096 + at, words, mask=at < numel)
+    tl.store(group[0] + 4096 + at, words, mask=at < numel)
 
 
 @triton.jit
 def _gpu_scope(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
                ALIGNED: tl.constexpr):  # fmt: skip
     _good(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
-    tl.atomic_xchg(group + 512, call, sem="release", scope="gpu")
+    tl.atomic_xchg(group[0] + 512, call, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _no_flag_is_read(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK
                      ALIGNED: tl.constexpr):  # fmt: skip
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
     lane = tl.arange(0, LANES)
-    signal(group + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
+    signal(group[0] + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
     store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
 
 
@@ -118,10 +118,10 @@ def _spills(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.cons
             ALIGNED: tl.constexpr):  # fmt: skip
     parts = ()
     for i in tl.static_range(96):
-        parts = parts + (tl.load(group + i * BLOCK + tl.arange(0, BLOCK)),)
-    _flags(group, call, LANES)
+        parts = parts + (tl.load(group[0] + i * BLOCK + tl.arange(0, BLOCK)),)
+    _flags(group[0], call, LANES)
     for i in tl.static_range(96):
-        tl.store(group + i * BLOCK + tl.arange(0, BLOCK), parts[i] + parts[95 - i])
+        tl.store(group[0] + i * BLOCK + tl.arange(0, BLOCK), parts[i] + parts[95 - i])
 
 
 def _found(function: object, arch: str = "sm_90") -> str:

@@ -2,8 +2,8 @@
 
 put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
-get_ll      A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
-            word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
+get_ll,     A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
+poll_words  word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
             has the payload, so it needs no order with any other word. It does need that no word is overwritten before
             it has been read. That is checked instead (`Detector._ll_overwritten`).
 put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.sys` in both variants, of one size, so no
@@ -18,10 +18,11 @@ from pathlib import Path
 
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import primitives, wide_words
-from tricomm.kernels.device import channels
+from tricomm.kernels.device import arrival, channels
 
-_LL = ("put_ll", "get_ll", "put_wide", "get_wide", "store_wide", "load_wide")
-_files = {primitives.__file__, channels.__file__, wide_words.__file__}
+_LL = ("put_ll", "get_ll", "poll_words", "put_wide", "get_wide", "store_wide", "load_wide")
+_MODULES = (primitives, wide_words, channels, arrival)
+_files = {str(module.__file__) for module in _MODULES}
 
 
 def copy_of(file: str) -> None:
@@ -37,7 +38,7 @@ def present(file: str) -> str:
     """
     if file in _files:
         return file
-    ours = (primitives.__file__, channels.__file__, wide_words.__file__)
+    ours = tuple(str(module.__file__) for module in _MODULES)
     here = sorted((f for f in _files if Path(f).name == Path(file).name and Path(f).exists()), key=ours.__contains__)
     return next((f for f in here if not Path(file).exists() or _alike(f, file)), file)
 
@@ -53,7 +54,7 @@ def is_ll(site: Site) -> bool:
 
 def is_busy_word(site: Site) -> bool:
     file, name = site.function
-    return name in ("enter", "leave") and file in _files
+    return name in ("enter", "leave", "read_epoch", "announce", "finish", "headers_and_busy") and file in _files
 
 
 def may_stay_unread(site: Site) -> bool:
