@@ -103,7 +103,7 @@ def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> No
 def test_executed_instructions_are_those_of_the_steady_state() -> None:
     kernel = registry.find("all_reduce", "two_shot", "simple")
     long = [from_code.instructions(_H100, kernel, 2, nbytes) for nbytes in (32 << 20, 64 << 20)]
-    # A load, the push, two loads and an addition for a half, its result, the copy of the other half: 10 of them at least.
+    # A load, the push, two loads and an addition for a half, its result, the copy of the other half: at least 10.
     assert 10 < long[0] < 100 and long[1] == pytest.approx(long[0], rel=0.2)
     assert from_code.instructions(_H100, kernel, 2, 1024) > 5 * long[0]  # all of a short call
 
