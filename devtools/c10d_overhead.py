@@ -31,11 +31,11 @@ from tricomm.perf.evidence.stages import host_path
 from tricomm.perf.null_launch import communicator
 
 
-def measure(count: int = 1024, calls: int = 200, rounds: int = 150) -> dict[str, Any]:
+def measure(count: int = 1024, calls: int = 100, rounds: int = 301) -> dict[str, Any]:
     """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
 
     A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
-    Rounds are short, so that most of them pass undisturbed on a busy machine.
+    Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
     """
     x = torch.ones(count)
     with (
@@ -98,7 +98,7 @@ def _group(comm: Communicator, x: torch.Tensor) -> Iterator[TricommGroup]:
 
 @click.command()
 @click.option("--count", type=click.IntRange(1), default=1024, show_default=True, help="Elements of float32.")
-@click.option("--calls", type=click.IntRange(1), default=200, show_default=True, help="Calls per round.")
+@click.option("--calls", type=click.IntRange(1), default=100, show_default=True, help="Calls per round.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(count: int, calls: int, as_json: bool) -> None:
     """Print the host time of an all_reduce whose kernel is never launched."""

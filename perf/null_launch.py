@@ -78,8 +78,11 @@ class NullStream:
 class NullRuntime(Processes):
     """Ranks whose kernels are compiled for a GPU and never run."""
 
+    def __init__(self, gpu: bool) -> None:
+        self._gpu = NullGpu() if gpu else None
+
     def gpu(self, device: torch.device) -> Any:
-        return NullGpu()
+        return self._gpu
 
     def bind(
         self,
@@ -97,10 +100,13 @@ class NullRuntime(Processes):
         return cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())
 
 
-def communicator() -> Communicator:
-    """A group of one rank on the CPU whose calls do everything on the host but CUDA's own part."""
+def communicator(gpu: bool = True) -> Communicator:
+    """A group of one rank on the CPU whose calls do everything on the host but CUDA's own part.
+
+    Without `gpu` they ask for no streams, and are timed by the host's clock.
+    """
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
     control = handshake(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))
     arena = open_arena(control, plan.nbytes, device, 60.0)
-    return Communicator.over(control, arena, plan, device, 60.0, options, NullRuntime())
+    return Communicator.over(control, arena, plan, device, 60.0, options, NullRuntime(gpu))

@@ -18,10 +18,13 @@ def pytest_configure(config):
 
 # A file runs in one worker. Those that take longest begin first, so that none of them ends alone.
 LONGEST = (
-    "soak/test_soak.py", "machine_code/test_kernel_report.py", "tuner/test_tune_command.py", "bench/test_bench.py",
-    "c10d/test_two_hosts.py", "c10d/test_endings.py", "faults/test_interrupts.py", "test_examples.py",
-    "test_plain_checkout.py", "compiled/test_check_compiled.py", "c10d/test_collectives.py",
-    "core/test_communicator.py",
+    "soak/test_soak.py", "explorer/test_mutants.py", "c10d/test_connections.py", "perf/evidence/test_evidence.py",
+    "compiled/test_check_compiled.py", "c10d/test_collectives.py", "core/test_collectives.py",
+    "core/test_communicator.py", "tuner/test_tune_command.py", "bench/test_bench.py", "faults/test_interrupts.py",
+    "test_plain_checkout.py", "machine_code/test_kernel_report.py", "test_examples.py", "perf/evidence/test_peers.py",
+    "faults/test_faults.py", "store/test_handshake_failures.py", "compiled/test_ptx_mutants.py",
+    "c10d/test_training.py", "core/test_point_to_point.py", "kernels/test_protocol.py", "explorer/test_shipped.py",
+    "c10d/test_two_hosts.py", "compiled/test_bits.py", "c10d/test_endings.py",
 )  # fmt: skip
 
 

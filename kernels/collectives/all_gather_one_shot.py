@@ -48,7 +48,8 @@ from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
 from tricomm.kernels.device.group import peer_ahead, rank_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
 from tricomm.kernels.device.packing import load_words, member, store_words
-from tricomm.kernels.device.push import copy_rows, first_tile, push_to_all, receive_rows, stage
+from tricomm.kernels.device.plain_data import copy_rows, stage
+from tricomm.kernels.device.push import first_tile, push_to_all, receive_rows
 from tricomm.kernels.primitives import barrier, enter, leave
 
 

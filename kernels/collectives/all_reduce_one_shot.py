@@ -58,7 +58,8 @@ from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
 from tricomm.kernels.device.group import peer_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
 from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
-from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced, stage
+from tricomm.kernels.device.plain_data import stage
+from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
 

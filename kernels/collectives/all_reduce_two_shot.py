@@ -77,7 +77,7 @@ from tricomm.kernels.device.packing import (
     store_tiles,
     store_words,
 )
-from tricomm.kernels.device.push import push_shards, take_shards
+from tricomm.kernels.device.plain_data import push_shards, take_shards
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave, put_ll
 

@@ -26,7 +26,7 @@ from tricomm.kernels.device.chunks import run_two_hops
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
-from tricomm.kernels.device.push import push_shards, take_shards
+from tricomm.kernels.device.plain_data import push_shards, take_shards
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])

@@ -6,8 +6,6 @@ LL        the words carry flags, so `synchronize` only compares fingerprints and
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
           barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
-Flight    under `simple` every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all
-          are loaded before the first is stored, because a thread stands at a store until the load has come.
 Bytes     what is pushed; under LL twice that, because half of it is flags. Nothing is read from a peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
           left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
@@ -27,21 +25,10 @@ import triton.language as tl
 from tricomm.kernels.device.arrival import poll_words
 from tricomm.kernels.device.group import ll_bytes, peer, peer_ahead, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import (
-    end_of,
-    load_tile,
-    load_tiles,
-    load_words,
-    move_tiles,
-    shard_words,
-    store_tile,
-    store_words,
-    whole_tile,
-)
+from tricomm.kernels.device.packing import load_tiles, load_words, store_tile, store_words
+from tricomm.kernels.device.plain_data import copy_part, copy_rows, push_part, push_plain_rows
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, get_ll, put_ll, send_headers, wait_headers
-
-UNROLLED = tl.constexpr(4)  # tiles of a run that are on their way at once
 
 
 @triton.jit
@@ -108,19 +95,7 @@ def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
             to = (me + step) % SPEC.WORLD_SIZE
             push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
     else:
-        rows, buffers = (), ()
-        for n in tl.static_range(SPEC.WORLD_SIZE):
-            to = (me + n) % SPEC.WORLD_SIZE
-            rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
-            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-        for first in range(chunk.own, chunk.count, chunk.stride):
-            if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-                move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-            else:
-                for step in range(SPEC.WORLD_SIZE):
-                    to = (me + step) % SPEC.WORLD_SIZE
-                    words = load_words(x_ptr + to * numel, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-                    push_tile(chunk, to, first, words, chunk.count, SPEC)
+        push_plain_rows(x_ptr, numel, chunk, SPEC)
 
 
 @triton.jit
@@ -239,22 +214,6 @@ def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(rows, numel, buffers, chunk, SPEC: tl.constexpr):
-    """Simple: copy the chunk's words out of each of WORLD_SIZE buffers, own ones or peers', into its row of `numel`
-    elements; the tiles of all of them are on their way at once."""
-    targets = ()
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        targets = targets + (rows[n].to(tl.pointer_type(tl.int64)) + chunk.base,)
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        if whole_tile(first, chunk.count, chunk.base, numel, rows[0], SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(buffers, targets, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-        else:
-            for n in tl.static_range(SPEC.WORLD_SIZE):
-                words = load_tile(buffers[n], first, chunk.count, SPEC.BLOCK)
-                store_words(rows[n], chunk.base + first, words, numel, SPEC.BLOCK, SPEC.ALIGNED)
-
-
-@triton.jit
 def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
     first = chunk.own
@@ -269,109 +228,3 @@ def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
         first += chunk.stride
         more = (status == 0) & (first < chunk.count)
     return status
-
-
-@triton.jit
-def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """Simple: this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
-    buffer = simple_buffer(chunk, table_of(chunk.group), 0, SPEC)
-    push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
-
-
-@triton.jit
-def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """Simple: shard r of the chunk's words of x_ptr[0:numel] into the buffer at rank r, one's own included.
-
-    Starts at the own rank, so that no two ranks write to the same one at the same time; the tiles for all ranks are on
-    their way at once.
-    """
-    me = chunk.me
-    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
-    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
-    shards, buffers = (), ()
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        to = (me + n) % SPEC.WORLD_SIZE
-        shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
-        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-    for first in range(chunk.own, shard, chunk.stride):
-        if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-        else:
-            for step in range(SPEC.WORLD_SIZE):
-                to = (me + step) % SPEC.WORLD_SIZE
-                start, theirs = chunk.base + to * shard, tl.minimum(chunk.count - to * shard, shard)
-                limit = end_of(start + theirs, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-                words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-                push_tile(chunk, to, first, words, theirs, SPEC)
-
-
-@triton.jit
-def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
-    """Simple: this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to `buffer`, a peer's or own.
-
-    UNROLLED tiles are on their way at once. `start` is even.
-    """
-    limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-    sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
-    targets = runs(buffer, chunk.stride)
-    ahead = (UNROLLED - 1) * chunk.stride
-    first = chunk.own
-    while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
-        first += UNROLLED * chunk.stride
-    while first < count:
-        words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        store_tile(buffer, first, words, count, SPEC.BLOCK)
-        first += chunk.stride
-
-
-@triton.jit
-def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
-    """Simple: the inverse of `push_part`, out of one's own `buffer`."""
-    limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
-    sources = runs(buffer, chunk.stride)
-    targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
-    ahead = (UNROLLED - 1) * chunk.stride
-    first = chunk.own
-    while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
-        first += UNROLLED * chunk.stride
-    while first < count:
-        words = load_tile(buffer, first, count, SPEC.BLOCK)
-        store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        first += chunk.stride
-
-
-@triton.jit
-def runs(pointer, stride):
-    """`pointer` at UNROLLED of a block's tiles, one behind the other."""
-    pointers = ()
-    for n in tl.static_range(UNROLLED):
-        pointers = pointers + (pointer + n * stride,)
-    return pointers
-
-
-@triton.jit
-def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
-    """Simple: copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
-    PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
-    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
-    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard
-    shards, buffers = (), ()
-    for n in tl.static_range(1, SPEC.WORLD_SIZE):
-        source = (chunk.me + n) % SPEC.WORLD_SIZE
-        shards = shards + (y_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + source * shard,)
-        buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half,)
-    for first in range(chunk.own, shard, chunk.stride):
-        if whole_tile(first, last, behind, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(buffers, shards, first, SPEC.WORLD_SIZE - 1, SPEC.BLOCK)
-        else:
-            for step in range(1, SPEC.WORLD_SIZE):
-                source = (chunk.me + step) % SPEC.WORLD_SIZE
-                start, theirs = chunk.base + source * shard, tl.minimum(chunk.count - source * shard, shard)
-                buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half
-                words = load_tile(buffer, first, theirs, SPEC.BLOCK)
-                limit = end_of(start + theirs, numel, PACK)
-                store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)

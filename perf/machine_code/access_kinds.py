@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import channels, counts, mailbox, packing
+from tricomm.kernels.device import channels, counts, mailbox, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
 
 
@@ -37,6 +37,11 @@ def clears(line: Line) -> bool:
     return function_of(line) in ("mailbox.clear_idle", "channels.clear_stale")
 
 
+def aside(line: Line) -> bool:
+    """True for code that is no part of a kernel's steady loops: `clears`, and ends of runs that are no whole tiles."""
+    return clears(line) or function_of(line).endswith("_ragged")
+
+
 @cache
 def _source(path: str) -> tuple[str, ast.Module]:
     return Path(path).stem, ast.parse(Path(path).read_text())
@@ -45,7 +50,9 @@ def _source(path: str) -> tuple[str, ast.Module]:
 @cache
 def function_of(line: Line) -> str:
     """`module.function` for a line of the shared device functions, else an empty string."""
-    if line[0] not in (str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, counts, packing, channels)):
+    if line[0] not in (
+        str(Path(m.__file__ or "").resolve()) for m in (primitives, mailbox, counts, packing, channels, plain_data)
+    ):
         return ""
     stem, tree = _source(line[0])
     for node in tree.body:

@@ -17,7 +17,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx
 from tricomm.perf import text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
-from tricomm.perf.machine_code.access_kinds import classify, clears, function_of, place
+from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
@@ -145,7 +145,7 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
         sum(o == "relaxed" for o in ordered),
         tuple(dict.fromkeys(weak)),
         any(p.name == "x_ptr" for p in function.params),
-        steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", clears),
+        steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", aside),
     )
 
 

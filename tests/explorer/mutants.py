@@ -25,7 +25,7 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 GATHER = "kernels/collectives/all_gather_one_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
 MAILBOX = "kernels/device/mailbox.py"
-PUSH = "kernels/device/push.py"
+PLAIN = "kernels/device/plain_data.py"
 GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
@@ -37,7 +37,7 @@ _NEXT = "            number += 1\n"
 _FIRST = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _SECOND = "status = synchronize(behind, 1, SPEC)"
 _STRIDE = "own, tl.num_programs(0) * SPEC.BLOCK, owner)"
-_RESULTS = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
+_SECOND_HALF = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_base(group)"
@@ -199,9 +199,9 @@ REAL = (
     Mutant(
         "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
         (
-            Edit(TWO_SHOT, _RESULTS, _RESULTS.removesuffix(" + half")),
-            Edit(PUSH, _TAKEN, _TAKEN.removesuffix(" + half")),
-            Edit(PUSH, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
+            Edit(TWO_SHOT, _SECOND_HALF, _SECOND_HALF.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
         ),
         (T,), RACE,
     ),

@@ -3,7 +3,8 @@
 A slot is (rank, parity, source, word) and holds the epoch that last wrote it. A rank runs its operations in order:
 `push` overwrites a peer's slot, `poll` goes on only at exactly the epoch waited for, `clear` zeroes an own slot. A
 word that is overwritten or cleared before it was polled can never be polled again: a lost word is a state in which
-nobody can move. Each rule is also taken away, and then the model must lose a word.
+nobody can move. `read` does not wait: plain data behind a barrier, lost if the slot has another epoch. Each rule is
+also taken away, and then the model must lose a word.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Op = tuple[str, int, int, str, int]  # kind, other rank, parity, word, epoch
 
 
 def loses_a_word(ranks: list[list[Op]], limit: int = 1_000_000) -> bool:
-    """True where some interleaving ends with a rank that waits for ever."""
+    """True where some interleaving ends with a rank that waits for ever, or reads another word than it means."""
     start = ((0,) * len(ranks), frozenset())
     seen, stack = {start}, [start]
     while stack:
@@ -24,6 +25,8 @@ def loses_a_word(ranks: list[list[Op]], limit: int = 1_000_000) -> bool:
             if place == len(ranks[rank]):
                 continue
             kind, other, parity, word, epoch = ranks[rank][place]
+            if kind == "read" and slots.get((rank, parity, other, word), 0) != epoch:
+                return True
             if kind == "poll" and slots.get((rank, parity, other, word), 0) != epoch:
                 continue
             after = memory
@@ -109,6 +112,59 @@ def test_the_phases_need_a_half_each():
 @pytest.mark.parametrize(("before", "lost"), [(True, False), (False, True)])
 def test_the_idle_mailbox_is_cleared_before_the_header(before, lost):
     assert loses_a_word(calls(2, *(lambda r, e=e: clearing(r, e, before) for e in (1, 2, 3)))) is lost
+
+
+def meet(rank: int, world_size: int, epoch: int, phase: int = 0) -> list[Op]:
+    """A barrier: a header to every peer, and one from each."""
+    at = [("push", p, epoch & 1, f"header {phase}", epoch) for p in others(rank, world_size)]
+    return [*at, *(("poll", *op[1:]) for op in at)]
+
+
+def moved(kind: str, rank: int, world_size: int, epoch: int, word: str) -> list[Op]:
+    return [(kind, p, epoch & 1, word, epoch) for p in others(rank, world_size)]
+
+
+def one_hop(rank: int, world_size: int, epoch: int, chunks: int = 3, without: str = "") -> list[Op]:
+    """`run_pushed` under `simple`: both halves of a buffer are one."""
+    ops: list[Op] = []
+    for n in range(chunks + 1):
+        push = [op for w in ("first", "second") if n < chunks for op in moved("push", rank, world_size, epoch + n, w)]
+        take = [op for w in ("first", "second") if n for op in moved("read", rank, world_size, epoch + n - 1, w)]
+        barrier = meet(rank, world_size, epoch + n) if n < chunks and (without != "barrier" or n == 0) else []
+        ops += push + barrier + take if without == "order" else push + take + barrier
+    return ops
+
+
+def two_hops(rank: int, world_size: int, epoch: int, chunks: int = 3, without: str = "") -> list[Op]:
+    """`run_two_hops`: shards in first halves, results in second ones."""
+    ops: list[Op] = []
+    for n in range(chunks + 2):
+        pass_on = [*moved("read", rank, world_size, epoch + n - 1, "first"),
+                   *moved("push", rank, world_size, epoch + n - 1, "second")] if 0 < n <= chunks else []  # fmt: skip
+        push = moved("push", rank, world_size, epoch + n, "first") if n < chunks else []
+        take = moved("read", rank, world_size, epoch + n - 2, "second") if n > 1 else []
+        barrier = meet(rank, world_size, epoch + n) if n < chunks and (without != "barrier" or n == 0) else []
+        if n == chunks and without != "last barrier":
+            barrier = meet(rank, world_size, epoch + n - 1, int(without != "phase"))
+        ops += pass_on + push + (barrier + take if without == "order" else take + barrier)
+    return ops
+
+
+@pytest.mark.parametrize("first", [one_hop, two_hops])
+@pytest.mark.parametrize("second", [one_hop, two_hops])
+def test_overlapping_chunks_of_kernels_in_turn_lose_nothing(first, second):
+    turn = ((first, 1, 3), (second, 4, 2), (first, 6, 1), (second, 7, 1))
+    assert not loses_a_word(calls(2, *(lambda r, f=f, e=e, c=c: f(r, 2, e, c) for f, e, c in turn)))
+
+
+def test_overlapping_chunks_of_three_ranks_lose_nothing():
+    assert not loses_a_word(calls(3, lambda r: two_hops(r, 3, 1, 2)))
+
+
+@pytest.mark.parametrize("without", ["barrier", "order", "last barrier", "phase"])
+def test_overlapping_chunks_need_each_barrier_and_their_order(without):
+    assert loses_a_word(calls(2, lambda r: two_hops(r, 2, 1, 4, without)))
+    assert loses_a_word(calls(2, lambda r: one_hop(r, 2, 1, 4, without))) is (without in ("barrier", "order"))
 
 
 def messages(rank: int, slots: int, taken: tuple[int, ...], acked: bool = True) -> list[Op]:

@@ -90,7 +90,7 @@ def test_quantiles_are_of_the_latest() -> None:
 
 
 def test_times_only_when_asked_and_every_so_many() -> None:
-    with null_communicator() as comm:
+    with null_communicator(gpu=False) as comm:
         x = torch.ones(8)
         comm.all_reduce(x)
         assert comm.stats().spans == () and comm.stats().calls[0].timed == 0
@@ -134,7 +134,7 @@ def test_what_goes_to_others_is_counted_by_size() -> None:
 _JOB = """
 import torch
 from tricomm.perf.null_launch import communicator
-comm = communicator()
+comm = communicator(gpu=False)
 comm.all_reduce(torch.ones(8))
 comm.all_reduce(torch.ones(8))
 comm.close()

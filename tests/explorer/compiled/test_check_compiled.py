@@ -58,23 +58,6 @@ def test_a_right_public_kernel_is_passed(family):
     assert report.ok, report
 
 
-def _mended(mistake: str) -> bool:
-    """Triton 3.9 has put a block barrier on both sides of the scalar atomic."""
-    return mistake.startswith(("no barrier before", "no barrier after"))
-
-
-@pytest.mark.parametrize(
-    ("family", "mistake"),
-    some([(n, m) for n, family in public.FAMILIES.items() for m in family.mistakes if not _mended(m.name)], 12),
-    ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
-)
-def test_a_mistake_in_a_public_kernel_is_named_where_it_is(family, mistake, unshrunk):
-    report = tricomm.check(public.body(family, mistake.name), mistake.world_size, 12, compiled="sm_90")
-    assert not report.ok, "passed"
-    finding = report.findings[0]
-    assert finding.kind in mistake.kinds.split(), report
-
-
 @triton.jit
 def _hand_over(data, flags, out_ptr, rank, scale, WORLD: tl.constexpr, FLAG: tl.constexpr):
     lane = tl.arange(0, 64)

@@ -281,3 +281,71 @@ def test_a_relaxed_flag_hands_on_what_earlier_launches_did():
     other(0, "ld.acquire.sys.b32", FLAG)
     other(0, "ld.b32", DATA)
     assert litmus.kinds == []
+
+
+SECOND_FLAG, OTHER_DATA = 128, 192
+
+
+def written_to_read_to_read(
+    first="st.release.sys.b32", seen="ld.acquire.sys.b32", then="st.release.sys.b32", ranks=(0, 1, 0)
+):
+    """Write-to-read causality: a block passes on what it has acquired, and a third one reads the first one's data."""
+    litmus = Litmus()
+    writer, middle, reader = (litmus.block(rank, number=number) for number, rank in enumerate(ranks))
+    writer(0, "st.b32", DATA, 7)
+    writer(0, first, FLAG, 1)
+    assert middle(0, seen, FLAG) == [1]
+    middle(0, then, SECOND_FLAG, 1)
+    assert reader(0, "ld.acquire.sys.b32", SECOND_FLAG) == [1]
+    reader(0, "ld.b32", DATA)
+    return litmus.kinds
+
+
+def test_what_was_acquired_is_released_with_the_rest():
+    assert written_to_read_to_read() == []
+    assert written_to_read_to_read(first="st.relaxed.sys.b32") == ["race"]
+    assert written_to_read_to_read(seen="ld.relaxed.sys.b32") == ["race"]
+    assert written_to_read_to_read(then="st.relaxed.sys.b32") == ["race"]
+
+
+def test_a_chain_over_ranks_is_as_wide_as_its_narrowest_scope():
+    narrow = {"first": "st.release.gpu.b32", "seen": "ld.acquire.gpu.b32"}
+    assert written_to_read_to_read(**narrow, ranks=(0, 0, 1)) == []
+    assert set(written_to_read_to_read(**narrow, ranks=(0, 1, 0))) == {"scope", "race"}  # flag, data
+
+
+def test_a_reader_knows_only_the_writers_that_it_has_acquired_from():
+    """Two writers and two readers of their flags: strong accesses are no race in any order."""
+    litmus = Litmus()
+    writers = litmus.block(0), litmus.block(1)
+    readers = litmus.block(0, number=1), litmus.block(1, number=1)
+    for writer, data, flag in zip(writers, (DATA, OTHER_DATA), (FLAG, SECOND_FLAG), strict=True):
+        writer(0, "st.b32", data, 7)
+        writer(0, "st.release.sys.b32", flag, 1)
+    for reader, flag in zip(readers, (FLAG, SECOND_FLAG), strict=True):
+        reader(0, "ld.acquire.sys.b32", flag)
+    readers[0](0, "ld.relaxed.sys.b32", SECOND_FLAG)
+    readers[1](0, "ld.relaxed.sys.b32", FLAG)
+    readers[0](0, "ld.b32", DATA)
+    readers[1](0, "ld.b32", OTHER_DATA)
+    assert litmus.kinds == []
+    readers[0](0, "ld.b32", OTHER_DATA)
+    assert litmus.kinds == ["race"]
+
+
+@pytest.mark.parametrize(
+    ("store", "load", "kinds"),
+    [
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.v2.b64", []),
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b64", []),
+        ("st.relaxed.sys.b128", "ld.relaxed.sys.b128", []),
+        ("st.relaxed.sys.b128", "ld.relaxed.sys.v2.b64", ["race"]),
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b128", ["race"]),
+        ("st.relaxed.gpu.b128", "ld.relaxed.sys.b128", ["scope"]),
+    ],
+)
+def test_128_bits_are_one_access_or_two_and_never_both(store, load, kinds):
+    litmus = Litmus()
+    litmus.block(0)(0, store, DATA, 7)
+    litmus.block(1)(0, load, DATA)
+    assert litmus.kinds == kinds

@@ -18,6 +18,7 @@ PRIMITIVES = "kernels/primitives.py"
 PUSH = "kernels/device/push.py"
 ARRIVAL = "kernels/device/arrival.py"
 CHUNKS = "kernels/device/chunks.py"
+PLAIN = "kernels/device/plain_data.py"
 MAILBOX = "kernels/device/mailbox.py"
 PACKING = "kernels/device/packing.py"
 GATHER = "kernels/collectives/all_gather_one_shot.py"
@@ -249,7 +250,7 @@ OWN = (
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
-        (Edit(PUSH, _SHARD, _SHARD.replace("me,", "to,")),),
+        (Edit(PLAIN, _SHARD, _SHARD.replace("me,", "to,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(

@@ -23,6 +23,7 @@ SCATTER = "kernels/collectives/scatter_one_shot.py"
 UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 SPLITS = "kernels/device/counts.py"
 CHUNKS = "kernels/device/chunks.py"
+PLAIN = "kernels/device/plain_data.py"
 
 _NOTHING = "        status = receive_nothing(chunk, status, SPEC)\n"
 _MET = "                status = synchronize(ahead, 0, SPEC)\n            number"
@@ -148,8 +149,8 @@ PUSHES = (
         "P18", "two-shot broadcast: both phases in one half", "what is passed on lands on shards that are still read",
         (
             Edit(TWO_SHOT, "me, SPEC) + half", "me, SPEC)"),
-            Edit(FILE, _TAKEN, _TAKEN.removesuffix(" + half")),
-            Edit(FILE, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
         ),
         (BT,), RACE,
     ),

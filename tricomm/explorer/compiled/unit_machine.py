@@ -208,6 +208,9 @@ class UnitMachine:
                 weak.looked(task, place, access.itemsize)
             if access.sem in _ACQUIRES:
                 weak.synchronised(task)
+            if access.kind == "load":
+                for held in weak.read_before(places, access.itemsize):
+                    self._arrive(held)
         writes = access.writes and (changed is None or bool(changed.any()))
         if self.contention is not None:
             site = site_of(access.instruction, crew.maker.kernel.name)

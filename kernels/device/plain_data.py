@@ -1,0 +1,207 @@
+"""Plain data between tensors and the buffers of `simple` mailboxes: runs of tiles, several on their way at once.
+
+Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all are loaded
+          before the first is stored, because a thread stands at a store until its load has come. The ends of runs that
+          are no whole tiles, and misaligned tensors, go one tile after another in the functions named `_ragged`.
+Order     every loop over ranks starts at one's own, so that no two ranks write to one, or read from it, at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.group import peer, peer_ahead, table_of
+from tricomm.kernels.device.mailbox import simple_buffer
+from tricomm.kernels.device.packing import (
+    end_of,
+    load_tile,
+    load_words,
+    move_tiles,
+    shard_words,
+    store_tile,
+    store_words,
+    whole_tile,
+)
+
+UNROLLED = tl.constexpr(4)  # tiles of a run that are on their way at once
+
+
+@triton.jit
+def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """this block's tiles of the chunk's words into the own rank's buffers, used as one, for peers to read."""
+    buffer = simple_buffer(chunk, table_of(chunk.group), 0, SPEC)
+    push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
+
+
+@triton.jit
+def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
+    """this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to `buffer`, a peer's or own.
+
+    UNROLLED tiles are on their way at once. `start` is even.
+    """
+    limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+    sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
+    targets = runs(buffer, chunk.stride)
+    ahead = (UNROLLED - 1) * chunk.stride
+    first = chunk.own
+    while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+        first += UNROLLED * chunk.stride
+    push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC)
+
+
+@triton.jit
+def push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.constexpr):
+    """this block's tiles from the one at word `first` on, wherever they end and however they are aligned."""
+    while first < count:
+        words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        store_tile(buffer, first, words, count, SPEC.BLOCK)
+        first += chunk.stride
+
+
+@triton.jit
+def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
+    """the inverse of `push_part`, out of one's own `buffer`."""
+    limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
+    sources = runs(buffer, chunk.stride)
+    targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
+    ahead = (UNROLLED - 1) * chunk.stride
+    first = chunk.own
+    while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+        first += UNROLLED * chunk.stride
+    copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC)
+
+
+@triton.jit
+def copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.constexpr):
+    """the inverse of `push_part_ragged`."""
+    while first < count:
+        words = load_tile(buffer, first, count, SPEC.BLOCK)
+        store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        first += chunk.stride
+
+
+@triton.jit
+def runs(pointer, stride):
+    """`pointer` at UNROLLED of a block's tiles, one behind the other."""
+    pointers = ()
+    for n in tl.static_range(UNROLLED):
+        pointers = pointers + (pointer + n * stride,)
+    return pointers
+
+
+@triton.jit
+def push_plain_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer at rank r, one's own included; as `push_shards`."""
+    me = chunk.me
+    rows, buffers = (), ()
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        to = (me + n) % SPEC.WORLD_SIZE
+        rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
+        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+        else:
+            push_rows_ragged(x_ptr, numel, first, chunk, SPEC)
+
+
+@triton.jit
+def push_rows_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of every row, wherever it ends and however it is aligned."""
+    for step in range(SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        words = load_words(x_ptr + to * numel, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
+        store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)
+
+
+@triton.jit
+def copy_rows(rows, numel, buffers, chunk, SPEC: tl.constexpr):
+    """copy the chunk's words out of each of WORLD_SIZE buffers, own ones or peers', into its row of `numel`
+    elements; the tiles of all of them are on their way at once."""
+    targets = ()
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        targets = targets + (rows[n].to(tl.pointer_type(tl.int64)) + chunk.base,)
+    for first in range(chunk.own, chunk.count, chunk.stride):
+        if whole_tile(first, chunk.count, chunk.base, numel, rows[0], SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(buffers, targets, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+        else:
+            copy_rows_ragged(rows, numel, buffers, first, chunk, SPEC)
+
+
+@triton.jit
+def copy_rows_ragged(rows, numel, buffers, first, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of every row, wherever it ends and however it is aligned."""
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        words = load_tile(buffers[n], first, chunk.count, SPEC.BLOCK)
+        store_words(rows[n], chunk.base + first, words, numel, SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
+    """shard r of the chunk's words of x_ptr[0:numel] into the buffer at rank r, one's own included.
+
+    Starts at the own rank, so that no two ranks write to the same one at the same time; the tiles for all ranks are on
+    their way at once.
+    """
+    me = chunk.me
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
+    shards, buffers = (), ()
+    for n in tl.static_range(SPEC.WORLD_SIZE):
+        to = (me + n) % SPEC.WORLD_SIZE
+        shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
+        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+    for first in range(chunk.own, shard, chunk.stride):
+        if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+        else:
+            push_shards_ragged(x_ptr, numel, first, chunk, SPEC)
+
+
+@triton.jit
+def push_shards_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of every shard, wherever it ends and however it is aligned."""
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    for step in range(SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        start, theirs = chunk.base + to * shard, tl.minimum(chunk.count - to * shard, shard)
+        limit = end_of(start + theirs, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
+        words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
+        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
+        store_tile(buffer, first, words, theirs, SPEC.BLOCK)
+
+
+@triton.jit
+def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
+    """copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard
+    shards, buffers = (), ()
+    for n in tl.static_range(1, SPEC.WORLD_SIZE):
+        source = (chunk.me + n) % SPEC.WORLD_SIZE
+        shards = shards + (y_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + source * shard,)
+        buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half,)
+    for first in range(chunk.own, shard, chunk.stride):
+        if whole_tile(first, last, behind, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(buffers, shards, first, SPEC.WORLD_SIZE - 1, SPEC.BLOCK)
+        else:
+            take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC)
+
+
+@triton.jit
+def take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of every shard but one's own, wherever it ends and however it is aligned."""
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    for step in range(1, SPEC.WORLD_SIZE):
+        source = (chunk.me + step) % SPEC.WORLD_SIZE
+        start, theirs = chunk.base + source * shard, tl.minimum(chunk.count - source * shard, shard)
+        buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half
+        words = load_tile(buffer, first, theirs, SPEC.BLOCK)
+        limit = end_of(start + theirs, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
+        store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
