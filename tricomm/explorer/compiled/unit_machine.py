@@ -38,10 +38,8 @@ class Crew:
 
 
 class UnitMachine:
-    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None.
-
-    With a seed a warp stops anywhere in its polling loop, so that what it polls changes between any two of its loads.
-    """
+    """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None. With a
+    seed a warp stops anywhere in its polling loop, so that what it polls changes between any two of its loads."""
 
     def __init__(
         self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
@@ -208,9 +206,8 @@ class UnitMachine:
                 weak.looked(task, place, access.itemsize)
             if access.sem in _ACQUIRES:
                 weak.synchronised(task)
-            if access.kind == "load":
-                for held in weak.read_before(places, access.itemsize):
-                    self._arrive(held)
+            for held in weak.read_before(access, places):
+                self._arrive(held)
         writes = access.writes and (changed is None or bool(changed.any()))
         if self.contention is not None:
             site = site_of(access.instruction, crew.maker.kernel.name)

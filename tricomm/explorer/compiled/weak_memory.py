@@ -123,12 +123,12 @@ class WeakMemory:
     def due(self, step: int, now: bool) -> list[LateStore]:
         return self._take(lambda h: now or h.until <= step) if self.held else []
 
-    def read_before(self, places: list[Elements], itemsize: int) -> list[LateStore]:
+    def read_before(self, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
         """Late stores to words that a load has just read without them: half of them arrive now, behind this very load,
         so that a flag and its payload from two loads are seen to differ."""
-        if not self.held:
+        if not self.held or access.kind != "load":
             return []
-        words = {word for place in places for word in words_of(place, itemsize)}
+        words = {word for place in places for word in words_of(place, access.itemsize)}
         return self._take(lambda h: not h.words.isdisjoint(words) and self._random.random() < 0.5)
 
     def _mine(self, held: LateStore, task: Any, maker: Maker) -> bool:
