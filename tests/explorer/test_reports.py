@@ -234,4 +234,4 @@ def test_private_names_of_triton_are_in_the_modules_that_adapt_it():
         for path in (root / folder).rglob("*.py")
         if "triton.runtime" in path.read_text()
     }
-    assert users == {"triton_adapter.py", "triton_shortcuts.py", "jit_dispatch.py"}
+    assert users == {"triton_adapter.py", "triton_shortcuts.py", "interpreted_wide.py", "jit_dispatch.py"}
