@@ -272,6 +272,11 @@ OWN = (
         (TL,), frozenset({"leftover", "race"}),
     ),
     Mutant(
+        "M42", "LL: headers are polled without acquire", "the next call pushes plain data over what a peer still reads",
+        (Edit(ARRIVAL, "tl.where(mask, acquire(at, mask, SPEC.PTX), 0)", "tl.load(at, mask, other=0, volatile=True)"),),
+        (S, L, T), frozenset({"race"}), sizes=(36, 4, 40), body=bodies.in_turn,
+    ),
+    Mutant(
         "M37", "LL: polls the upper halves only", "the lower one is stored first, and may come last",
         (Edit(ARRIVAL, _LATE, _LATE.replace("low_old | high_old", "high_old")),),
         (L,), frozenset({"wrong_result"}), schedules=20, body=bodies.in_turn,
