@@ -1,0 +1,136 @@
+"""Visits every state that a protocol can reach; the operations that protocols consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+Slot = tuple[int, int, int, str]  # owner, parity, source, word
+
+
+class Op(NamedTuple):
+    kind: Literal["write", "poll", "read"]
+    slots: tuple[Slot, ...]
+    epoch: int
+
+
+Block = list[Op]
+Launch = list[Block]
+Ranks = list[list[Launch]]
+Kernel = Callable[[int, int, int], Launch]  # of rank, number of ranks and epoch
+Place = tuple[int, tuple[int, ...]]  # of a rank: its launch, and how far each block of that launch has come
+State = tuple[tuple[Place, ...], tuple[int, ...]]  # the places, and the epoch in each slot
+SAFE, LOSES, WRONG = "safe", "loses a word", "reads a wrong word"
+
+
+def explore(ranks: Ranks, want: str = SAFE, limit: int = 1_000_000) -> tuple[str, int]:
+    """The verdict, and the number of states visited: all of them, or as far as the first with the fault `want`.
+
+    The verdict is SAFE, or `want` if some order has that fault, or else the first fault seen. RuntimeError beyond
+    `limit` states.
+    """
+    ops = [op for launches in ranks for launch in launches for block in launch for op in block]
+    numbers = {slot: n for n, slot in enumerate(dict.fromkeys(slot for op in ops for slot in op.slots))}
+    start: State = tuple(_skip_empty(launches, 0) for launches in ranks), (0,) * len(numbers)
+    seen, stack, faults = {start}, [start], list[str]()
+    while stack and want not in faults:
+        places, memory = stack.pop()
+        moves, ended = 0, True
+        for rank, block, op in _next_ops(ranks, places):
+            ended = False
+            held = all(memory[numbers[slot]] == op.epoch for slot in op.slots)
+            if op.kind == "poll" and not held:
+                continue
+            moves += 1
+            if op.kind == "read" and not held:
+                faults.append(WRONG)
+                continue
+            after = memory
+            if op.kind == "write":
+                written = {numbers[slot] for slot in op.slots}
+                after = tuple(op.epoch if n in written else epoch for n, epoch in enumerate(memory))
+            place = _moved(ranks[rank], places[rank], block)
+            state = (*places[:rank], place, *places[rank + 1 :]), after
+            if state not in seen:
+                seen.add(state)
+                stack.append(state)
+        if not ended and not moves:
+            faults.append(LOSES)
+        if len(seen) > limit:
+            raise RuntimeError(f"more than {limit} states: make the case smaller")
+    return want if want in faults else [*faults, SAFE][0], len(seen)
+
+
+def _next_ops(ranks: Ranks, places: tuple[Place, ...]) -> Iterator[tuple[int, int, Op]]:
+    for rank, (launch, counts) in enumerate(places):
+        for block, count in enumerate(counts):
+            if count < len(ranks[rank][launch][block]):
+                yield rank, block, ranks[rank][launch][block][count]
+
+
+def _moved(launches: list[Launch], place: Place, block: int) -> Place:
+    launch, counts = place
+    counts = tuple(count + (b == block) for b, count in enumerate(counts))
+    if any(count < len(ops) for count, ops in zip(counts, launches[launch], strict=True)):
+        return launch, counts
+    return _skip_empty(launches, launch + 1)
+
+
+def _skip_empty(launches: list[Launch], launch: int) -> Place:
+    while launch < len(launches) and not any(launches[launch]):
+        launch += 1
+    return launch, (0,) * len(launches[launch]) if launch < len(launches) else ()
+
+
+class Case(NamedTuple):
+    """Launches of all ranks, and the verdict wanted: SAFE for all orders, or a fault that some order has."""
+
+    name: str
+    want: str
+    ranks: Ranks
+
+
+def calls(n: int, *kernels: Kernel) -> Ranks:
+    """One launch of each kernel, an epoch each."""
+    return [[kernel(rank, n, epoch) for epoch, kernel in enumerate(kernels, 1)] for rank in range(n)]
+
+
+# Operations on `words` of each peer. `value`: in the slot, if not the epoch. `mailboxes`: in rotation.
+
+
+def others(rank: int, n: int) -> list[int]:
+    return [p for p in range(n) if p != rank]
+
+
+def push(
+    rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], value: int = 0, mailboxes: int = 2
+) -> Block:
+    """To slots of the peers; to its own ones, it stages."""
+    return [Op("write", ((p, epoch % mailboxes, rank, w),), value or epoch) for p in peers for w in words]
+
+
+def poll(rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], value: int = 0) -> Block:
+    return [Op("poll", ((rank, epoch % 2, p, w),), value or epoch) for p in peers for w in words]
+
+
+def together(rank: int, peers: Iterable[int], epoch: int, words: Sequence[str]) -> Block:
+    """One loop that polls several words: its last round sees all of them at once."""
+    slots = [op.slots[0] for op in poll(rank, peers, epoch, words)]
+    return [Op("poll", tuple(slots), epoch)]
+
+
+def read(
+    rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], value: int = 0, mailboxes: int = 2
+) -> Block:
+    return [Op("read", ((rank, epoch % mailboxes, p, w),), value or epoch) for p in peers for w in words]
+
+
+def fetch(peers: Iterable[int], epoch: int, words: Sequence[str]) -> Block:
+    """From the stages of the peers, which each has written itself."""
+    return [Op("read", ((p, epoch % 2, p, w),), epoch) for p in peers for w in words]
+
+
+def barrier(rank: int, peers: list[int], epoch: int, block: int = 0, phase: int = 0) -> Block:
+    """A header to every peer, and one from each; a place for each phase and block."""
+    header = [f"h{phase}{block}"]
+    return push(rank, peers, epoch, header) + poll(rank, peers, epoch, header)
