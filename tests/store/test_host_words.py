@@ -163,7 +163,7 @@ class Job:
             return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)
-        monkeypatch.setattr(Group, "_write_table", lambda self: torch.empty(0))
+        monkeypatch.setattr(Group, "_write_table", lambda self: (torch.empty(0), ()))
 
     def together(self, body: Callable[[int], Any]) -> list[Any]:
         with ThreadPoolExecutor(2) as pool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import tricomm
 from tests.explorer.mutation import _keep
-from tests.ptx.mutations import Mutation, mutations
 from tricomm.explorer import Report, campaign, shipped
 from tricomm.explorer.compiled import launches
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
@@ -55,18 +54,14 @@ def explore(key: Key, schedules: int = 4, world_size: int = 2, blocks: int = 1, 
         return tricomm.check(fn, world_size, schedules, options=given, compiled="sm_90", **settings)
 
 
-def text_of(key: Key, world_size: int = 2, blocks: int = 1) -> str:
-    """The PTX that `explore` executes."""
+def text_of(key: Key, world_size: int = 2, blocks: int = 1, sizes: Sequence[int] = SIZES) -> str:
+    """The PTX that `explore` executes for the first of `sizes`: tile and warps of others may differ."""
     texts: dict[str, str] = {}
 
     def code_of(launch: KernelLaunch) -> PtxKernel:
-        texts[launch.loaded.name] = launch.loaded.text
+        texts.setdefault(launch.loaded.name, launch.loaded.text)
         return launch.loaded.kernel
 
     with patch.object(launches, "code_of", code_of):
-        explore(key, 1, world_size, blocks, faults=())
+        explore(key, 1, world_size, blocks, sizes=sizes, faults=())
     return texts[registry.find(*key).function.__name__]
-
-
-def all_of(key: Key, *kinds: str, world_size: int = 2, blocks: int = 1) -> list[Mutation]:
-    return [m for m in mutations(text_of(key, world_size, blocks)) if m.kind in kinds]

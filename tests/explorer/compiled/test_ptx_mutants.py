@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.explorer.compiled import ptx_mutants
-from tests.explorer.compiled.ptx_mutants import Key, all_of, changed, explore, options
+from tests.explorer.compiled.ptx_mutants import Key, changed, explore, options
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
-from tests.ptx.mutations import Mutation
+from tests.ptx.mutations import Mutation, mutations
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
 from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.thread_clocks import Clocks
@@ -58,21 +58,28 @@ class Group:
         return f"{'_'.join(self.key[1:])}-{self.function}-{self.holds or 'all'}"
 
     @functools.cached_property
+    def text(self) -> str:
+        """The PTX that is changed: that of the call of the first size."""
+        return ptx_mutants.text_of(self.key, blocks=self.blocks, sizes=self.sizes)
+
+    @functools.cached_property
     def mutations(self) -> list[Mutation]:
-        text = ptx_mutants.text_of(self.key, blocks=self.blocks)
+        text = self.text
         kernel = parse(text, registry.find(*self.key).function.__name__)
         functions = {i.line: [function_at(s.file, s.line) for s in i.source] for i in kernel.instructions}
         found = [
             m
-            for m in all_of(self.key, *self.kinds, blocks=self.blocks)
-            if self.function in functions.get(m.line, ())[: 1 if self.innermost else None] and self.holds in m.name
+            for m in mutations(text)
+            if m.kind in self.kinds
+            and self.function in functions.get(m.line, ())[: 1 if self.innermost else None]
+            and self.holds in m.name
         ]
         before, behind = self.harmless
         return found[before : len(found) - behind]
 
     def kinds_found(self, mutation: Mutation) -> set[str]:
         name = registry.find(*self.key).function.__name__
-        with changed(mutation.name, mutation.apply, name):
+        with changed(mutation.name, lambda text: mutation.apply(text) if text == self.text else text, name):
             report = explore(
                 self.key,
                 self.schedules,
