@@ -253,7 +253,7 @@ OWN = (
     ),
     Mutant(
         "M35", "LL: polls with a plain load", "a load that is not volatile may be split, kept, or never repeated",
-        (Edit(PRIMITIVES, "16) + lane, volatile=True)", "16) + lane)"),),
+        (Edit(ARRIVAL, "tl.load(at, volatile=True)", "tl.load(at)"),),
         (L,), RACE,
     ),
     Mutant(

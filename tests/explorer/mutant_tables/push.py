@@ -105,7 +105,7 @@ PUSHES = (
     ),
     Mutant(
         "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
-        (Edit(FILE, "distance = ll_bytes(group) // 8", "distance = ll_bytes(group) // 16"),),
+        (Edit(FILE, "n * (ll_bytes(chunk.group) // 8)", "n * (ll_bytes(chunk.group) // 16)"),),
         (RL,), DEADLOCK,
     ),
     Mutant(

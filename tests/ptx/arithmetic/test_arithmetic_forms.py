@@ -41,10 +41,10 @@ def test_every_type_and_operation_is_known(arch, dtype):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in registry.ALL])
+@pytest.mark.parametrize("kernel", registry.ALL, ids=lambda kernel: kernel.name)
 def test_every_kernel_is_known(kernel):
-    for world_size in (2, 8):
-        assert [i.text for i in unknown(parsed(Variant(kernel, "sm_90", world_size=world_size)))] == []
+    for world_size in (8,) if kernel.needs_cube else (2, 8):
+        assert [i.text for i in unknown(parsed(Variant(kernel.name, "sm_90", world_size=world_size)))] == []
 
 
 def test_an_unknown_instruction_is_refused_by_name_and_place():
