@@ -94,11 +94,12 @@ FORBIDDEN = (
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
     Group(S, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
-    Group(L, "push_to_all", ("scope", "strength", "width"), 6, "st.relaxed", sizes=(520, 300), harmless=(6, 0)),
+    Group(L, "push_to_all", ("scope", "strength", "width"), 3, "st.relaxed", sizes=(520, 300), harmless=(3, 0)),
     Group(L, "poll_words", ("strength", "width"), 2, "v2.b64"),
     # Each has a quarter of the words of two calls: most schedules pass over the moment between the two loads.
     Group(L, "poll_words", ("sequence",), 2, "second load", schedules=20, sizes=(1024, 1020)),
-    Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire"),
+    # The first is of `synchronize`, which this kernel calls at an epoch that clears.
+    Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire", harmless=(3, 0)),
     Group(L, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
@@ -119,7 +120,7 @@ def test_a_mutant_is_noticed(group):
     assert group.kinds_found(mutation) & mutation.expected, mutation.name
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", FORBIDDEN, ids=lambda group: group.name)
 def test_all_that_the_memory_model_forbids_is_noticed(group):
     assert len(group.mutations) >= group.least
@@ -152,7 +153,7 @@ _QUICK = ("_PUT at gpu", "_RELEASE relaxed", "_RELAXED at gpu", "_ACQUIRE relaxe
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.soak) for name in STRINGS]
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in STRINGS]
 )
 def test_a_mistake_in_an_inline_string_is_noticed(name):
     key, old, new = STRINGS[name]
