@@ -25,6 +25,12 @@ def test_a_kernel_gives_the_interpreters_bits(case):
     assert bits.difference(case, bits.through_machine(case), bits.through_interpreter(case)) == ""
 
 
+def test_two_floats_that_all_threads_share_are_packed_as_any_others():
+    """The sum of tiles that the compiler knows to be alike: `cvt.rn.bf16x2.f32` has two sources."""
+    case = next(c for c in bits.cases() if c.name == "all_reduce_one_shot_ll-bfloat16-sum")
+    assert bits.difference(case, bits.through_machine(case, "sm_90"), bits.through_interpreter(case)) == ""
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("kernel", list(dict.fromkeys(case.kernel.name for case in bits.cases())))

@@ -257,8 +257,10 @@ def _shr(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
 
 def _cvt(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
     kinds = instruction.modifiers
+    if len(kinds) != 2 or kinds[0] not in _INTEGER or kinds[1] not in _INTEGER:
+        return None  # of floats, or of a pair of them
     (a,) = sources
-    if len(kinds) != 2 or kinds[0] not in _INTEGER or kinds[1] not in _INTEGER or a.stride is None:
+    if a.stride is None:
         return None
     to, of = WIDTHS[kinds[0]], WIDTHS[kinds[1]]
     target = instruction.operands[0]
