@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm import arguments
 from tricomm.core import launch_plan
-from tricomm.core.fused_call import Epilogue
+from tricomm.core.fused.fused_call import Epilogue
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, seconds
 from tricomm.policy.selection import Choice

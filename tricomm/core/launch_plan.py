@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
-from tricomm.core.fused_call import FUSED, Epilogue
+from tricomm.core.fused.fused_call import FUSED, Epilogue
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -100,7 +100,7 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
     in the fingerprint or in anything that a peer sees.
     """
-    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy)
+    kernel = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy)
     values = constexprs(site, choice, kernel)
     dtype = arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if kernel.reduces and dtype is not None:

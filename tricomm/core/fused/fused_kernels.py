@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tricomm.core.fused_call import FusedCall
+from tricomm.core.fused.fused_call import FusedCall
 from tricomm.core.launch_plan import Bind, LaunchPlan, Request
 from tricomm.core.launcher import Launcher
 from tricomm.policy.selection import Choice, SelectionFacts
@@ -17,7 +17,7 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
-    """The plan of `choice`, as `launch_plan.make`. `aligned`: all tensors of the call begin at multiples of 16 bytes."""
+    """The plan of `choice`, as `launch_plan.make`. `aligned`: all tensors of the call begin at multiples of 16."""
     raise NotImplementedError
 
 
