@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tricomm
-from tests.core.bodies import fused_reference as reference
+from tests.core.fused import fused_reference as reference
 from tests.marks import some
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 import tricomm
+import tricomm.flashinfer as facade
 from tests.c10d.bodies.groups import default_group, refused
-from tests.core.bodies import fused_reference as reference
+from tests.core.fused import fused_reference as reference
 from tricomm.errors import CollectiveMismatch
 
 EPS = 1e-5
@@ -95,3 +96,27 @@ def wrapped(rank, world_size, tell, url, route):
             text = str(error)
         dist.destroy_process_group(group)
     return right, counted, text
+
+
+def flashinfer(rank, world_size, tell, url):
+    """A workspace over the default group, and over a part of it; they end alone."""
+    with default_group(rank, world_size, url, backend="gloo") as world:
+        pair = dist.new_group([0, 1])
+        found = []
+        for group in (None, pair):
+            workspace = facade.create_allreduce_fusion_workspace(
+                "trtllm", world_size, rank, 4, 32, torch.bfloat16, comm_backend=object(), group=group
+            )
+            x, residual, weight = reference.inputs(rank, 4, 32, torch.bfloat16)
+            facade.allreduce_fusion(
+                x, workspace, 1, norm_out=x, residual_in=residual, residual_out=residual, rms_gamma=weight, rms_eps=EPS
+            )
+            total = reference.summed(world_size, 4, 32, torch.bfloat16)
+            found.append(torch.equal(residual.double(), total))
+            found.append(reference.within_an_ulp(x, reference.norm_of(total, weight, EPS)))
+            workspace.destroy()
+            workspace.destroy()
+        refused(lambda: facade.create_allreduce_fusion_workspace("auto", 3, rank, 4, 32, torch.half), "world_size=3")
+        dist.barrier(world)
+    refused(lambda: facade.create_allreduce_fusion_workspace("auto", 2, rank, 4, 32, torch.half), "init_process_group")
+    return all(found)
