@@ -23,6 +23,14 @@ class Specialization:
     LL           the protocol: True for `ll`, False for `simple`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
+
+    Of an all-reduce of rows with an epilogue (`device/rows.py`):
+    HIDDEN       elements of a row, a multiple of 8
+    SHARDS       equal parts of a row: one a rank if two shots reduce it
+    OPERANDS     Triton's types of what the epilogue takes besides the row
+    EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
+    WEIGHT, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether there
+                 is a residual, whether the norm is written, the quantisation, and whether its scales are in tiles
     """
 
     WORLD_SIZE: int
@@ -33,6 +41,16 @@ class Specialization:
     ALIGNED: bool = False
     ELEMENT: str = ""
     OP: str = ""
+    HIDDEN: int = 0
+    SHARDS: int = 1
+    OPERANDS: tuple[str, ...] = ()
+    EPILOGUE: Any = None
+    PREPARE: Any = None
+    WEIGHT: str = ""
+    RESIDUAL: bool = False
+    NORM: bool = False
+    QUANTIZE: str = ""
+    SWIZZLED: bool = False
 
     @cached_property
     def BITS(self) -> int:
@@ -54,11 +72,88 @@ class Specialization:
         return "float32" if "float" in self.ELEMENT else "int32"
 
 
+    # Rows with an epilogue
+
+    @cached_property
+    def PACK(self) -> int:
+        """Elements of a word."""
+        return 64 // self.BITS
+
+    @cached_property
+    def ROW(self) -> int:
+        """Words of a row."""
+        return self.HIDDEN * self.BITS // 64
+
+    @cached_property
+    def SHARD(self) -> int:
+        """Words of a row's shard, so many that each begins at 16 bytes, and with a block of those that share a scale."""
+        unit = self.SCALED if self.QUANTIZE == "nvfp4" else 2
+        return -(-self.ROW // (unit * self.SHARDS)) * unit
+
+    @cached_property
+    def STEPS(self) -> int:
+        """Tiles of a shard."""
+        return -(-self.SHARD // self.TILE)
+
+    @cached_property
+    def PITCH(self) -> int:
+        """Words of a shard's room in a mailbox: whole tiles."""
+        return self.STEPS * self.TILE
+
+    @cached_property
+    def ROW_TILES(self) -> int:
+        return self.SHARDS * self.STEPS
+
+    @cached_property
+    def STARTS(self) -> tuple[int, ...]:
+        """The first word of each of a row's tiles."""
+        return tuple(i % self.SHARDS * self.SHARD + i // self.SHARDS * self.TILE for i in range(self.ROW_TILES))
+
+    @cached_property
+    def LEFTS(self) -> tuple[int, ...]:
+        """Words from there to the end of its shard; none if the row ends before it."""
+        ends = (min((i % self.SHARDS + 1) * self.SHARD, self.ROW) for i in range(self.ROW_TILES))
+        return tuple(max(0, end - start) for start, end in zip(self.STARTS, ends, strict=True))
+
+    @cached_property
+    def ROW_PLANES(self) -> int:
+        return self.ROW_TILES * self.PLANES
+
+    @cached_property
+    def SCALED(self) -> int:
+        """Words of 16 elements, which share a scale of nvfp4."""
+        return 16 * self.BITS // 64
+
+    @cached_property
+    def OWNED(self) -> int:
+        """Words of a mailbox that a block owns side by side."""
+        return self.PITCH if self.HIDDEN else self.BLOCK
+
+    @cached_property
+    def PLANES(self) -> int:
+        return 1
+
+    @cached_property
+    def PLANE(self) -> int:
+        return self.BLOCK
+
+    @cached_property
+    def TILE(self) -> int:
+        return self.BLOCK
+
+
 @dataclass(frozen=True)
 class CompiledSpecialization:
     """A specialization for Triton's compiler: each attribute is a `tl.constexpr`, as if it were a parameter itself."""
 
     plain: Specialization
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache knows it by. A function counts with its source, which Triton looks for among the names
+        of the kernel's module only."""
+        functions = (self.plain.EPILOGUE, self.plain.PREPARE)
+        return repr(self) + "".join(function.cache_key for function in functions if function is not None)
 
     def __getattr__(self, name: str) -> tl.constexpr:
         if not name.isupper():

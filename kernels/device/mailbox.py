@@ -60,8 +60,8 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """Every 2^30 epochs, before its header: zero this block's share of the mailbox that this epoch does not use.
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
-    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, tile
-    t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
+    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of OWNED words,
+    in turn for each block), and a peer's same block writes there only after it has seen the header sent after this.
     The zeros are LL words like those that they replace: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
@@ -72,9 +72,10 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
         run = ll_bytes(group) // (8 * PARTS)
         for part in range(SPEC.WORLD_SIZE * PARTS):
             start = table + ll_base(group) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
-            for first in range(block.to(tl.int64) * 2 * SPEC.BLOCK, run, grid * 2 * SPEC.BLOCK):
-                zeros = tl.zeros([SPEC.BLOCK], tl.int64)
-                put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
+            for own in range(block.to(tl.int64) * 2 * SPEC.OWNED, run, grid * 2 * SPEC.OWNED):
+                for first in range(own, tl.minimum(own + 2 * SPEC.OWNED, run), 2 * SPEC.BLOCK):
+                    zeros = tl.zeros([SPEC.BLOCK], tl.int64)
+                    put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
         lane = tl.arange(0, SPEC.LANES)
         for row in range(PHASES * SPEC.WORLD_SIZE):
             phase, source = row // SPEC.WORLD_SIZE, row % SPEC.WORLD_SIZE
