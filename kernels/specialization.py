@@ -71,7 +71,6 @@ class Specialization:
         """The 32-bit type that narrower elements accumulate in."""
         return "float32" if "float" in self.ELEMENT else "int32"
 
-
     # Rows with an epilogue
 
     @cached_property

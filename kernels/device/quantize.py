@@ -103,7 +103,11 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
             place = tile * 512 + (number % 32) * 16 + (number // 32 % 4) * 4 + block % 4
         else:
             place = number * BLOCKS + block
-        tl.store(raw_pointer(scales, 8) + place, codes_of_scales.to(tl.int8), mask=tl.arange(0, GROUPS) * WORDS < SPEC.LEFTS[n])
+        tl.store(
+            raw_pointer(scales, 8) + place,
+            codes_of_scales.to(tl.int8),
+            mask=tl.arange(0, GROUPS) * WORDS < SPEC.LEFTS[n],
+        )
         of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
         codes = tl.zeros([SPEC.PLANE], tl.int32)
         for j in tl.static_range(SPEC.PACK):
