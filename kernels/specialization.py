@@ -17,10 +17,11 @@ class Specialization:
     """The constexpr `SPEC` of a kernel. The names are capitals, as constexprs are elsewhere in Triton.
 
     WORLD_SIZE   ranks of the group
-    BLOCK        64-bit words of a tile
+    BLOCK        64-bit words of a tile; with wide words the wide words of one
     LANES        threads of a block (under the interpreter at least the largest world size)
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
-    LL           the protocol: True for `ll`, False for `simple`
+    LL           the protocol: True for `ll` and `ll128`, False for `simple`
+    WIDE         True for `ll128`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
 
@@ -38,6 +39,7 @@ class Specialization:
     LANES: int
     PTX: bool
     LL: bool = False
+    WIDE: bool = False
     ALIGNED: bool = False
     ELEMENT: str = ""
     OP: str = ""
@@ -51,6 +53,21 @@ class Specialization:
     NORM: bool = False
     QUANTIZE: str = ""
     SWIZZLED: bool = False
+
+    @cached_property
+    def PLANES(self) -> int:
+        """Runs of words that a tile consists of (`device/planes.py`)."""
+        return 3 if self.WIDE else 1
+
+    @cached_property
+    def PLANE(self) -> int:
+        """64-bit words of a plane."""
+        return self.BLOCK // 2 if self.WIDE else self.BLOCK
+
+    @cached_property
+    def TILE(self) -> int:
+        """64-bit payload words of a tile."""
+        return self.PLANES * self.PLANE
 
     @cached_property
     def BITS(self) -> int:
@@ -119,26 +136,36 @@ class Specialization:
         return self.ROW_TILES * self.PLANES
 
     @cached_property
+    def FIRSTS(self) -> tuple[int, ...]:
+        """The first word of each of a row's planes."""
+        return tuple(start + k * length for start, length in self._planes for k in range(self.PLANES))
+
+    @cached_property
+    def LENGTHS(self) -> tuple[int, ...]:
+        """Words of each of a row's planes."""
+        lefts = zip(self.LEFTS, self._planes, strict=True)
+        return tuple(max(0, min(n, left - k * n)) for left, (_, n) in lefts for k in range(self.PLANES))
+
+    @cached_property
+    def _planes(self) -> list[tuple[int, int]]:
+        """Of each of a row's tiles: its first word, and the most words of a plane (`wide_words.plane_words`)."""
+        most = [min(-(-left // 6) * 2 if self.WIDE else left, self.PLANE) for left in self.LEFTS]
+        return list(zip(self.STARTS, most, strict=True))
+
+    @cached_property
     def SCALED(self) -> int:
         """Words of 16 elements, which share a scale of nvfp4."""
         return 16 * self.BITS // 64
 
     @cached_property
+    def EARLY(self) -> bool:
+        """Whether an epilogue's operands are loaded before the row is there: if the registers hold all of them."""
+        return self.ROW_PLANES * self.PLANE <= 8 * self.LANES
+
+    @cached_property
     def OWNED(self) -> int:
-        """Words of a mailbox that a block owns side by side."""
-        return self.PITCH if self.HIDDEN else self.BLOCK
-
-    @cached_property
-    def PLANES(self) -> int:
-        return 1
-
-    @cached_property
-    def PLANE(self) -> int:
-        return self.BLOCK
-
-    @cached_property
-    def TILE(self) -> int:
-        return self.BLOCK
+        """Tiles of a mailbox that a block owns side by side."""
+        return self.STEPS if self.HIDDEN else 1
 
 
 @dataclass(frozen=True)

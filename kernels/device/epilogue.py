@@ -31,11 +31,12 @@ def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
     """What RMSNorm needs besides the row: on its way while the row is waited for."""
     residual = ()
     weight = ()
-    for n in tl.static_range(SPEC.ROW_PLANES):
-        if SPEC.RESIDUAL:
-            residual = residual + (load_plane(operands[3], number, n, SPEC),)
-        if SPEC.WEIGHT == SPEC.ELEMENT:
-            weight = weight + (load_plane(operands[2], 0, n, SPEC),)
+    if SPEC.EARLY:
+        for n in tl.static_range(SPEC.ROW_PLANES):
+            if SPEC.RESIDUAL:
+                residual = residual + (load_plane(operands[3], number, n, SPEC),)
+            if SPEC.WEIGHT == SPEC.ELEMENT:
+                weight = weight + (load_plane(operands[2], 0, n, SPEC),)
     return residual, weight
 
 
@@ -51,7 +52,10 @@ def rms_norm(row, y_ptr, operands, SPEC: tl.constexpr):
         at, inside = words_at(n, SPEC)
         words = tl.where(inside, row.planes[n], 0)
         if SPEC.RESIDUAL:
-            words = _sum(words, residual[n], SPEC)
+            if SPEC.EARLY:
+                words = _sum(words, residual[n], SPEC)
+            else:
+                words = _sum(words, load_plane(operands[3], row.number, n, SPEC), SPEC)
         store_plane(y_ptr, row.number, n, words, SPEC.BITS, SPEC)
         hidden = hidden + (words,)
         for j in tl.static_range(SPEC.PACK):
@@ -61,10 +65,15 @@ def rms_norm(row, y_ptr, operands, SPEC: tl.constexpr):
     normed = ()
     for n in tl.static_range(SPEC.ROW_PLANES):
         words = tl.zeros([SPEC.PLANE], tl.int64)
+        if SPEC.WEIGHT == SPEC.ELEMENT:
+            if SPEC.EARLY:
+                gains = weight[n]
+            else:
+                gains = load_plane(operands[2], 0, n, SPEC)
         for j in tl.static_range(SPEC.PACK):
             value = _element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
             if SPEC.WEIGHT == SPEC.ELEMENT:
-                gain = _element(weight[n], j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
+                gain = _element(gains, j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
             else:
                 at, inside = words_at(n, SPEC)
                 raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)

@@ -97,7 +97,7 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
         codes_of_scales = to_e4m3(scale * (most * _number(_SIXTH)))
         rounded = _from_e4m3(codes_of_scales)
         inverse = tl.where(rounded == 0, 0.0, tl.div_rn(scale + rounded * 0, rounded))
-        block = SPEC.STARTS[n] // WORDS + tl.arange(0, GROUPS)
+        block = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
         if SPEC.SWIZZLED:
             tile = (number // 128) * ((BLOCKS + 3) // 4) + block // 4
             place = tile * 512 + (number % 32) * 16 + (number // 32 % 4) * 4 + block % 4
@@ -106,7 +106,7 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
         tl.store(
             raw_pointer(scales, 8) + place,
             codes_of_scales.to(tl.int8),
-            mask=tl.arange(0, GROUPS) * WORDS < SPEC.LEFTS[n],
+            mask=tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n],
         )
         of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
         codes = tl.zeros([SPEC.PLANE], tl.int32)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.planes import plane_start
+from tricomm.kernels.device.planes import plane_length, plane_start
 
 
 class Row(NamedTuple):
@@ -35,13 +35,8 @@ class Row(NamedTuple):
 @triton.jit
 def words_at(n: tl.constexpr, SPEC: tl.constexpr):
     """Of a row's plane n: (the words' places in the row, int32 [PLANE], which of them are there)."""
-    i: tl.constexpr = n // SPEC.PLANES
-    k: tl.constexpr = n % SPEC.PLANES
-    start: tl.constexpr = SPEC.STARTS[i]
-    left: tl.constexpr = SPEC.LEFTS[i]
-    first = plane_start(left, k, SPEC)
     lane = tl.arange(0, SPEC.PLANE)
-    return start + first + lane, lane < tl.minimum(plane_start(left, k + 1, SPEC), left) - first
+    return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]
 
 
 @triton.jit
@@ -95,13 +90,13 @@ def raw_pointer(pointer, BITS: tl.constexpr):
 
 @triton.jit
 def load_tile(x_ptr, number, start, left, SPEC: tl.constexpr):
-    """The tile at word `start` of row `number`, `left` words before the end of its shard."""
+    """The tile at word `start` of row `number`, `left` words before the end of its shard: of a shard that is known at
+    run time."""
+    lane = tl.arange(0, SPEC.PLANE)
     planes = ()
     for k in tl.static_range(SPEC.PLANES):
-        first = plane_start(left, k, SPEC)
-        lane = tl.arange(0, SPEC.PLANE)
-        inside = lane < tl.minimum(plane_start(left, k + 1, SPEC), left) - first
-        planes = planes + (load_at(x_ptr, number, start + first + lane, inside, SPEC),)
+        at = start + plane_start(left, k, SPEC) + lane
+        planes = planes + (load_at(x_ptr, number, at, lane < plane_length(left, k, SPEC), SPEC),)
     return planes
 
 
@@ -110,7 +105,10 @@ def load_row(x_ptr, number, SPEC: tl.constexpr):
     """All of a row's tiles, which are on their way at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
-        tiles = tiles + (load_tile(x_ptr, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC),)
+        planes = ()
+        for k in tl.static_range(SPEC.PLANES):
+            planes = planes + (load_plane(x_ptr, number, i * SPEC.PLANES + k, SPEC),)
+        tiles = tiles + (planes,)
     return tiles
 
 

@@ -7,19 +7,22 @@ depends on rows only if the group is not batch-invariant; the algorithm may, bec
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
-from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, SelectionFacts
+from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, SelectionFacts, has_wide_words
 
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 _MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
 _ONE_SHOT = 64 << 10  # bytes up to which one hop takes less time than two with fewer bytes
 _POLLED = 4096  # words of all ranks that a block's registers hold
+_LONG_ROW = 2048  # words that the registers of 8 warps hold beside what they poll
+_LEAST_TILE = 16  # words, of the interpreter
 _REGISTERS = 65536
 
 
@@ -38,10 +41,11 @@ def choose(
     forced = algorithm is not None or protocol is not None
     if not forced and not facts.batch_invariant and facts.device != "cpu" and nbytes > _MOST_FUSED:
         return f"{nbytes} bytes; fused kernels take less time up to {_MOST_FUSED}"
+    wide = has_wide_words(facts, forced=protocol == "ll128")
     fits, reasons = [], []
     for kernel in registry.FUSED:
         named = algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)
-        if kernel.collective != collective or not named:
+        if kernel.collective != collective or not named or (kernel.wide and not wide):
             continue
         shape = _shape(facts, kernel, bits, hidden, rows, quantize)
         if isinstance(shape, str):
@@ -79,21 +83,27 @@ def _shape(
     facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str
 ) -> tuple[int, int, int] | str:
     """(blocks, warps, tile), or why the kernel does not take such rows here."""
-    shards = facts.world_size if kernel.algorithm == "two_shot" else 1
-    element = "float32" if bits == 32 else "float16"
+    gpu, name = facts.device != "cpu", f"{kernel.algorithm}/{kernel.protocol}"
     form = Specialization(
-        facts.world_size, 1, 0, False, ELEMENT=element, HIDDEN=hidden, SHARDS=shards, QUANTIZE=quantize
-    )
-    gpu, room = facts.device != "cpu", facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    whole = 1 << (form.SHARD - 1).bit_length()
-    tile = min(whole, _POLLED // facts.world_size if gpu else CPU_TILE)
-    tile = max(WORDS_PER_WARP if gpu else 16, min(facts.tile or tile, room, whole))
-    pitch = -(-form.SHARD // tile) * tile
-    if pitch > room:
+        facts.world_size, 1, 0, False, WIDE=kernel.wide, ELEMENT="float32" if bits == 32 else "float16", HIDDEN=hidden,
+        SHARDS=facts.world_size if kernel.algorithm == "two_shot" else 1, QUANTIZE=quantize,
+    )  # fmt: skip
+    run = -(-form.SHARD * 2 // 3) if kernel.wide else form.SHARD
+    least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
+    whole = max(least, 1 << (run - 1).bit_length())
+    widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
+    most = facts.tile or (_POLLED // facts.world_size if gpu else CPU_TILE)
+    tile = max(least, min(most, widest, whole))
+    form = replace(form, BLOCK=tile)
+    room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
+    if form.PITCH > room:
         return (
-            f"{kernel.algorithm}/{kernel.protocol}: a row of {hidden} needs {16 * pitch} bytes of an LL buffer, and "
-            f"Options.arena_bytes leaves {16 * room}"
+            f"{name}: a row of {hidden} takes {8 * form.PITCH} bytes of a buffer, and Options.arena_bytes leaves "
+            f"{8 * room} of payload"
         )
-    warps = max(1, min(16 if form.ROW > 2048 else 8, tile // WORDS_PER_WARP)) if gpu else 8
-    blocks = min(ROW_BLOCKS, max(rows, 1)) if gpu else 1
-    return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
+    if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):
+        return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
+    if not gpu:
+        return min(facts.blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
+    warps = max(1, min(16 if form.ROW > _LONG_ROW else 8, tile // least))
+    return min(facts.blocks or min(ROW_BLOCKS, max(rows, 1)), facts.max_blocks, MAX_BLOCKS), warps, tile
