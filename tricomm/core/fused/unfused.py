@@ -80,7 +80,8 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    """Rounded to nearest even, at most 448; a NaN is the positive one, as a GPU gives it."""
+    return torch.where(x.isnan(), torch.nan, x.clamp(-FP8_MAX, FP8_MAX)).to(torch.float8_e4m3fn)
 
 
 def _e2m1(x: torch.Tensor) -> torch.Tensor:
