@@ -31,6 +31,11 @@ def finish(call: FusedCall, total: torch.Tensor) -> None:
     norm = normalized(out, call.weight, call.epilogue)
     if call.norm_out is not None:
         call.norm_out.copy_(norm)
+    quantize(call, norm)
+
+
+def quantize(call: FusedCall, norm: torch.Tensor) -> None:
+    """Fill codes and scales of `call`, if it has any, from its norm."""
     if call.quant_out is not None and call.epilogue.quantize is not None:
         _QUANTIZED[call.epilogue.quantize](call, norm.float(), call.quant_out)
 
