@@ -15,6 +15,8 @@ from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot,
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
 from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
+from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
 from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot, all_reduce_two_shot_zero_copy
 from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
 from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
@@ -188,6 +190,16 @@ ZERO_COPY = (
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
 )
 
+# With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
+FUSED = tuple(
+    kernel
+    for name in collective_specs.FUSED
+    for kernel in (
+        *_flagged(name, "one_shot", all_reduce_rows_one_shot, _peers, 1),
+        *_flagged(name, "two_shot", all_reduce_rows_two_shot, _shards, 2),
+    )
+)
+
 # Between two ranks: costs of the busier one.
 MESSAGES = (
     Kernel("send", "one_shot", "ll", send, _times(_LL, _once), _none, 1, 0),
@@ -196,7 +208,7 @@ MESSAGES = (
     Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
+ALL = (*KERNELS, *ZERO_COPY, *MESSAGES, *FUSED)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
 
