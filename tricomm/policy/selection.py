@@ -7,7 +7,7 @@ one (`tables/default.json`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -33,7 +33,8 @@ class Choice:
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile. `table` and `row`
     name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
     that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
-    choice: algorithm and protocol are "nccl" then.
+    choice: algorithm and protocol are "nccl" then. `fused`: the kernel normalises, too, in an all_reduce_rms_norm; if
+    it does not, the choice is that of the all-reduce before it.
     """
 
     collective: str
@@ -48,6 +49,13 @@ class Choice:
     runner_up: str = ""
     zero_copy: bool = False
     route: str = "kernels"
+    fused: bool = False
+
+    @property
+    def counted_as(self) -> str:
+        """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
+        plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
+        return self.algorithm if plain else f"unfused_{self.algorithm}"
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,14 @@ def choose(
 def nccl(collective: str, reason: str) -> Choice:
     """The choice of a call that goes to NCCL, because of `reason`."""
     return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
+
+
+def unfused(collective: str, choice: Choice, why: str) -> Choice:
+    """The choice of a fused `collective` that runs as an all-reduce, by `choice`, and torch, because of `why`."""
+    reason = f"not fused, an all_reduce and torch: {why}"
+    if choice.route == "kernels":
+        reason += f"; its all_reduce: {choice.reason}"
+    return replace(choice, collective=collective, reason=reason)
 
 
 def _in_symmetric(
