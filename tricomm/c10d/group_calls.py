@@ -19,6 +19,7 @@ import torch
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
 from tricomm.c10d.dtype_emulation import check_reduction
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
@@ -31,7 +32,8 @@ class GroupCall:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
 
     `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
-    caller's own tensors. `result` is the value of the future: the caller's list.
+    caller's own tensors. `result` is the value of the future: the caller's list. `handle` is the symmetric memory that
+    the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it there.
     """
 
     collective: str
@@ -48,6 +50,7 @@ class GroupCall:
     count: int = 0
     device: torch.device = torch.device("cpu")
     keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
+    handle: Symmetric | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -229,7 +232,9 @@ def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result
     )
 
 
-def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> GroupCall:
+def all_gather_single(
+    out: torch.Tensor, x: torch.Tensor, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
     _check_alike(what, x, out)
@@ -239,7 +244,9 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Gr
             f"{world_size * x.numel()}"
         )
     flat = _flat_output(out, what)
-    return GroupCall("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+    return GroupCall(
+        "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
+    )
 
 
 def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
@@ -266,7 +273,9 @@ def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, r
     )
 
 
-def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> GroupCall:
+def reduce_scatter_single(
+    out: torch.Tensor, x: torch.Tensor, op: str, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """reduce_scatter from one tensor."""
     what = "reduce_scatter_tensor"
     _check_alike(what, x, out)
@@ -278,8 +287,9 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_siz
         )
     flat = _flat_output(out, what)
     return GroupCall(
-        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out]
-    )
+        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
+        handle=handle,
+    )  # fmt: skip
 
 
 def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
-from tricomm.core.symmetric import Symmetric
+from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
@@ -42,7 +42,7 @@ class Request(NamedTuple):
     algorithm: str | None = None
     protocol: str | None = None
     root: int = -1
-    handle: Symmetric | None = None
+    handle: Symmetric | OwnRows | None = None
     fitting: str | None = None
     dtype: torch.dtype | None = None
     elements: int = 0
@@ -51,7 +51,7 @@ class Request(NamedTuple):
         """The same of tensors of `dtype` with `elements` a row."""
         return tuple.__new__(Request, (*self[:7], dtype, elements))
 
-    def over(self, handle: Symmetric, fitting: str) -> Request:
+    def over(self, handle: Symmetric | OwnRows, fitting: str) -> Request:
         """The same over the memory of `handle`."""
         return tuple.__new__(Request, (*self[:5], handle, fitting, None, 0))
 
