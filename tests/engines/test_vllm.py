@@ -41,11 +41,11 @@ def test_under_torch_compile(url):
         assert ran == {"all_reduce": 3, "all_gather": 3, "reduce_scatter": 3}
 
 
-def test_what_the_kernels_do_not_take_goes_vllms_own_way(url, capfd):
-    for wrong, ran in ranks.run(2, bodies.limited, url):
-        assert wrong == []
-        assert ran == {"all_reduce": 2}
-    assert "all_reduce sum float32 1028 B -> vLLM: 1028 bytes are over the limit of 1024" in capfd.readouterr().out
+def test_what_the_kernels_do_not_take_goes_vllms_own_way(url):
+    (wrong, ran, said), (also, _, nothing) = ranks.run(2, bodies.limited, url)
+    assert wrong == also == [] and ran == {"all_reduce": 2} and nothing == ""
+    assert "all_reduce sum float32 1028 B -> vLLM: 1028 bytes are over the limit of 1024" in said
+    assert "all_gather uint16 6 B -> vLLM: no kernel takes torch.uint16" in said
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ def test_what_the_kernels_do_not_take_goes_vllms_own_way(url, capfd):
         ("limit", "the ranks' settings differ"),
         ("bad limit", "rank(s) [1] did not come"),
         ("unset", "rank(s) [1] did not come"),
+        ("broken", "PeerDied"),
     ],
 )
 def test_if_one_rank_cannot_use_tricomm_no_rank_does(url, how, said):

@@ -22,7 +22,7 @@ from tricomm import env
 from tricomm.c10d.capabilities import exchange_capabilities
 from tricomm.c10d.dispatch import options_for
 from tricomm.communicator import Communicator
-from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.options import Options
 from tricomm.policy import backend_choice
@@ -108,7 +108,7 @@ class EngineGroup:
         try:
             self._facts, self.comm = self._join(seat)
             self.why_not = ""
-        except (InvalidArgument, RendezvousError, ResourceError) as error:
+        except Exception as error:  # the engine can go on without tricomm, whatever has stopped it on any rank
             self.why_not = first_line(error)
         self._say()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Tested:
+class VersionRange:
     """Minor versions, as (0, 32), from `first` to `last`, both included."""
 
     first: tuple[int, int]

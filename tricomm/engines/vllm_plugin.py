@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 
 from tricomm import env
-from tricomm.engines.versions import Tested
+from tricomm.engines.versions import VersionRange
 
-TESTED = Tested((0, 32), (0, 33))
+TESTED = VersionRange((0, 32), (0, 33))
 
 
 def register() -> None:

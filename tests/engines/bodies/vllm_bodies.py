@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
 
 import torch
@@ -116,8 +117,11 @@ def compiled(rank, world_size, tell, url):
 
 def limited(rank, world_size, tell, url):
     """Sizes above the limit, and types that no kernel takes, are vLLM's own; returns what was wrong and counted."""
-    wrong = []
-    with coordinator(rank, world_size, url, TRICOMM_ENGINE_MAX_BYTES="1024", TRICOMM_LOG="routing") as group:
+    wrong, said = [], io.StringIO()
+    with (
+        coordinator(rank, world_size, url, TRICOMM_ENGINE_MAX_BYTES="1024", TRICOMM_LOG="routing") as group,
+        redirect_stdout(said),
+    ):
         before = calls()
         for seed, count in enumerate((256, 257, 300, 16)):
             parts = [value(r, (count,), torch.float32, seed) for r in range(world_size)]
@@ -126,7 +130,11 @@ def limited(rank, world_size, tell, url):
         ran = ran_since(before)
         if group.device_communicator.tricomm.takes("all_gather", torch.zeros(3, dtype=torch.uint16)):
             wrong.append("no kernel takes uint16")
-    return wrong, ran
+    return wrong, ran, said.getvalue()
+
+
+def _broken(group, comm):
+    raise RuntimeError("no compiler")
 
 
 def one_cannot(rank, world_size, tell, url, how):
@@ -140,7 +148,10 @@ def one_cannot(rank, world_size, tell, url, how):
             "limit": {"TRICOMM_ENGINE_MAX_BYTES": "77"},
             "bad limit": {"TRICOMM_ENGINE_MAX_BYTES": "many"},
             "unset": {"VLLM_TRICOMM": "0"},
+            "broken": {},
         }[how]
+        if how == "broken":
+            engine_group.EngineGroup._compare = _broken
     with coordinator(rank, world_size, url, **environment) as group:
         parts = [value(r, (100,), torch.float32, 5) for r in range(world_size)]
         right = torch.equal(group.all_reduce(parts[rank].clone()), sum(parts))
