@@ -34,8 +34,8 @@ class GroupCall:
 
     `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
     caller's own tensors. `result` is the value of the future: the caller's list. `fused` is what an all_reduce is a
-    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest. `handle` is the
-    symmetric memory that the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it there.
+    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest. `handle` is
+    symmetric memory that the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it.
     """
 
     collective: str
