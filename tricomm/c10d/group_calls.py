@@ -20,6 +20,7 @@ from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
 from tricomm.c10d.dtype_emulation import check_reduction
 from tricomm.core.fused.fused_call import FUSED, FusedCall
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
@@ -33,7 +34,8 @@ class GroupCall:
 
     `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
     caller's own tensors. `result` is the value of the future: the caller's list. `fused` is what an all_reduce is a
-    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest.
+    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest. `handle` is
+    symmetric memory that the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it.
     """
 
     collective: str
@@ -51,6 +53,7 @@ class GroupCall:
     device: torch.device = torch.device("cpu")
     keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
     fused: FusedCall | None = None
+    handle: Symmetric | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -237,7 +240,9 @@ def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result
     )
 
 
-def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> GroupCall:
+def all_gather_single(
+    out: torch.Tensor, x: torch.Tensor, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
     _check_alike(what, x, out)
@@ -247,7 +252,9 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Gr
             f"{world_size * x.numel()}"
         )
     flat = _flat_output(out, what)
-    return GroupCall("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+    return GroupCall(
+        "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
+    )
 
 
 def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
@@ -274,7 +281,9 @@ def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, r
     )
 
 
-def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> GroupCall:
+def reduce_scatter_single(
+    out: torch.Tensor, x: torch.Tensor, op: str, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """reduce_scatter from one tensor."""
     what = "reduce_scatter_tensor"
     _check_alike(what, x, out)
@@ -286,8 +295,9 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_siz
         )
     flat = _flat_output(out, what)
     return GroupCall(
-        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out]
-    )
+        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
+        handle=handle,
+    )  # fmt: skip
 
 
 def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
