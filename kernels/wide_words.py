@@ -74,9 +74,10 @@ def load_wide(pointer):
 
 @triton.jit
 def plane_words(count, BLOCK: tl.constexpr):
-    """Words of a plane of the tile that carries `count` payload words, or as many as it can: plane k begins at word
-    k * plane_words. An even number, so that planes of an aligned run are aligned."""
-    return tl.minimum(tl.cdiv(count, 6) * 2, BLOCK)
+    """int32: words of a plane of the tile that carries `count` payload words, or as many as it can: plane k begins at
+    word k * plane_words. An even number, so that planes of an aligned run are aligned."""
+    carried = tl.maximum(tl.minimum(count, 3 * BLOCK), 0).to(tl.int32)
+    return tl.minimum((carried + 5) // 6 * 2, BLOCK)
 
 
 @triton.jit

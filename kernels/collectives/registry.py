@@ -26,7 +26,10 @@ from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
 from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
 from tricomm.kernels.collectives.recv import recv
 from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
-from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
+from tricomm.kernels.collectives.reduce_scatter_one_shot import (
+    reduce_scatter_one_shot,
+    reduce_scatter_one_shot_zero_copy,
+)
 from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
 
@@ -188,6 +191,9 @@ ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
+    Kernel(
+        "reduce_scatter", "one_shot", "simple", reduce_scatter_one_shot_zero_copy, _none, _rows, 4, 2, zero_copy=True
+    ),
 )
 
 # With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.

@@ -106,7 +106,7 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def clear_runs(mailboxes, words, idle, RUNS: tl.constexpr, WIDE: tl.constexpr, SPEC: tl.constexpr):
-    """This block's tiles of each of RUNS equal runs of mailbox `idle`, of `words` words of 64 bits each. A tile of either
+    """This block's tiles of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile of either
     width takes 2 BLOCK of them."""
     STEP: tl.constexpr = 2 * SPEC.BLOCK
     OWNED: tl.constexpr = SPEC.OWNED * STEP

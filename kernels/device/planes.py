@@ -37,7 +37,7 @@ def plane_length(left, K: tl.constexpr, SPEC: tl.constexpr):
     length = left
     if SPEC.WIDE:
         plane = plane_words(left, SPEC.PLANE)
-        length = tl.minimum(plane, left - K * plane)
+        length = tl.minimum(plane, tl.minimum(left - K * plane, SPEC.PLANE).to(tl.int32))
     return length
 
 
@@ -52,7 +52,8 @@ def no_tile(SPEC: tl.constexpr):
 
 @triton.jit
 def load_planes(x_ptr, start, left, numel, SPEC: tl.constexpr):
-    """The tile at word `start` of x_ptr[0:numel]. Words behind its run are undefined."""
+    """The tile at word `start` of x_ptr[0:numel]. Three planes have zeros behind the end of their run, one has what is
+    there."""
     return load_planes_if(x_ptr, start, left, numel, SPEC.ALIGNED, SPEC)
 
 
@@ -140,9 +141,12 @@ def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
             at = x_ptr.to(tl.pointer_type(tl.int64)) + (start + plane_start(left, k, SPEC)) + lane
             tile = tile + (tl.load(at, mask=lane < plane_length(left, k, SPEC), other=0),)
     else:
+        PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
         tile = ()
         for k in tl.static_range(SPEC.PLANES):
-            tile = tile + (load_words(x_ptr, start + plane_start(left, k, SPEC), numel, SPEC.PLANE, False),)
+            first = start + plane_start(left, k, SPEC)
+            limit = end_of(first + plane_length(left, k, SPEC), numel, PACK)
+            tile = tile + (load_words(x_ptr, first, limit, SPEC.PLANE, False),)
     return tile
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tricomm import arguments
 from tricomm.core.fused.fused_call import FUSED, Epilogue
-from tricomm.core.symmetric import Symmetric
+from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
@@ -44,7 +44,7 @@ class Request(NamedTuple):
     algorithm: str | None = None
     protocol: str | None = None
     root: int = -1
-    handle: Symmetric | None = None
+    handle: Symmetric | OwnRows | None = None
     fitting: str | None = None
     epilogue: Epilogue | None = None
     dtype: torch.dtype | None = None
@@ -54,7 +54,7 @@ class Request(NamedTuple):
         """The same of tensors of `dtype` with `elements` a row."""
         return tuple.__new__(Request, (*self[:8], dtype, elements))
 
-    def over(self, handle: Symmetric, fitting: str) -> Request:
+    def over(self, handle: Symmetric | OwnRows, fitting: str) -> Request:
         """The same over the memory of `handle`."""
         return tuple.__new__(Request, (*self[:5], handle, fitting, None, None, 0))
 

@@ -151,7 +151,8 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
-    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // 8))
+    rows = kernel.kind.rows_in(facts.world_size)
+    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // (8 * rows)))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     reason += _promise(facts, kernel)
     return Choice(

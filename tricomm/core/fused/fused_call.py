@@ -2,8 +2,8 @@
 
     s            = all_reduce(x), in the bits of `Communicator.all_reduce`
     residual_out = round(s + residual), added in fp32; s itself without a residual
-    factor       = rsqrt(mean(residual_out ** 2) + eps), in fp32
-    norm         = round((residual_out * factor) * (weight + weight_bias)), in fp32, rounded once
+    factor       = rsqrt(mean(residual_out ** 2) + eps), of squares that neither overflow nor vanish
+    norm         = round((residual_out * factor) * (weight + weight_bias)), rounded once
     quant_out    = of the rounded norm, by `Epilogue.quantize`:
 
 `fp8`            e4m3 of norm * (1 / scale), which stays at 448; `scale` is static
@@ -11,8 +11,8 @@
 `nvfp4`          of 16 elements in a row each: scale_out = e4m3 of scale * (max(abs(norm)) * fp32(1 / 6)); e2m1 of
                  norm * (scale / scale_out), or of 0 if scale_out is 0; the even element in the lower half of a byte
 
-All of that is in fp32, rounded to nearest even. A maximum leaves NaN out; the e4m3 of a NaN is a NaN, the e2m1 of one
-is 6, as the conversions of a GPU give it.
+The norm of fp32 is made in fp64, all else in fp32, rounded to nearest even. A maximum leaves NaN out; the e4m3 of a NaN
+is a NaN, the e2m1 of one is 6, as the conversions of a GPU give it.
 """
 
 from __future__ import annotations
