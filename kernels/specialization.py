@@ -102,7 +102,7 @@ class Specialization:
 
     @cached_property
     def SHARD(self) -> int:
-        """Words of a row's shard, so many that each begins at 16 bytes, and with a block of those that share a scale."""
+        """Words of a row's shard: each begins at 16 bytes, and with a block of elements that share a scale."""
         unit = self.SCALED if self.QUANTIZE == "nvfp4" else 2
         return -(-self.ROW // (unit * self.SHARDS)) * unit
 

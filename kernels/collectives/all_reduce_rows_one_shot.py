@@ -26,10 +26,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.planes import put_planes, reduce_planes
 from tricomm.kernels.device.push import receive_nothing
 from tricomm.kernels.device.rows import Row, load_row, rows_of
@@ -51,15 +51,22 @@ def _load(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     first, count, row, stride = rows_of(chunk, SPEC)
-    while row < count:
-        for i in tl.static_range(SPEC.ROW_TILES):
-            for step in tl.static_range(SPEC.WORLD_SIZE):
-                head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)
-                buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + i * SPEC.TILE, SPEC)
-                put_planes(buffer, tiles[i], chunk.epoch, SPEC.LEFTS[i], SPEC)
+    if row < count:
+        _push_row(chunk, row, tiles, SPEC)
+    row += stride
+    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+        _push_row(chunk, row, load_row(tensors[0], first + row, SPEC), SPEC)
         row += stride
-        if row < count:
-            tiles = load_row(tensors[0], first + row, SPEC)
+
+
+@triton.jit
+def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
+    """To every rank, one's own included; starts there, so that no two ranks write to the same one at the same time."""
+    for i in tl.static_range(SPEC.ROW_TILES):
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)
+            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + i * SPEC.TILE, SPEC)
+            put_planes(buffer, tiles[i], chunk.epoch, SPEC.LEFTS[i], SPEC)
 
 
 @triton.jit

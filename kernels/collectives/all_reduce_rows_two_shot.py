@@ -31,10 +31,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.planes import put_planes, reduce_planes
 from tricomm.kernels.device.push import receive_nothing
 from tricomm.kernels.device.rows import Row, load_tile, rows_of
@@ -74,16 +74,22 @@ def _load(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     first, count, row, stride = rows_of(chunk, SPEC)
-    while row < count:
-        for ahead in tl.static_range(SPEC.WORLD_SIZE):
-            head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
-            for k in tl.static_range(SPEC.STEPS):
-                start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
-                buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
-                put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
+    if row < count:
+        _push_row(chunk, row, tiles, SPEC)
+    row += stride
+    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+        _push_row(chunk, row, _shards(tensors[0], first + row, chunk.me, SPEC), SPEC)
         row += stride
-        if row < count:
-            tiles = _shards(tensors[0], first + row, chunk.me, SPEC)
+
+
+@triton.jit
+def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
+    for ahead in tl.static_range(SPEC.WORLD_SIZE):
+        head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
+        for k in tl.static_range(SPEC.STEPS):
+            start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
+            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
+            put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
 
 
 @triton.jit
