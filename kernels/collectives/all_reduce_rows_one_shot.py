@@ -1,4 +1,4 @@
-"""All-reduce of rows with an epilogue, one shot: every rank gets every rank's rows, reduces them, and goes on with each.
+"""All-reduce of rows with an epilogue, one shot: every rank gets every rank's rows, reduces and finishes them.
 
 The order is rank 0 .. N-1 on every rank, rounded once: the bits of `all_reduce_one_shot`, and the same on every rank.
 
@@ -10,14 +10,15 @@ The order is rank 0 .. N-1 on every rank, rounded once: the bits of `all_reduce_
 A row stays in registers from its sum to its end. What the epilogue needs besides it (residual, weight) is loaded before
 the row is waited for.
 
-Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), as by the all-reduce alone; nothing is read
-          from a peer, and the epilogue moves nothing over the links. A rank's own rows go through its own memory.
+Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), 4/3 (N-1) n under `ll128`, as by the
+          all-reduce alone; nothing is read from a peer, and the epilogue moves nothing over the links. A rank's own
+          rows go through its own memory.
 Hops      1.
 Waits     as in `all_reduce_one_shot`: one poll for a row's tile from all ranks, and with the first tile of each row for
           the headers: the peer made the same call (its fingerprint covers rows, hidden size and epilogue) and has left
           the epoch before the last. The epilogue runs when all words of the row have come from all ranks.
-Reuse     two mailboxes, by the epoch's parity, as in `all_reduce_one_shot`: a peer's block writes epoch e + 2 over e after
-          it has seen this block's header of e + 1, sent after this block has polled all its rows of e.
+Reuse     two mailboxes, by the epoch's parity, as in `all_reduce_one_shot`: a peer's block writes epoch e + 2 over e
+          after it has seen this block's header of e + 1, sent after this block has polled all its rows of e.
 Source    one-shot Lamport all-reduce with fused RMSNorm of TensorRT-LLM and FlashInfer; here with flags in the data.
 """
 
@@ -88,6 +89,6 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
             planes = planes + reduce_planes(tiles, SPEC)
             status = tl.maximum(status, late)
         if status == 0:
-            SPEC.EPILOGUE(Row(first + row, planes, prepared), y_ptr, operands, SPEC)
+            SPEC.EPILOGUE(Row(first + row, planes, prepared, y_ptr), operands, SPEC)
         row += stride
     return status

@@ -17,7 +17,7 @@ is a NaN, the e2m1 of one is 6, as the conversions of a GPU give it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,7 @@ class Epilogue(NamedTuple):
     norm: bool = True
     quantize: str | None = None
     scale_layout: str = ""
+    own = False  # not a user's
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
@@ -63,6 +64,27 @@ class Epilogue(NamedTuple):
         if self.scale_layout:
             parts.append(self.scale_layout.removeprefix("swizzled_"))
         return ",".join(parts)
+
+
+class UserEpilogue(NamedTuple):
+    """A user's own epilogue, by whose function a row ends; the same on every rank.
+
+    hidden     elements of a row
+    function   `@triton.jit` function of (row, operands, SPEC)
+    prepare    one of (number, operands, SPEC), which runs before the row is there
+    operands   Triton's types of the operands
+    """
+
+    hidden: int
+    function: Any
+    prepare: Any
+    operands: tuple[str, ...]
+    quantize = ""
+    own = True
+
+    def text(self) -> str:
+        """In words, for the record that the peers read."""
+        return f"{self.hidden},{self.function.fn.__qualname__}"
 
 
 class FusedCall(NamedTuple):
