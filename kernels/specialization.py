@@ -22,6 +22,7 @@ class Specialization:
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
     LL           the protocol: True for `ll`, False for `simple`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
+    COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
     """
 
@@ -31,6 +32,7 @@ class Specialization:
     PTX: bool
     LL: bool = False
     ALIGNED: bool = False
+    COMPACT: bool = False
     ELEMENT: str = ""
     OP: str = ""
 
