@@ -17,10 +17,11 @@ class Specialization:
     """The constexpr `SPEC` of a kernel. The names are capitals, as constexprs are elsewhere in Triton.
 
     WORLD_SIZE   ranks of the group
-    BLOCK        64-bit words of a tile
+    BLOCK        64-bit words of a tile; with wide words the wide words of one
     LANES        threads of a block (under the interpreter at least the largest world size)
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
-    LL           the protocol: True for `ll`, False for `simple`
+    LL           the protocol: True for `ll` and `ll128`, False for `simple`
+    WIDE         True for `ll128`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
@@ -31,10 +32,26 @@ class Specialization:
     LANES: int
     PTX: bool
     LL: bool = False
+    WIDE: bool = False
     ALIGNED: bool = False
     COMPACT: bool = False
     ELEMENT: str = ""
     OP: str = ""
+
+    @cached_property
+    def PLANES(self) -> int:
+        """Runs of words that a tile consists of (`device/planes.py`)."""
+        return 3 if self.WIDE else 1
+
+    @cached_property
+    def PLANE(self) -> int:
+        """64-bit words of a plane."""
+        return self.BLOCK // 2 if self.WIDE else self.BLOCK
+
+    @cached_property
+    def TILE(self) -> int:
+        """64-bit payload words of a tile."""
+        return self.PLANES * self.PLANE
 
     @cached_property
     def BITS(self) -> int:
