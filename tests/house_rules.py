@@ -24,6 +24,7 @@ PUBLIC = {
     "tricomm/communicator.py:__init__", "tricomm/explorer/campaign.py:check", "tricomm/core/planner.py:explain",
     "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm",
     "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm_quantized",
+    "tricomm/flashinfer.py:create_allreduce_fusion_workspace", "tricomm/flashinfer.py:allreduce_fusion",
 }  # fmt: skip
 
 Sources = dict[str, ast.Module]

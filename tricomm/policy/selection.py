@@ -12,9 +12,9 @@ from functools import cache
 from importlib.resources import files
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs
+from tricomm.kernels import collective_specs, wide_words
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.layout import MAX_BLOCKS, Layout
+from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
@@ -172,6 +172,8 @@ def _allowed(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
                 "use NCCL (torch.distributed)"
             )
+    if not has_wide_words(facts, forced=protocol == "ll128"):
+        known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
     if facts.batch_invariant and fits:
@@ -189,6 +191,15 @@ def _allowed(
         f"{collective}: there is no {asked} kernel{where}; there is "
         + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
     )
+
+
+def has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
+    """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
+    `InvalidArgument`."""
+    architecture = None if facts.device == "cpu" else int("".join(filter(str.isdigit, facts.device)))
+    if forced:
+        wide_words.require(architecture)
+    return architecture is None or wide_words.why_not(architecture) is None
 
 
 def _in_rank_order(
@@ -229,9 +240,9 @@ def _shape(
         blocks = 1
     else:
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
-        if kernel.protocol == "ll":
+        if kernel.protocol != "simple":
             tile = _short_tile(share)
-            blocks = min(LL_BLOCKS, max(1, -(-share // tile)))
+            blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
         else:
             tile = GPU_TILE
             blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
@@ -240,7 +251,9 @@ def _shape(
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = min(facts.tile or tile, widest)
     if facts.device != "cpu":
-        warps = max(1, min(warps, tile // WORDS_PER_WARP))
+        # A plane of wide words is half of their tile, and has to span all threads.
+        tile = max(tile, 2 * WORDS_PER_WARP) if kernel.wide else tile
+        warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
     return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
 
 

@@ -117,7 +117,7 @@ def _quantized(
     if quantize == "fp8":
         return scale, _output(given.quant_out, "quant_out", x, tuple(x.shape), _FP8).view(rows, hidden), None
     codes = _bytes(given.quant_out, "quant_out", x, (*x.shape[:-1], hidden // 2), exact=True)
-    scales = _bytes(given.scale_out, "scale_out", x, scale_shape(epilogue, rows), exact=False)
+    scales = _bytes(given.scale_out, "scale_out", x, scale_shape(rows, hidden, epilogue.scale_layout), exact=False)
     return scale, codes.view(rows, hidden // 2), scales
 
 
@@ -141,12 +141,12 @@ def _static(scale: Any, device: torch.device) -> torch.Tensor:
     return made
 
 
-def scale_shape(epilogue: Epilogue, rows: int) -> tuple[int, int]:
+def scale_shape(rows: int, hidden: int, layout: str) -> tuple[int, int]:
     """Rows and columns of the bytes of nvfp4's block scales, padding among them."""
-    blocks = epilogue.hidden // NVFP4_BLOCK
-    if epilogue.scale_layout == "linear":
+    blocks = hidden // NVFP4_BLOCK
+    if layout == "linear":
         return rows, blocks
-    return -(-rows // 128) * 128, -(-blocks // 4) * 4
+    return (rows + 127) // 128 * 128, (blocks + 3) // 4 * 4
 
 
 def _output(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Any:

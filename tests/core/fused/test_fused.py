@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import tricomm
-from tests.core.bodies import fused_reference as reference
+from tests.core.fused import fused_reference as reference
 from tests.marks import some
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 POISON = 77.0
+ROUTES = pytest.mark.parametrize("protocol", [None, "simple"], ids=["fused", "unfused"])  # no fused kernel is simple
 
 
 def on_all(body, world_size=2, **more):
@@ -30,13 +30,14 @@ def poisoned(*shape, dtype):
      pytest.param(torch.bfloat16, 7, 4104, 1.0, marks=pytest.mark.exhaustive)],
 )  # fmt: skip
 @pytest.mark.parametrize("world_size", [2, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3)]])
-def test_the_norm_is_within_an_ulp_of_the_exact_one(dtype, rows, hidden, bias, world_size):
+@ROUTES
+def test_the_norm_is_within_an_ulp_of_the_exact_one(dtype, rows, hidden, bias, world_size, protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, rows, hidden, dtype)
         kept = x.clone(), residual.clone()
         norm_out, residual_out = poisoned(rows, hidden, dtype=dtype), poisoned(rows, hidden, dtype=dtype)
         found = comm.all_reduce_rms_norm(
-            x, residual, weight, 1e-5, weight_bias=bias, norm_out=norm_out, residual_out=residual_out
+            x, residual, weight, 1e-5, weight_bias=bias, norm_out=norm_out, residual_out=residual_out, protocol=protocol
         )
         assert found[0] is norm_out and found[1].data_ptr() == residual_out.data_ptr()
         assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
@@ -50,26 +51,29 @@ def test_the_norm_is_within_an_ulp_of_the_exact_one(dtype, rows, hidden, bias, w
         assert torch.equal(norm, results[0][0][0])
 
 
-def test_the_sum_has_the_bits_of_all_reduce():
+@ROUTES
+def test_the_sum_has_the_bits_of_all_reduce(protocol):
     def body(comm):
         x = torch.randn(3, 24, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
         alone = comm.all_reduce(x.clone())
-        _, residual = comm.all_reduce_rms_norm(x, None, torch.ones(24), 1e-6)
-        work = comm.all_reduce_rms_norm(x, alone, torch.ones(24, dtype=x.dtype), 1e-6, async_op=True)
+        _, residual = comm.all_reduce_rms_norm(x, None, torch.ones(24), 1e-6, protocol=protocol)
+        weight = torch.ones(24, dtype=x.dtype)
+        work = comm.all_reduce_rms_norm(x, alone, weight, 1e-6, protocol=protocol, async_op=True)
         return alone, residual, work.wait()[1]
 
     for alone, residual, twice in on_all(body, 3):
         assert torch.equal(residual, alone) and torch.equal(twice, (2 * alone.float()).bfloat16())
 
 
-def test_results_may_go_where_the_inputs_are():
+@ROUTES
+def test_results_may_go_where_the_inputs_are(protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 5, 24, torch.float16)
-        plain = comm.all_reduce_rms_norm(x, residual, weight, 0.5)
+        plain = comm.all_reduce_rms_norm(x, residual, weight, 0.5, protocol=protocol)
         y, other = x.clone(), residual.clone()
-        in_place = comm.all_reduce_rms_norm(y, other, weight, 0.5, norm_out=y, residual_out=other)
+        in_place = comm.all_reduce_rms_norm(y, other, weight, 0.5, norm_out=y, residual_out=other, protocol=protocol)
         z = x.clone()
-        into_x = comm.all_reduce_rms_norm(z, residual, weight, 0.5, residual_out=z)
+        into_x = comm.all_reduce_rms_norm(z, residual, weight, 0.5, residual_out=z, protocol=protocol)
         assert in_place[0] is y and in_place[1].data_ptr() == other.data_ptr()
         return plain, in_place, into_x
 
@@ -92,7 +96,8 @@ def test_shapes_of_one_row_of_many_dimensions_and_of_no_rows():
 
 
 @pytest.mark.parametrize("scale", [0.5, pytest.param(1 / 3, marks=pytest.mark.exhaustive)])
-def test_static_fp8_is_the_nearest_code_and_saturates(scale):
+@ROUTES
+def test_static_fp8_is_the_nearest_code_and_saturates(scale, protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 4, 48, torch.bfloat16)
         weight[0] = 1000.0
@@ -100,7 +105,7 @@ def test_static_fp8_is_the_nearest_code_and_saturates(scale):
         given = torch.tensor([scale]) if comm.rank else scale
         out = poisoned(4, 48, dtype=torch.float8_e4m3fn)
         found = comm.all_reduce_rms_norm_quantized(
-            x, residual, weight, quantize="fp8", scale=given, norm_out=norm_out, quant_out=out
+            x, residual, weight, quantize="fp8", scale=given, norm_out=norm_out, quant_out=out, protocol=protocol
         )
         assert found.codes is out and found.scales is None and found.norm is norm_out
         return found
@@ -112,14 +117,16 @@ def test_static_fp8_is_the_nearest_code_and_saturates(scale):
         assert torch.equal(codes.view(torch.uint8), results[0].codes.view(torch.uint8))
 
 
-def test_fp8_with_a_scale_for_each_token():
+@ROUTES
+def test_fp8_with_a_scale_for_each_token(protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 5, 48, torch.float32)
         x[2], residual[2] = 0, 0  # a row of zeros has the least scale
         norm_out = poisoned(5, 48, dtype=x.dtype)
         return comm.all_reduce_rms_norm_quantized(
-            x, residual, weight, quantize="fp8_per_token", norm_out=norm_out, scale_out=torch.full((5, 1), POISON)
-        )
+            x, residual, weight, quantize="fp8_per_token", norm_out=norm_out, scale_out=torch.full((5, 1), POISON),
+            protocol=protocol,
+        )  # fmt: skip
 
     for codes, scales, _, norm in on_all(body):
         largest = norm.double().abs().amax(-1, keepdim=True)
@@ -130,16 +137,18 @@ def test_fp8_with_a_scale_for_each_token():
 
 
 @pytest.mark.parametrize(
-    ("layout", "rows", "hidden"),
-    [("swizzled_128x4", 130, 48), *some([("linear", 3, 48), ("swizzled_128x4", 33, 96)], 1)],
-)
-def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden):
+    ("layout", "rows", "hidden", "protocol"),
+    [("swizzled_128x4", 130, 80, "simple"), ("linear", 3, 48, None),
+     *[pytest.param("swizzled_128x4", n, 80, None, marks=[pytest.mark.exhaustive] * (n > 36)) for n in (35, 130)]],
+)  # fmt: skip
+def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden, protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, rows, hidden, torch.bfloat16)
         weight[:16] = 0  # a block of zeros has scale 0
         return comm.all_reduce_rms_norm_quantized(
-            x, residual, weight, quantize="nvfp4", scale=40.0, scale_layout=layout, norm_out=torch.empty_like(x)
-        )
+            x, residual, weight, quantize="nvfp4", scale=40.0, scale_layout=layout, norm_out=torch.empty_like(x),
+            protocol=protocol,
+        )  # fmt: skip
 
     for codes, scales, _, norm in on_all(body):
         values, found = reference.nvfp4(codes, scales, layout)
@@ -155,15 +164,18 @@ def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden):
             assert scales.view(torch.float8_e4m3fn).double().sum() == found.sum()  # what pads them is 0
 
 
-def test_special_values_stay_in_their_row():
+@ROUTES
+def test_special_values_stay_in_their_row(protocol):
     def body(comm):
         x = torch.ones(6, 16)
         x[0, 3], x[1, 3], x[2], x[3] = float("nan"), float("inf"), 0, 2.0**60
         x[4], x[5] = 2.0**-60, 3.0
         weight = torch.ones(16)
-        plain = comm.all_reduce_rms_norm(x, None, weight, 0.0)
-        huge = comm.all_reduce_rms_norm(x, None, weight, 1e30)
-        codes = comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8_per_token")
+        plain = comm.all_reduce_rms_norm(x, None, weight, 0.0, protocol=protocol)
+        huge = comm.all_reduce_rms_norm(x, None, weight, 1e30, protocol=protocol)
+        codes = comm.all_reduce_rms_norm_quantized(
+            x, None, weight, 0.0, quantize="fp8_per_token", protocol=protocol
+        )  # fmt: skip
         return plain, huge, codes
 
     for (norm, residual), (small, _), codes in on_all(body):
@@ -230,12 +242,13 @@ def test_what_does_not_fit_is_refused_by_name(changes, words):
 @pytest.mark.parametrize(
     "change", [{"eps": 1e-5}, *some([{"weight_bias": 1.0}, {"residual": None}, {"weight": torch.ones(32).half()}], 1)]
 )
-def test_ranks_that_differ_in_what_follows_the_sum_are_named(change):
+@ROUTES
+def test_ranks_that_differ_in_what_follows_the_sum_are_named(change, protocol):
     def body(comm):
         given = {"x": torch.ones(4, 32).half(), "residual": torch.ones(4, 32).half(), "weight": torch.ones(32)}
         more = change if comm.rank else {}
         with pytest.raises(CollectiveMismatch) as error:
-            comm.all_reduce_rms_norm(**given | {"eps": 1e-6} | more)
+            comm.all_reduce_rms_norm(**given | {"eps": 1e-6, "protocol": protocol} | more)
         return str(error.value)
 
     for text in on_all(body):
@@ -262,20 +275,27 @@ def test_ranks_that_make_other_calls_are_named(other):
 def test_explain_and_the_counters_say_what_runs_it():
     def body(comm):
         x, weight = torch.ones(4, 32), torch.ones(32)
-        for _ in range(3):
-            comm.all_reduce_rms_norm(x, None, weight)
-        choice = comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32)
+        for protocol in (None, "simple", None):
+            comm.all_reduce_rms_norm(x, None, weight, protocol=protocol)
+        explained = [
+            comm.explain("all_reduce_rms_norm", n * h * 4, x.dtype, hidden=h, protocol=protocol)
+            for n, h, protocol in ((4, 32, None), (4, 32, "simple"), (4, 30, None))
+        ]
         with pytest.raises(InvalidArgument, match="whole rows"):
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype)
         with pytest.raises(InvalidArgument, match="quantize='x'"):
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32, quantize="x")
-        return choice, comm.stats().calls
+        return explained, comm.stats().calls
 
-    for choice, calls in on_all(body):
-        (counted,) = calls
-        assert (counted.collective, counted.calls, counted.nbytes) == ("all_reduce_rms_norm", 3, 3 * 512)
-        assert counted.algorithm == choice.counted_as and choice.collective == "all_reduce_rms_norm"
-        assert choice.fused or choice.reason.startswith("not fused, an all_reduce and torch: ")
+    for (fused, forced, odd), calls in on_all(body):
+        assert [(c.collective, c.algorithm, c.calls, c.nbytes) for c in calls] == [
+            ("all_reduce_rms_norm", fused.counted_as, 2, 1024),
+            ("all_reduce_rms_norm", forced.counted_as, 1, 512),
+        ]
+        assert fused.fused and not forced.fused and not odd.fused
+        assert forced.counted_as == f"unfused_{forced.algorithm}" and fused.counted_as == fused.algorithm
+        assert "not fused, an all_reduce and torch: there is no fused kernel any/simple; its" in forced.reason
+        assert "not fused, an all_reduce and torch: hidden=30" in odd.reason
 
 
 def test_more_than_one_schedule():
