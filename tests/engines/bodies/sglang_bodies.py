@@ -86,18 +86,16 @@ def exact(rank, world_size, tell, url):
                 layer = layernorm.RMSNorm(shape[-1], 1e-5, weight_dtype=dtype)
                 layer.weight.data.copy_(weight)
                 want = normed(parts, residual, weight, 1e-5)
-                for name, call in {
-                    "coordinator": lambda: group.fused_allreduce_rmsnorm(kept, residual, weight, 1e-5),
-                    "layer": lambda: layer.forward_with_allreduce_fusion(kept, residual),
-                    "operator": lambda: torch.ops.tricomm.sglang_all_reduce_rms_norm(
-                        kept, residual, weight, 1e-5, group.ca_comm.name
-                    ),
+                name, more = group.ca_comm.name, (residual, weight, 1e-5)
+                for way, (norm, added) in {
+                    "coordinator": group.fused_allreduce_rmsnorm(kept, *more),
+                    "layer": layer.forward_with_allreduce_fusion(kept, residual),
+                    "operator": torch.ops.tricomm.sglang_all_reduce_rms_norm(kept, *more, name),
                 }.items():
-                    norm, added = call()
                     ulps = torch.finfo(dtype).eps * want[0].abs().double()
                     close = ((norm.double() - want[0].double()).abs() <= ulps + 1e-30).all()
                     if not torch.equal(added, want[1]) or not close:
-                        wrong.append((name, dtype, shape))
+                        wrong.append((way, dtype, shape))
     return wrong, ran() - before
 
 
