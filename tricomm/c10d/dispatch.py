@@ -46,9 +46,19 @@ from tricomm.store.control import PackedDescriptor
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
+
+
+def _all_reduce(comm: Communicator, call: GroupCall) -> None:
+    if call.fused is None:
+        comm.all_reduce(call.x, op=call.op)  # type: ignore[arg-type]  # it has an input
+    else:
+        comm.run_fused(call.fused)
+        call.finish = lambda: None
+
+
 # Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
 _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
-    "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
+    "all_reduce": _all_reduce,
     "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.handle or call.out),
     "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.handle or call.x, op=call.op, out=call.out),
     "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
