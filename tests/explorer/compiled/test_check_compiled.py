@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -124,8 +122,7 @@ def test_the_command_checks_and_replays(tmp_path):
     assert one.returncode == 1, one.stderr
     assert "compiled for sm_90" in one.stdout
     assert json.loads(found.read_text())["compiled"] == "sm_90"
-    replay = [sys.executable, "-m", "tricomm", "check", "--replay", found]
-    two = subprocess.run(replay, capture_output=True, text=True, timeout=300)
+    two = forked.script("-m", "tricomm", "check", "--replay", str(found), timeout=300)
     assert two.returncode == 1 and "1. repeated" in two.stdout, two.stdout + two.stderr
 
 
