@@ -20,7 +20,8 @@ from tests.ptx.mutations import Mutation, mutations
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
 from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.thread_clocks import Clocks
-from tricomm.explorer.compiled.thread_shadow import Epochs, ThreadShadow
+from tricomm.explorer.compiled.thread_epochs import Epochs
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.kernels.collectives import registry
 from tricomm.ptx.text.parser import parse
 
