@@ -23,6 +23,7 @@ SAYS = {
     "cross_job": [f"job {j} rank {r}: weights [0.0, 1.0, 2.0, 3.0], ranks in my job 2" for j in (0, 1) for r in (0, 1)],
     "ddp": ["the reference's bits: True"],
     "fsdp2": ["this rank holds 512 of 1024 elements"],
+    "fsdp2_in_place": ["AllGather: 2584 bytes of symmetric memory", "to the bit: True"],
     "tensor_parallel": ["close to the whole model: True"],
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }  # fmt: skip

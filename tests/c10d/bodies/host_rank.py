@@ -1,7 +1,7 @@
 """Two ranks on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE ADDRESS FOLDER...`.
 
 RANK and the rank behind it, once for each FOLDER, as soon as it has a file `begin`; each writes a report, and what it
-says into a log. The ranks have a node's id if the folder is named `ids`.
+says into a log. The ranks have a node's id if the folder is named `ids`, else a directory of sockets for each host.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ if __name__ == "__main__":
             os.environ["TRICOMM_NODE_ID"] = f"host {_first}"
         else:
             os.environ.pop("TRICOMM_NODE_ID", None)
+            sockets = _folder / f"sockets{_first}"
+            sockets.mkdir()
+            os.environ["TRICOMM_SOCKET_DIR"] = str(sockets)  # of the host's own
         _pids = []
         for _rank in (int(_first), int(_first) + 1):
             _pids.append(os.fork())  # both have what this process has imported
