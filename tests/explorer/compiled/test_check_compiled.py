@@ -24,7 +24,7 @@ _KERNELS = {k.name: k for k in shipped.kernels(None, None, None)}
 
 
 # `test_bits` executes those of a cube mesh.
-@pytest.mark.parametrize("name", some(_KERNELS, lambda number, name: number % 5 == 0 and not _KERNELS[name].needs_cube))
+@pytest.mark.parametrize("name", some(_KERNELS, lambda number, name: number % 8 == 0 and not _KERNELS[name].needs_cube))
 def test_a_shipped_kernel_is_passed(name):
     kernel = _KERNELS[name]
     world_size = 8 if kernel.needs_cube else 2
