@@ -25,6 +25,9 @@ from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
+from tricomm.store import descriptors
+from tricomm.store.descriptors import DescriptorSocket
+from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
@@ -138,23 +141,20 @@ def _links() -> Iterator[ProbeResult]:
 
 
 def _memory() -> Iterator[ProbeResult]:
+    passing = DescriptorSocket()
     try:
-        fd = os.memfd_create("tricomm-doctor")
-        try:
-            os.posix_fallocate(fd, 0, 1 << 20)
-            with open(f"/proc/{os.getpid()}/fd/{fd}", "rb") as again:
-                whole = os.fstat(again.fileno()).st_size == 1 << 20
-        finally:
-            os.close(fd)
-    except OSError as error:
-        whole, text = False, f"{error}"
-    else:
-        text = "it is not reached through /proc"
-    if not whole:
-        remedy = "raise the memory limit of the container; let ranks share one PID namespace (--pid=host)"
-        yield ProbeResult("shared memory", FAIL, f"memory for the ranks cannot be shared: {text}", remedy)
-    else:
-        yield ProbeResult("shared memory", PASS, "sealed memory is shared through /proc")
+        segment = Segment.create("tricomm-doctor", 1 << 20)
+        segment.close()
+    except TricommError as error:
+        yield ProbeResult("shared memory", FAIL, str(error), "raise the memory limit of the container")
+        return
+    try:
+        passing.bind()
+        yield ProbeResult("shared memory", PASS, f"sealed memory is passed over sockets in {descriptors.base()}")
+    except TricommError as error:
+        yield ProbeResult("shared memory", FAIL, str(error), f"{descriptors.VARIABLE} names another directory")
+    finally:
+        passing.close()
 
 
 def _limits() -> Iterator[ProbeResult]:
@@ -168,7 +168,8 @@ def _limits() -> Iterator[ProbeResult]:
         yield ProbeResult("pidfd", PASS, "a dead peer is seen at once")
     except OSError as error:
         remedy = "a kernel from 5.3 on, and a seccomp profile that allows pidfd_open"
-        yield ProbeResult("pidfd", WARN, f"{error}: a dead peer is looked for in /proc instead", remedy)
+        text = "a dead peer is looked for in /proc instead, and ranks must share a PID namespace"
+        yield ProbeResult("pidfd", WARN, f"{error}: {text}", remedy)
 
 
 def _tables() -> Iterator[ProbeResult]:
