@@ -72,7 +72,8 @@ class FakeControl:
 
     def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
         mine = b"" if error is None else f"{type(error).__name__} {error}".encode()[:1024]
-        for rank, data in enumerate(self.exchange(mine, what, timeout)):
-            if data:
-                name, _, text = data.decode(errors="replace").partition(" ")
-                raise getattr(errors, name)(f"{what}: rank {rank}: {text}")
+        answers = [data.decode(errors="replace") for data in self.exchange(mine, what, timeout)]
+        failed = [(*data.partition(" ")[::2], rank) for rank, data in enumerate(answers) if data]
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {text}" for _, text, rank in failed)
+            raise getattr(errors, failed[0][0])(f"{what}: {reasons}")
