@@ -234,6 +234,8 @@ class DescriptorSocket:
                 raise _Refused("again")
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ResourceError(f"no descriptors can be received: {error.strerror}") from error
         except _Refused as refusal:
             self.refused[str(refusal)] += 1
         finally:
