@@ -3,14 +3,17 @@
     byte 0      group table   64-bit words: the own rank, the peers' addresses, the epoch
     1024        headers       [phase][parity][source][block], one 64-bit word each
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
+    wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload
     simple      mailbox       [parity][source], `simple_buffer` bytes each
     channel_states            of messages: [rank][channel], 16 words each: headers of what comes, acknowledgements of
                               what was sent, own counters
     slots                     of messages: [source][channel][slot], `slot` bytes each
 
-LL buffers and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so that a tile no
-larger than `Layout.largest_tile` divides its part of the buffer. LL needs little, because its messages are short: of a
-large arena it gets a quarter at most, messages between two ranks a sixteenth, and `simple` the rest.
+LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
+that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
+their messages are short: of a large arena LL gets a quarter at most, wide words an eighth, messages between two ranks
+a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words: payload of the one lies in it
+where the other has flags.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ from tricomm.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
-VERSION = 4
+VERSION = 5
 PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
-RANK, CONTROL, LL_BASE, LL_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER, EPOCH, ARRIVALS, BUSY = range(9)
-MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(9, 14)
+RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
+EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(8, 16)
 PEERS = 16
 # A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
 PARAMETER_PEERS = 1 + EPOCH
@@ -71,6 +74,8 @@ class Layout:
     nbytes: int
     ll: int
     ll_buffer: int
+    wide: int
+    wide_buffer: int
     simple: int
     simple_buffer: int
     channel_states: int
@@ -83,17 +88,27 @@ class Layout:
         """A 32-bit number that differs if two ranks would lay their arenas out differently."""
         return zlib.crc32(repr((VERSION, MAX_BLOCKS, HEADERS, astuple(self))).encode())
 
+    @property
+    def constants(self) -> dict[int, int]:
+        """The words of a group table that say where everything is."""
+        return {
+            LL_BASE: self.ll, LL_BUFFER: self.ll_buffer, WIDE_BASE: self.wide, WIDE_BUFFER: self.wide_buffer,
+            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, CHANNEL_STATES: self.channel_states,
+            CHANNELS: self.channels, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
+        }  # fmt: skip
+
     def largest_tile(self, algorithm: str, protocol: str) -> int:
-        """64-bit payload words of the largest tile that divides a buffer of this kernel: a power of two."""
-        if protocol == "ll":
-            return self.ll_buffer // (32 if "two_shot" in algorithm else 16)
+        """The largest tile, in 64-bit payload words (of `ll128` in wide words), that divides a buffer of this kernel: a
+        power of two."""
+        if protocol in ("ll", "ll128"):
+            return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
         step = self.simple_buffer & -self.simple_buffer
         return step // (8 if algorithm == "one_shot" else 16)
 
     def buffer_words(self, algorithm: str, protocol: str) -> int:
         """64-bit payload words of the part of a buffer that one phase of this kernel has."""
-        if protocol == "ll":
-            return self.largest_tile(algorithm, protocol)
+        if protocol in ("ll", "ll128"):
+            return tile_words(protocol, self.largest_tile(algorithm, protocol))
         return self.simple_buffer // (8 if algorithm == "one_shot" else 16)
 
     def slot_words(self, protocol: str) -> int:
@@ -110,6 +125,11 @@ class Layout:
             last = wrapped - SLOTS if wrapped >= 2 * SLOTS else wrapped + EPOCH_LIMIT - 2 * SLOTS
             state[ACKS + wrapped % SLOTS] = (last << 32) - (last >> 31 << 64)  # signed
         return [[state] * self.channels] * self.world_size
+
+
+def tile_words(protocol: str, block: int) -> int:
+    """64-bit payload words of a tile of `block`, which counts wide words under `ll128`."""
+    return block * 3 // 2 if protocol == "ll128" else block
 
 
 def unacknowledged(state: list[int]) -> bool:
@@ -136,7 +156,7 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
 
 
 def plan(world_size: int, arena_bytes: int) -> Layout:
-    """Divide `arena_bytes` between the two mailboxes and messages. The mailboxes of a small arena are alike.
+    """Divide `arena_bytes` between the mailboxes and messages. Of a small arena those of `ll` and `simple` are alike.
 
     Raises `InvalidArgument` if it is too small for the group.
     """
@@ -148,23 +168,28 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     reserve = world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
     if large:
         reserve = max(good, world_size * MAX_CHANNELS * CHANNEL_STATE + arena_bytes // 16)
-    half = (arena_bytes - ll - reserve) // (4 * world_size)  # two mailboxes, two parities each
+    half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes, two parities each
     if half < _LEAST_BUFFER:
-        least = max(MIN_ARENA, ll + reserve + 4 * world_size * _LEAST_BUFFER)
+        least = max(MIN_ARENA, ll + reserve + world_size * _LEAST_BUFFER * 18 // 4)
         raise InvalidArgument(
             f"arena_bytes={arena_bytes} is too small for {world_size} ranks: at least {least} bytes are needed"
         )
     ll_buffer = simple_buffer = _power_of_two(half)
+    wide_buffer = ll_buffer // 4
     if ll_buffer > _GOOD_LL:
         ll_buffer = max(_GOOD_LL, _power_of_two(arena_bytes // (8 * world_size)))
-    simple = ll + 2 * world_size * ll_buffer
+        wide_buffer = ll_buffer // 2
+    wide = ll + 2 * world_size * ll_buffer
+    simple = wide + 2 * world_size * wide_buffer
     if large:
         simple_buffer = _simple_buffer((arena_bytes - simple - reserve) // (2 * world_size))
     states = simple + 2 * world_size * simple_buffer
     channels, slot = _channels((arena_bytes - states) // world_size)
     slots = states + world_size * channels * CHANNEL_STATE
     nbytes = slots + world_size * channels * SLOTS * slot
-    return Layout(world_size, nbytes, ll, ll_buffer, simple, simple_buffer, states, channels, slots, slot)
+    return Layout(
+        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, channels, slots, slot
+    )
 
 
 def _power_of_two(nbytes: int) -> int:

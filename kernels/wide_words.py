@@ -29,7 +29,7 @@ from tricomm.kernels.primitives import LOW, look, pause
 
 FIRST_TRITON = (3, 9)
 FIRST_ARCHITECTURE = 75
-_COMPILES = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= FIRST_TRITON)
+COMPILES = tl.constexpr(tuple(int(n) for n in triton.__version__.split(".")[:2]) >= FIRST_TRITON)
 
 _STORE = tl.constexpr(
     "{ .reg .pred p; .reg .b128 w; setp.ne.b32 p, $4, 0; mov.b128 w, {$2, $3}; "
@@ -65,7 +65,7 @@ def store_wide(pointer, low, high, mask):
 @triton.jit
 def load_wide(pointer):
     """The halves (two int64 tiles) of the 16 bytes at each `pointer` (int64*, multiples of 16), one access each."""
-    tl.static_assert(_COMPILES, "wide words need Triton 3.9 or newer: older ones may copy inline assembly")
+    tl.static_assert(COMPILES, "wide words need Triton 3.9 or newer: older ones may copy inline assembly")
     low, high = tl.inline_asm_elementwise(
         _LOAD, "=l,=l,l", [pointer], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
     )
@@ -74,9 +74,10 @@ def load_wide(pointer):
 
 @triton.jit
 def plane_words(count, BLOCK: tl.constexpr):
-    """Words of a plane of the tile that carries `count` payload words, or as many as it can: plane k begins at word
-    k * plane_words. An even number, so that planes of an aligned run are aligned."""
-    return tl.minimum(tl.cdiv(count, 6) * 2, BLOCK)
+    """int32: words of a plane of the tile that carries `count` payload words, or as many as it can: plane k begins at
+    word k * plane_words. An even number, so that planes of an aligned run are aligned."""
+    carried = tl.maximum(tl.minimum(count, 3 * BLOCK), 0).to(tl.int32)
+    return tl.minimum((carried + 5) // 6 * 2, BLOCK)
 
 
 @triton.jit
@@ -103,6 +104,27 @@ def put_wide(pointer, planes, flag, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def clear_wide(pointer, count, BLOCK: tl.constexpr):
+    """Zero the first `count` wide words, at most BLOCK, at `pointer` (int64*, 16-byte aligned) and on."""
+    lane = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], tl.int64)
+    store_wide(pointer + 2 * lane, zeros, zeros, lane < count)
+
+
+@triton.jit
+def see_wide(pointer, flag, BLOCK: tl.constexpr):
+    """What lies in a tile's place now: (a tuple of three planes, int32 [BLOCK]: 1 if a word of them has another flag).
+
+    `flag` is int32, or a tile of it. Without a mask: a whole tile lies inside its room, whatever is in it.
+    """
+    at = pointer + slots(BLOCK)
+    first, low = load_wide(at)
+    second, high = load_wide(at + 2 * BLOCK)
+    old = ((low >> 32).to(tl.int32) != flag) | ((high >> 32).to(tl.int32) != flag)
+    return (first, second, (low & LOW) | (high << 32)), old.to(tl.int32)
+
+
+@triton.jit
 def get_wide(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """Poll SOURCES rooms of one's own memory at once until the first `count` words of their planes carry `flag`.
 
@@ -112,8 +134,7 @@ def get_wide(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl
     reduction ends it; `look` bounds the wait.
     """
     expected = tl.arange(0, BLOCK) < count
-    at = pointer + slots(BLOCK)
-    awaited = (tl.zeros([BLOCK], tl.int64) + flag) & LOW
+    awaited = (tl.zeros([BLOCK], tl.int64) + flag).to(tl.int32)
     firsts = ()
     for _ in tl.static_range(SOURCES):
         firsts = firsts + (tl.zeros([BLOCK], tl.int64),)
@@ -125,14 +146,11 @@ def get_wide(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl
         late = expected & False
         some, others, halves = (), (), ()
         for source in tl.static_range(SOURCES):
-            # Without a mask: a whole tile lies inside its room, whatever is in it.
-            first, low = load_wide(at + source * room)
-            late |= expected & (((low >> 32) & LOW) != awaited)
-            second, high = load_wide(at + (source * room + 2 * BLOCK))
-            late |= expected & (((high >> 32) & LOW) != awaited)
-            some = some + (first,)
-            others = others + (second,)
-            halves = halves + ((low & LOW) | (high << 32),)
+            planes, old = see_wide(pointer + source * room, awaited, BLOCK)
+            late |= expected & (old != 0)
+            some = some + (planes[0],)
+            others = others + (planes[1],)
+            halves = halves + (planes[2],)
         firsts, seconds, thirds = some, others, halves
         missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
         spins += 1

@@ -56,7 +56,8 @@ def unshrunk(monkeypatch):
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Workers of tricomm.perf.workers are forked: each would import torch."""
+    """Workers of tricomm.perf.workers and the evidence kit's processes are forked: each would import torch."""
     from tests import forked
 
-    monkeypatch.setattr("tricomm.perf.workers.subprocess", forked.for_workers())
+    for module in ("workers", "evidence.stage_process"):
+        monkeypatch.setattr(f"tricomm.perf.{module}.subprocess", forked.for_workers())

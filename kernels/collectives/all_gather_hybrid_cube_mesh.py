@@ -7,10 +7,10 @@
 Order     nothing is summed.
 Source    see `device/mesh.py`.
 
-LL: no barrier.
+LL: no barrier, words of either width.
 
-Bytes     per rank 8 n, then 6 n written over links (half of them flags): 7 rows reach every rank, as they have to.
-          Nothing crosses a link that is not there.
+Bytes     per rank under `ll` 8 n, then 6 n written over links (half of them flags), under `ll128` 2/3 of that: 7 rows
+          reach every rank, as they have to. Nothing crosses a link that is not there.
 Hops      2, both one way.
 Waits     header, along links: the peer made the same call; of the quad once more, before what it has passed on is
           used. word: its flag is this epoch; flag and payload are one access.
@@ -37,7 +37,8 @@ from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
-from tricomm.kernels.primitives import get_ll, put_ll
+from tricomm.kernels.device.planes import put_planes, store_planes
+from tricomm.kernels.device.push import first_tile, nth_tile, receive
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -52,26 +53,29 @@ def all_gather_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.i
 def _ll(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, position = tensors
     group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
+    tile = first_tile(tensors, chunk, SPEC)  # on its way beside the addresses of the headers
     mesh.open_epoch(chunk, True, SPEC)
-    for first in range(chunk.own, count, chunk.stride):
-        mine = load_words(x_ptr, base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    first = chunk.own
+    while first < count:
         for step in range(5):
             to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
             buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-            put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+            put_planes(buffer, tile, epoch, count - first, SPEC)
+        first += chunk.stride
+        if first < count:
+            tile = nth_tile(tensors, chunk, first, SPEC)
     status = mesh.wait_headers(chunk, 0, True, True, SPEC)
     if status == 0:
         mesh.send_headers(chunk, 1, True, False, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
         source = mesh.relay(group)
-        buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
-        part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
+        tiles, status = receive(chunk, source, first, count, 1, SPEC)
         if status == 0:
             for step in range(1, 4):
                 buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, first, SPEC)
-                put_ll(buffer, part[0], epoch, count - first, SPEC.BLOCK, SPEC.PTX)
-            store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+                put_planes(buffer, tiles[0], epoch, count - first, SPEC)
+            store_planes(y_ptr + source * numel, base + first, tiles[0], count - first, numel, SPEC)
         first += chunk.stride
     if status == 0:
         status = mesh.wait_headers(chunk, 1, True, False, SPEC)
@@ -79,10 +83,9 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         source = _row(group, position, step)
         first = chunk.own
         while (first < count) & (status == 0):
-            buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
-            part, status = get_ll(group, buffer, 0, epoch, count - first, 1, SPEC.BLOCK, SPEC.PTX)
+            tiles, status = receive(chunk, source, first, count, 1, SPEC)
             if status == 0:
-                store_words(y_ptr + source * numel, base + first, part[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+                store_planes(y_ptr + source * numel, base + first, tiles[0], count - first, numel, SPEC)
             first += chunk.stride
     return status
 

@@ -9,11 +9,11 @@ Order     each quad in ascending rank order, in accumulators (fp32 for 16-bit fl
           is commutative; rounded once. So all eight ranks hold the same bits, under both protocols.
 Source    see `device/mesh.py`; a push form of it is not known to be published.
 
-LL: no barrier.
+LL: no barrier, words of either width.
 
-Bytes     per rank 6 n written to its quad, 2 n to its relay (half of them flags); for types narrower than 32 bits the
-          sum crosses in accumulators: 4 n for 16 bits, 8 n for 8 (not for bitwise operations and bool). Nothing
-          crosses a link that is not there.
+Bytes     per rank under `ll` 6 n written to its quad, 2 n to its relay (half of them flags); for types narrower than 32
+          bits the sum crosses in accumulators: 4 n for 16 bits, 8 n for 8 (not for bitwise operations and bool). Under
+          `ll128` 2/3 of that. Nothing crosses a link that is not there.
 Hops      2, both one way.
 Waits     header, along links: the peer made the same call. Of the quad before its sum is passed on, of the relay
           before the other sum is used. word: its flag is this epoch; flag and payload are one access.
@@ -41,8 +41,9 @@ from tricomm.kernels.device.chunks import run_chunks
 from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
+from tricomm.kernels.device.planes import accumulate_planes, across, put_planes, store_planes
+from tricomm.kernels.device.push import first_tile, nth_tile, receive
 from tricomm.kernels.device.reduction import accumulate, combine, finish
-from tricomm.kernels.primitives import get_ll, put_ll
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -50,8 +51,7 @@ def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.i
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
     quad_rank = tl.load(table_of(group) + mesh.QUAD_RANK)
     if SPEC.LL:
-        words = buffer_words(group, 1, SPEC)
-        run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank, words), group, call, words, SPEC)
+        run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank), group, call, buffer_words(group, 1, SPEC), SPEC)
     else:
         half = buffer_words(group, 2, SPEC)
         run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, half), group, call, half, SPEC)
@@ -60,39 +60,43 @@ def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.i
 @triton.jit
 def _ll(tensors, chunk, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
-    x_ptr, y_ptr, numel, quad_rank, words = tensors
+    x_ptr, y_ptr, numel, quad_rank = tensors
     group, epoch, count = chunk.group, chunk.epoch, chunk.count
+    tile = first_tile(tensors, chunk, SPEC)  # on its way beside the addresses of the headers
     mesh.open_epoch(chunk, False, SPEC)
-    for first in range(chunk.own, count, chunk.stride):
-        mine = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
+    first = chunk.own
+    while first < count:
         for step in range(4):  # 0 is the own buffer: that spares the sum a special case
             buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), quad_rank, first, SPEC)
-            put_ll(buffer, mine, epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+            put_planes(buffer, tile, epoch, count - first, SPEC)
+        first += chunk.stride
+        if first < count:
+            tile = nth_tile(tensors, chunk, first, SPEC)
     status = mesh.wait_headers(chunk, 0, True, False, SPEC)
     if status == 0:
         mesh.send_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
-        parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, 4, SPEC.BLOCK, SPEC.PTX)
+        tiles, status = receive(chunk, 0, first, count, 4, SPEC)
         if status == 0:
-            sums = accumulate(parts, 4, SPEC)
+            sums = accumulate_planes(tiles, 4, SPEC)
             for n in tl.static_range(PARTS):
                 buffer = ll_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, first, SPEC)
-                put_ll(buffer, sums[n], epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+                put_planes(buffer, across(sums, n, SPEC.PLANES), epoch, count - first, SPEC)
         first += chunk.stride
     if status == 0:
         status = mesh.wait_headers(chunk, 0, False, True, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        buffer = ll_buffer(chunk, table_of(group), mesh.RELAYED, first, SPEC)
-        theirs, status = get_ll(group, buffer, 2 * words, epoch, count - first, PARTS, SPEC.BLOCK, SPEC.PTX)
+        theirs, status = receive(chunk, mesh.RELAYED, first, count, PARTS, SPEC)
         if status == 0:
             # The quad's words once more, from one's own memory: so no tile waits for the one before it.
-            buffer = ll_buffer(chunk, table_of(group), 0, first, SPEC)
-            parts, status = get_ll(group, buffer, 2 * words, epoch, count - first, 4, SPEC.BLOCK, SPEC.PTX)
-            total = finish(combine(accumulate(parts, 4, SPEC), theirs, SPEC), SPEC)
-            store_words(y_ptr, chunk.base + first, total, numel, SPEC.BLOCK, SPEC.ALIGNED)
+            tiles, status = receive(chunk, 0, first, count, 4, SPEC)
+            sums = accumulate_planes(tiles, 4, SPEC)
+            total = ()
+            for k in tl.static_range(SPEC.PLANES):
+                total = total + (finish(combine(sums[k], across(theirs, k, PARTS), SPEC), SPEC),)
+            store_planes(y_ptr, chunk.base + first, total, count - first, numel, SPEC)
         first += chunk.stride
     return status
 

@@ -64,7 +64,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.arrival import poll_words
+from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
 from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
@@ -79,8 +79,9 @@ from tricomm.kernels.device.packing import (
     store_words,
 )
 from tricomm.kernels.device.plain_data import push_shards, take_shards
+from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import barrier, enter, leave, put_ll
+from tricomm.kernels.primitives import barrier, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -96,16 +97,23 @@ def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
 @triton.jit
 def _shards(tensors, chunk, first, SPEC: tl.constexpr):
     """The tile at word `first` of the chunk's shard of every rank, from this one on."""
-    x_ptr, y_ptr, numel, half = tensors
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     tiles = ()
     for step in tl.static_range(SPEC.WORLD_SIZE):
-        to = (chunk.me + step) % SPEC.WORLD_SIZE
-        end = chunk.base + tl.minimum((to + 1) * shard, chunk.count)
-        limit = end_of(end, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-        words = load_words(x_ptr, chunk.base + to * shard + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        tiles = tiles + (words,)
+        there = (chunk.me + step) % SPEC.WORLD_SIZE * shard
+        limit = _end(tensors, chunk, there + shard, SPEC)
+        tiles = tiles + (load_planes(tensors[0], chunk.base + there + first, shard - first, limit, SPEC),)
     return tiles
+
+
+@triton.jit
+def _end(tensors, chunk, words, SPEC: tl.constexpr):
+    """Elements before word `words` of the chunk, where a shard ends, or before its end. Three planes end with the shard
+    by themselves."""
+    PACK: tl.constexpr = 64 // tensors[0].dtype.element_ty.primitive_bitwidth
+    if SPEC.WIDE:
+        words = chunk.count
+    return end_of(chunk.base + tl.minimum(words, chunk.count), tensors[2], PACK)
 
 
 @triton.jit
@@ -119,10 +127,8 @@ def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
     first = chunk.own
     while first < shard:
         for step in tl.static_range(SPEC.WORLD_SIZE):
-            to = (chunk.me + step) % SPEC.WORLD_SIZE
             buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
-            count = tl.minimum(chunk.count - to * shard, shard) - first
-            put_ll(buffer, tiles[step], chunk.epoch, count, SPEC.BLOCK, SPEC.PTX)
+            put_planes(buffer, tiles[step], chunk.epoch, shard - first, SPEC)
         first += chunk.stride
         if first < shard:
             tiles = _shards(tensors, chunk, first, SPEC)
@@ -132,43 +138,37 @@ def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
 def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half = tensors
     group, me = chunk.group, chunk.me
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    ours = tl.minimum(chunk.count - me * shard, shard)
-    here = chunk.base + me * shard
-    limit = end_of(here + ours, numel, PACK)
     first = chunk.own
     more = status == 0  # a block without words, too, because of the headers
     while more:
-        pointers, counts = (), ()
+        pointers, lefts = (), ()
         for r in tl.static_range(SPEC.WORLD_SIZE):
-            pointers = pointers + (ll_buffer(chunk, table_of(group), r, tl.where(first < ours, first, 0), SPEC),)
-            counts = counts + (ours - first,)
-        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE, True, SPEC)
-        if (status == 0) & (first < ours):
-            total = reduce_words(parts, SPEC)
+            pointers = pointers + (ll_buffer(chunk, table_of(group), r, tl.where(first < shard, first, 0), SPEC),)
+            lefts = lefts + (shard - first,)
+        tiles, status = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, True, SPEC)
+        if (status == 0) & (first < shard):
+            total = reduce_planes(tiles, SPEC)
             for step in tl.static_range(1, SPEC.WORLD_SIZE):
                 buffer = ll_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, half + first, SPEC)
-                put_ll(buffer, total, chunk.epoch, ours - first, SPEC.BLOCK, SPEC.PTX)
-            store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
+                put_planes(buffer, total, chunk.epoch, shard - first, SPEC)
+            limit = _end(tensors, chunk, (me + 1) * shard, SPEC)
+            store_planes(y_ptr, chunk.base + me * shard + first, total, shard - first, limit, SPEC)
         first += chunk.stride
-        more = (status == 0) & (first < ours)
+        more = (status == 0) & (first < shard)
     first = chunk.own
     while (first < shard) & (status == 0):
-        pointers, counts = (), ()
+        pointers, lefts = (), ()
         for step in tl.static_range(1, SPEC.WORLD_SIZE):
             source = (me + step) % SPEC.WORLD_SIZE
             pointers = pointers + (ll_buffer(chunk, table_of(group), source, half + first, SPEC),)
-            counts = counts + (tl.minimum(chunk.count - source * shard, shard) - first,)
-        parts, status = poll_words(chunk, pointers, counts, SPEC.WORLD_SIZE - 1, False, SPEC)
+            lefts = lefts + (shard - first,)
+        tiles, status = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE - 1, False, SPEC)
         if status == 0:
             for step in tl.static_range(1, SPEC.WORLD_SIZE):
                 there = (me + step) % SPEC.WORLD_SIZE * shard
-                end = chunk.base + tl.minimum(there + shard, chunk.count)
-                store_words(
-                    y_ptr, chunk.base + there + first, parts[step - 1], end_of(end, numel, PACK), SPEC.BLOCK,
-                    SPEC.ALIGNED,
-                )  # fmt: skip
+                limit = _end(tensors, chunk, there + shard, SPEC)
+                store_planes(y_ptr, chunk.base + there + first, tiles[step - 1], shard - first, limit, SPEC)
         first += chunk.stride
     return status
 

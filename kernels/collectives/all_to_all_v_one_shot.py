@@ -28,7 +28,7 @@ import triton.language as tl
 from tricomm.kernels.device.chunks import nth, whole_call
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import load_words, store_words
+from tricomm.kernels.device.planes import load_planes_if, store_planes_if
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
 from tricomm.kernels.primitives import enter, leave
 
@@ -76,8 +76,8 @@ def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
         count = tl.minimum(tl.cdiv(length, PACK) - chunk.base, buffer)
         aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
         for first in range(chunk.own, count, chunk.stride):
-            words = load_words(x_ptr + row, chunk.base + first, length, SPEC.BLOCK, aligned)
-            push_tile(chunk, to, first, words, count, SPEC)
+            tile = load_planes_if(x_ptr + row, chunk.base + first, count - first, length, aligned, SPEC)
+            push_tile(chunk, to, first, tile, count, SPEC)
 
 
 @triton.jit
@@ -101,8 +101,8 @@ def _take(y_ptr, numel, recv_counts, buffer, chunk, status, SPEC: tl.constexpr):
         aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
         first = chunk.own
         while (first < count) & (status == 0):
-            tile, status = receive(chunk, source, first, count, 1, SPEC)
+            tiles, status = receive(chunk, source, first, count, 1, SPEC)
             if status == 0:
-                store_words(y_ptr + row, chunk.base + first, tile[0], length, SPEC.BLOCK, aligned)
+                store_planes_if(y_ptr + row, chunk.base + first, tiles[0], count - first, length, aligned, SPEC)
             first += chunk.stride
     return status

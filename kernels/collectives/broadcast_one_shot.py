@@ -14,15 +14,36 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_pushed
-from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.packing import load_words
-from tricomm.kernels.device.push import push_tile, receive_nothing, receive_row
+from tricomm.kernels.device.chunks import run_ll, run_pushed
+from tricomm.kernels.device.group import peer
+from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
+from tricomm.kernels.device.packing import load_words, store_tile
+from tricomm.kernels.device.planes import no_tile
+from tricomm.kernels.device.push import first_tile, push_to_others, receive_nothing, receive_row
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_pushed(_push, _take, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
+    words = buffer_words(group, 1, SPEC)
+    tensors = (x_ptr, y_ptr, numel, root)
+    if SPEC.LL:
+        run_ll(_first_tile, _push_ll, _take, tensors, group, call, words, 1, SPEC)
+    else:
+        run_pushed(_push, _take, tensors, group, call, words, SPEC)
+
+
+@triton.jit
+def _first_tile(tensors, chunk, SPEC: tl.constexpr):
+    tile = no_tile(SPEC)
+    if chunk.me == tensors[3]:
+        tile = first_tile(tensors, chunk, SPEC)
+    return tile
+
+
+@triton.jit
+def _push_ll(tensors, chunk, tile, SPEC: tl.constexpr):
+    if chunk.me == tensors[3]:
+        push_to_others(tensors, chunk, tile, SPEC)
 
 
 @triton.jit
@@ -33,7 +54,8 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
         for first in range(chunk.own, chunk.count, chunk.stride):
             words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
             for step in range(1, SPEC.WORLD_SIZE):
-                push_tile(chunk, (me + step) % SPEC.WORLD_SIZE, first, words, chunk.count, SPEC)
+                buffer = simple_buffer(chunk, peer(chunk.group, (me + step) % SPEC.WORLD_SIZE), me, SPEC)
+                store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)
 
 
 @triton.jit

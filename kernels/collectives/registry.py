@@ -15,6 +15,8 @@ from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot,
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
 from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
+from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
 from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot, all_reduce_two_shot_zero_copy
 from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
 from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
@@ -24,11 +26,15 @@ from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
 from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
 from tricomm.kernels.collectives.recv import recv
 from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
-from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
+from tricomm.kernels.collectives.reduce_scatter_one_shot import (
+    reduce_scatter_one_shot,
+    reduce_scatter_one_shot_zero_copy,
+)
 from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
 
 Cost = Callable[[int], Fraction]
+_LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words for each byte of payload in them
 CUBE_RANKS = 8
 
 
@@ -62,7 +68,7 @@ class Kernel:
     @property
     def fixed(self) -> dict[str, Any]:
         """The constexprs of the kernel's specialization that follow from its name."""
-        return {"LL": self.protocol == "ll"}
+        return {"LL": self.protocol != "simple", "WIDE": self.wide}
 
     @property
     def kind(self) -> Collective:
@@ -86,6 +92,11 @@ class Kernel:
         on nothing else.
         """
         return not (self.reduces and self.needs_cube)
+
+    @property
+    def wide(self) -> bool:
+        """True for a kernel of wide words, which not every compiler and GPU has (`wide_words.why_not`)."""
+        return self.protocol == "ll128"
 
     @property
     def pairwise(self) -> bool:
@@ -127,14 +138,22 @@ def _fixed(value: Fraction) -> Cost:
     return lambda world_size: value
 
 
-def _twice(cost: Cost) -> Cost:
-    return lambda world_size: 2 * cost(world_size)
+def _times(factor: Fraction, cost: Cost) -> Cost:
+    return lambda world_size: factor * cost(world_size)
 
 
-def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, Kernel]:
-    """Both protocols of a kernel that pushes by either."""
+def _flagged(collective: str, algorithm: str, function: Any, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
+    """`ll` and `ll128`: words with flags of both widths, which `cost` bytes of payload travel in."""
     return (
-        Kernel(collective, "one_shot", "ll", function, _twice(cost), _none, 1, 0),
+        Kernel(collective, algorithm, "ll", function, _times(_LL, cost), _none, hops, 0),
+        Kernel(collective, algorithm, "ll128", function, _times(_LL128, cost), _none, hops, 0),
+    )
+
+
+def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, ...]:
+    """All protocols of a kernel that pushes by each."""
+    return (
+        *_flagged(collective, "one_shot", function, cost, 1),
         Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1),
     )
 
@@ -142,19 +161,19 @@ def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, Kernel]
 _CUBE, _CUBE_TWO_SHOT, _CUBE_ROWS = _fixed(Fraction(4)), _fixed(Fraction(7, 4)), _fixed(Fraction(7))
 
 KERNELS = (
-    Kernel("all_reduce", "one_shot", "ll", all_reduce_one_shot, _twice(_peers), _none, 1, 0),
+    *_flagged("all_reduce", "one_shot", all_reduce_one_shot, _peers, 1),
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot, _none, _peers, 3, 1),
-    Kernel("all_reduce", "two_shot", "ll", all_reduce_two_shot, _twice(_shards), _none, 2, 0),
+    *_flagged("all_reduce", "two_shot", all_reduce_two_shot, _shards, 2),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot, _shards, _none, 2, 2),
-    Kernel("all_reduce", "hybrid_cube_mesh", "ll", all_reduce_hybrid_cube_mesh, _twice(_CUBE), _none, 2, 0),
+    *_flagged("all_reduce", "hybrid_cube_mesh", all_reduce_hybrid_cube_mesh, _CUBE, 2),
     Kernel("all_reduce", "hybrid_cube_mesh", "simple", all_reduce_hybrid_cube_mesh, _CUBE, _none, 2, 2),
     Kernel(
         "all_reduce", "hybrid_cube_mesh_two_shot", "simple", all_reduce_hybrid_cube_mesh_two_shot,
         _CUBE_TWO_SHOT, _none, 3, 3,
     ),
-    Kernel("all_gather", "one_shot", "ll", all_gather_one_shot, _twice(_peers), _none, 1, 0),
+    *_flagged("all_gather", "one_shot", all_gather_one_shot, _peers, 1),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot, _none, _peers, 3, 1),
-    Kernel("all_gather", "hybrid_cube_mesh", "ll", all_gather_hybrid_cube_mesh, _twice(_CUBE_ROWS), _none, 2, 0),
+    *_flagged("all_gather", "hybrid_cube_mesh", all_gather_hybrid_cube_mesh, _CUBE_ROWS, 2),
     Kernel("all_gather", "hybrid_cube_mesh", "simple", all_gather_hybrid_cube_mesh, _CUBE_ROWS, _none, 2, 2),
     *_pushed("reduce_scatter", reduce_scatter_one_shot, _rows),
     *_pushed("broadcast", broadcast_one_shot, _peers),
@@ -172,17 +191,30 @@ ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
+    Kernel(
+        "reduce_scatter", "one_shot", "simple", reduce_scatter_one_shot_zero_copy, _none, _rows, 4, 2, zero_copy=True
+    ),
+)
+
+# With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
+FUSED = tuple(
+    kernel
+    for name in collective_specs.FUSED
+    for kernel in (
+        *_flagged(name, "one_shot", all_reduce_rows_one_shot, _peers, 1),
+        *_flagged(name, "two_shot", all_reduce_rows_two_shot, _shards, 2),
+    )
 )
 
 # Between two ranks: costs of the busier one.
 MESSAGES = (
-    Kernel("send", "one_shot", "ll", send, _twice(_once), _none, 1, 0),
+    Kernel("send", "one_shot", "ll", send, _times(_LL, _once), _none, 1, 0),
     Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0),
     Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0),
     Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
+ALL = (*KERNELS, *ZERO_COPY, *MESSAGES, *FUSED)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
 

@@ -14,21 +14,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_pushed
+from tricomm.kernels.device.chunks import run_ll, run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import push_rows, receive_row
+from tricomm.kernels.device.plain_data import push_plain_rows
+from tricomm.kernels.device.planes import no_tile
+from tricomm.kernels.device.push import first_tiles, push_rows, receive_row
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    run_pushed(_push, _take, (x_ptr, y_ptr, numel, root), group, call, buffer_words(group, 1, SPEC), SPEC)
+    words = buffer_words(group, 1, SPEC)
+    tensors = (x_ptr, y_ptr, numel, root)
+    if SPEC.LL:
+        run_ll(_first_tiles, _push_ll, _take, tensors, group, call, words, 1, SPEC)
+    else:
+        run_pushed(_push, _take, tensors, group, call, words, SPEC)
+
+
+@triton.jit
+def _first_tiles(tensors, chunk, SPEC: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(SPEC.WORLD_SIZE):
+        tiles = tiles + (no_tile(SPEC),)
+    if chunk.me == tensors[3]:
+        tiles = first_tiles(tensors, chunk, SPEC)
+    return tiles
+
+
+@triton.jit
+def _push_ll(tensors, chunk, tiles, SPEC: tl.constexpr):
+    if chunk.me == tensors[3]:
+        push_rows(tensors, chunk, tiles, SPEC)
 
 
 @triton.jit
 def _push(tensors, chunk, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel, root = tensors
-    if chunk.me == root:
-        push_rows(x_ptr, numel, chunk, SPEC)
+    if chunk.me == tensors[3]:
+        push_plain_rows(tensors, chunk, SPEC)
 
 
 @triton.jit

@@ -17,7 +17,9 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.group import table_of
+from tricomm.kernels.device.planes import no_tile
 from tricomm.kernels.primitives import BUSY, LOW, acquire, look, pause, report_mismatch, report_overlap
+from tricomm.kernels.wide_words import plane_words, see_wide
 
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
@@ -36,16 +38,17 @@ def headers_and_busy(chunk, place, mask, SPEC: tl.constexpr):
 
 
 @triton.jit
-def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
-    """Poll COUNT places of one's own mailbox at once until the first `counts[n]` payload words at each have the epoch.
+def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
+    """Poll the places of COUNT tiles in one's own mailbox at once until all words of each have the epoch.
 
-    `pointers` and `counts` are tuples, of int64* (16-byte aligned, as the caller has to say: here the hint would be
-    lost) and int64. MEET: until every peer's header of phase 0 is here, too, and none has another fingerprint. Returns
-    (a tuple of COUNT int64 [BLOCK] tiles, status); a status that is not zero has been reported in the status word, if
-    it is not that of an abort. A word that was seen is complete, because payload and flag are one access: a volatile
-    load, relaxed at `.sys` scope; see `get_ll`.
+    `pointers` and `lefts` are tuples, of int64* (16-byte aligned, as the caller has to say: here the hint would be
+    lost) and of the words that are left of each tile's run, int64: none are awaited of a tile behind its end. MEET:
+    until every peer's header of phase 0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT
+    tiles, status); a status that is not zero has been reported in the status word, if it is not that of an abort. A
+    word that was seen is complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope,
+    see `get_ll`; or a relaxed one of 128 bits, see `wide_words.py`.
     """
-    BLOCK: tl.constexpr = SPEC.BLOCK
+    BLOCK: tl.constexpr = SPEC.PLANE
     # Lanes of headers, and one for the busy word: a GPU's tile has as many or more, and then one reduction does.
     META: tl.constexpr = BLOCK if BLOCK >= 2 * SOURCES else 2 * SOURCES
     flag, call = chunk.epoch.to(tl.int32), chunk.call
@@ -58,7 +61,7 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
     lane = tl.arange(0, BLOCK)
     words = ()
     for _ in tl.static_range(COUNT):
-        words = words + (tl.zeros([BLOCK], tl.int64),)
+        words = words + (no_tile(SPEC),)
     said = tl.zeros([META], tl.int64)
     code = 1
     spins = 0
@@ -66,14 +69,19 @@ def poll_words(chunk, pointers, counts, COUNT: tl.constexpr, MEET: tl.constexpr,
         late = lane * 0
         payload = ()
         for n in tl.static_range(COUNT):
-            # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
-            at = pointers[n] + tl.arange(0, 2 * BLOCK)
-            seen = tl.load(at, volatile=True)
-            old = (seen >> 32).to(tl.int32) != flag
-            low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
-            low_old, high_old = tl.split(tl.reshape(old.to(tl.int32), [BLOCK, 2]))
-            late |= tl.where(lane < counts[n], low_old | high_old, 0)
-            payload = payload + ((low & LOW) | (high << 32),)
+            if SPEC.WIDE:
+                tile, old = see_wide(pointers[n], flag, BLOCK)
+                late |= tl.where(lane < plane_words(lefts[n], BLOCK), old, 0)
+                payload = payload + (tile,)
+            else:
+                # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
+                at = pointers[n] + tl.arange(0, 2 * BLOCK)
+                seen = tl.load(at, volatile=True)
+                old = (seen >> 32).to(tl.int32) != flag
+                low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
+                low_old, high_old = tl.split(tl.reshape(old.to(tl.int32), [BLOCK, 2]))
+                late |= tl.where(lane < lefts[n], low_old | high_old, 0)
+                payload = payload + (((low & LOW) | (high << 32),),)
         words = payload
         if MEET:
             said = headers_and_busy(chunk, place, awaited | busy, SPEC)

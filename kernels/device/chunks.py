@@ -51,8 +51,8 @@ def packed_words(x_ptr, numel):
 def whole_call(tensors, group, call, start, owner, SPEC: tl.constexpr):
     """All of a call's words as one chunk; `start` is the call's first epoch."""
     words = packed_words(tensors[0], tensors[2])
-    own = tl.program_id(0).to(tl.int64) * SPEC.BLOCK
-    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.BLOCK, owner)
+    own = tl.program_id(0).to(tl.int64) * SPEC.TILE
+    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.TILE, owner)
 
 
 @triton.jit
@@ -112,41 +112,28 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
 
 @triton.jit
 def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
-    """Run a call of one hop: PUSH(tensors, chunk, SPEC), synchronize, TAKE(tensors, chunk, status, SPEC) each chunk.
+    """Simple: run a call of one hop: PUSH(tensors, chunk, SPEC), synchronize, TAKE(tensors, chunk, status, SPEC).
 
-    Under `simple` a chunk is pushed before the one before it is taken: the links carry the one while the other is
-    copied, and there is one barrier a chunk. A push needs no more than the barrier of the chunk before it, behind which
-    no peer reads what it overwrites, the chunk before that. Under LL it has to wait until that chunk is polled.
+    A chunk is pushed before the one before it is taken: the links carry the one while the other is copied, and there
+    is one barrier a chunk. A push needs no more than the barrier of the chunk before it, behind which no peer reads
+    what it overwrites, the chunk before that.
     """
-    start, owner = read_epoch(group)
+    start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
-    if SPEC.LL:
-        while (number < chunks) & (status == 0):
-            chunk = nth(whole, number, chunk_words)
-            open_epoch(chunk, 1, SPEC)
-            PUSH(tensors, chunk, SPEC)
-            if number == 0:
-                announce(group, start, call, SPEC.LANES, SPEC.PTX)
-            status = after_clearing(chunk, SPEC)
-            status = TAKE(tensors, chunk, status, SPEC)
-            number += 1
-        finish(group, start, chunks, status)
-    else:
-        start, owner = enter(group, call)
-        while (number <= chunks) & (status == 0):
-            ahead = nth(whole, number, chunk_words)
-            if number < chunks:
-                open_epoch(ahead, 1, SPEC)
-                PUSH(tensors, ahead, SPEC)
-            if number > 0:
-                status = TAKE(tensors, nth(whole, number - 1, chunk_words), status, SPEC)
-            if number < chunks:
-                status = synchronize(ahead, 0, SPEC)
-            number += 1
-        leave(group, start, owner, call, chunks, status)
+    while (number <= chunks) & (status == 0):
+        ahead = nth(whole, number, chunk_words)
+        if number < chunks:
+            open_epoch(ahead, 1, SPEC)
+            PUSH(tensors, ahead, SPEC)
+        if number > 0:
+            status = TAKE(tensors, nth(whole, number - 1, chunk_words), status, SPEC)
+        if number < chunks:
+            status = synchronize(ahead, 0, SPEC)
+        number += 1
+    leave(group, start, owner, call, chunks, status)
 
 
 @triton.jit

@@ -20,6 +20,8 @@ RANK = tl.constexpr(layout.RANK)
 CONTROL = tl.constexpr(layout.CONTROL)
 LL_BASE = tl.constexpr(layout.LL_BASE)
 LL_BUFFER = tl.constexpr(layout.LL_BUFFER)
+WIDE_BASE = tl.constexpr(layout.WIDE_BASE)
+WIDE_BUFFER = tl.constexpr(layout.WIDE_BUFFER)
 SIMPLE_BASE = tl.constexpr(layout.SIMPLE_BASE)
 SIMPLE_BUFFER = tl.constexpr(layout.SIMPLE_BUFFER)
 PEERS = tl.constexpr(layout.PEERS)
@@ -68,6 +70,18 @@ def ll_base(group):
 def ll_bytes(group):
     """int64: bytes of a source's buffer in an `ll` mailbox."""
     return word_of(group, LL_BUFFER)
+
+
+@triton.jit
+def wide_base(group):
+    """int64: the byte of an arena at which the `ll128` mailboxes begin."""
+    return word_of(group, WIDE_BASE)
+
+
+@triton.jit
+def wide_bytes(group):
+    """int64: bytes of a source's buffer in an `ll128` mailbox."""
+    return word_of(group, WIDE_BUFFER)
 
 
 @triton.jit

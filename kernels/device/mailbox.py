@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import ll_base, ll_bytes, simple_base, simple_bytes, table_of
+from tricomm.kernels.device.group import ll_base, ll_bytes, simple_base, simple_bytes, table_of, wide_base, wide_bytes
 from tricomm.kernels.primitives import put_ll, signal
+from tricomm.kernels.wide_words import COMPILES, clear_wide
 
 HEADERS = tl.constexpr(layout.HEADERS)
 MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
@@ -21,7 +22,9 @@ PHASES = tl.constexpr(layout.PHASES)
 @triton.jit
 def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
-    if SPEC.LL:
+    if SPEC.WIDE:
+        words = wide_bytes(group) // (32 * PARTS) * 3
+    elif SPEC.LL:
         words = ll_bytes(group) // (16 * PARTS)
     else:
         words = simple_bytes(group) // (8 * PARTS)
@@ -30,14 +33,29 @@ def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
-    """Pointer (int64*, 16-byte aligned) to the LL words of payload word `first` and on in `source`'s buffer.
+    """Pointer (int64*, 16-byte aligned) to the tile at payload word `first` in `source`'s buffer of words with flags.
 
     `head` is the head of the arena that holds the mailbox: a peer's to write, `table_of(group)` to read one's own.
     """
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
-    offset = ll_base(group) + buffer * ll_bytes(group)
-    return tl.multiple_of(head + offset // 8 + 2 * first, 16)
+    if SPEC.WIDE:
+        offset = wide_base(group) + buffer * wide_bytes(group)
+        place = first // 3 * 4  # a tile begins at a multiple of 3 words
+    else:
+        offset = ll_base(group) + buffer * ll_bytes(group)
+        place = 2 * first
+    return tl.multiple_of(head + offset // 8 + place, 16)
+
+
+@triton.jit
+def flagged_bytes(group, SPEC: tl.constexpr):
+    """int64: bytes of a source's buffer in a mailbox of words with flags."""
+    if SPEC.WIDE:
+        nbytes = wide_bytes(group)
+    else:
+        nbytes = ll_bytes(group)
+    return nbytes
 
 
 @triton.jit
@@ -57,24 +75,25 @@ def clears(epoch):
 
 @triton.jit
 def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
-    """Every 2^30 epochs, before its header: zero this block's share of the mailbox that this epoch does not use.
+    """Every 2^30 epochs, before its header: zero this block's share of the mailboxes that this epoch does not use.
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
-    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, tile
-    t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this.
-    The zeros are LL words like those that they replace: strong stores, so that old and new ones have one order.
+    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, OWNED
+    of them for each block in turn), and a peer's same block writes there only after it has seen the header sent after this. Of a
+    mailbox that this launch does not use any share will do. The zeros are words like those that they replace, LL or
+    wide: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
         table = table_of(group)
         grid = tl.num_programs(0)
         block = tl.program_id(0)
         idle = (epoch & 1) ^ 1
-        run = ll_bytes(group) // (8 * PARTS)
-        for part in range(SPEC.WORLD_SIZE * PARTS):
-            start = table + ll_base(group) // 8 + idle * SPEC.WORLD_SIZE * PARTS * run + part * run
-            for first in range(block.to(tl.int64) * 2 * SPEC.BLOCK, run, grid * 2 * SPEC.BLOCK):
-                zeros = tl.zeros([SPEC.BLOCK], tl.int64)
-                put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
+        ll_runs: tl.constexpr = SPEC.WORLD_SIZE * PARTS if SPEC.LL and not SPEC.WIDE else 1
+        clear_runs(table + ll_base(group) // 8, SPEC.WORLD_SIZE * ll_bytes(group) // 8, idle, ll_runs, False, SPEC)
+        if COMPILES or not SPEC.PTX:  # else nothing ever uses them
+            wide_runs: tl.constexpr = SPEC.WORLD_SIZE * PARTS if SPEC.WIDE else 1
+            start, words = table + wide_base(group) // 8, SPEC.WORLD_SIZE * wide_bytes(group) // 8
+            clear_runs(start, words, idle, wide_runs, True, SPEC)
         lane = tl.arange(0, SPEC.LANES)
         for row in range(PHASES * SPEC.WORLD_SIZE):
             phase, source = row // SPEC.WORLD_SIZE, row % SPEC.WORLD_SIZE
@@ -83,3 +102,21 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
                 at = first + grid * lane
                 signal(headers + at, tl.zeros([SPEC.LANES], tl.int64), at < MAX_BLOCKS, False, SPEC.PTX)
         tl.debug_barrier()
+
+
+@triton.jit
+def clear_runs(mailboxes, words, idle, RUNS: tl.constexpr, WIDE: tl.constexpr, SPEC: tl.constexpr):
+    """This block's tiles of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile of either
+    width takes 2 BLOCK of them."""
+    STEP: tl.constexpr = 2 * SPEC.BLOCK
+    OWNED: tl.constexpr = SPEC.OWNED * STEP
+    run = words // RUNS
+    for part in range(RUNS):
+        start = mailboxes + idle * words + part * run
+        for own in range(tl.program_id(0).to(tl.int64) * OWNED, run, tl.num_programs(0).to(tl.int64) * OWNED):
+            for first in range(own, tl.minimum(own + OWNED, run), STEP):
+                if WIDE:
+                    clear_wide(start + first, (run - first) // 2, SPEC.BLOCK)
+                else:
+                    zeros = tl.zeros([SPEC.BLOCK], tl.int64)
+                    put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)

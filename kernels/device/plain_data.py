@@ -93,9 +93,12 @@ def runs(pointer, stride):
 
 
 @triton.jit
-def push_plain_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer at rank r, one's own included; as `push_shards`."""
-    me = chunk.me
+def push_plain_rows(tensors, chunk, SPEC: tl.constexpr):
+    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer at rank r, one's own included; as `push_shards`.
+
+    `tensors` is (x_ptr, y_ptr, numel) and whatever else.
+    """
+    x_ptr, numel, me = tensors[0], tensors[2], chunk.me
     rows, buffers = (), ()
     for n in tl.static_range(SPEC.WORLD_SIZE):
         to = (me + n) % SPEC.WORLD_SIZE

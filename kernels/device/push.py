@@ -3,11 +3,14 @@
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
 LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
-          (`device/arrival.py`), a rank that receives nothing polls headers. Hops: 1.
+          (`device/arrival.py`), a rank that receives nothing polls headers. Hops: 1. What is pushed first is loaded
+          beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of words
+          (`device/planes.py`).
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
           barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
-Bytes     what is pushed; under LL twice that, because half of it is flags. Nothing is read from a peer.
+Bytes     what is pushed; under `ll` twice that, because half of it is flags, under `ll128` 4/3. Nothing is read from
+          a peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
           left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
           pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
@@ -23,13 +26,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.arrival import poll_words
-from tricomm.kernels.device.group import ll_bytes, peer, peer_ahead, table_of
-from tricomm.kernels.device.mailbox import clear_idle, clears, ll_buffer, simple_buffer
-from tricomm.kernels.device.packing import load_tiles, load_words, store_tile, store_words
-from tricomm.kernels.device.plain_data import copy_part, copy_rows, push_part, push_plain_rows
-from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.primitives import barrier, get_ll, put_ll, send_headers, wait_headers
+from tricomm.kernels.device.arrival import poll_planes
+from tricomm.kernels.device.group import peer, peer_ahead, table_of
+from tricomm.kernels.device.mailbox import clear_idle, clears, flagged_bytes, ll_buffer, simple_buffer
+from tricomm.kernels.device.packing import load_tiles, store_tile
+from tricomm.kernels.device.plain_data import copy_part, copy_rows, push_part
+from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
+from tricomm.kernels.primitives import barrier, send_headers, wait_headers
 
 
 @triton.jit
@@ -60,54 +63,98 @@ def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def push_tile(chunk, to, first, words, count, SPEC: tl.constexpr):
+def push_tile(chunk, to, first, tile, count, SPEC: tl.constexpr):
     """The tile at word `first` of a run of `count`, into this rank's buffer at rank `to`."""
-    group = chunk.group
-    me = chunk.me
+    head = peer(chunk.group, to)
     if SPEC.LL:
-        buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
-        put_ll(buffer, words, chunk.epoch, count - first, SPEC.BLOCK, SPEC.PTX)
+        put_planes(ll_buffer(chunk, head, chunk.me, first, SPEC), tile, chunk.epoch, count - first, SPEC)
     else:
-        store_tile(simple_buffer(chunk, peer(group, to), me, SPEC), first, words, count, SPEC.BLOCK)
+        store_tile(simple_buffer(chunk, head, chunk.me, SPEC), first, tile[0], count, SPEC.BLOCK)
 
 
 @triton.jit
 def push_row(x_ptr, numel, to, chunk, SPEC: tl.constexpr):
-    """This block's tiles of the chunk's words of x_ptr[0:numel], to rank `to`."""
-    if SPEC.LL:
-        for first in range(chunk.own, chunk.count, chunk.stride):
-            words = load_words(x_ptr, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-            push_tile(chunk, to, first, words, chunk.count, SPEC)
-    else:
-        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
-        push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
-
-
-@triton.jit
-def push_rows(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """Row r of x_ptr[0 : WORLD_SIZE * numel] to rank r, one's own included.
-
-    Starts at the own rank, so that no two ranks write to the same one at the same time. Under `simple` the tiles for
-    all ranks are on their way at once.
-    """
-    me = chunk.me
-    if SPEC.LL:
-        for step in range(SPEC.WORLD_SIZE):
-            to = (me + step) % SPEC.WORLD_SIZE
-            push_row(x_ptr + to * numel, numel, to, chunk, SPEC)
-    else:
-        push_plain_rows(x_ptr, numel, chunk, SPEC)
+    """Simple: this block's tiles of the chunk's words of x_ptr[0:numel], to rank `to`."""
+    buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
+    push_part(x_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
 
 
 @triton.jit
 def first_tile(tensors, chunk, SPEC: tl.constexpr):
-    """LL: this block's first tile of the chunk, for `push_to_all`."""
-    return load_words(tensors[0], chunk.base + chunk.own, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
+    """LL: this block's first tile of the chunk, for `push_to_all` or `push_to`."""
+    return nth_tile(tensors, chunk, chunk.own, SPEC)
+
+
+@triton.jit
+def nth_tile(tensors, chunk, first, SPEC: tl.constexpr):
+    """The tile at word `first` of the chunk."""
+    return load_planes(tensors[0], chunk.base + first, chunk.count - first, tensors[2], SPEC)
 
 
 @triton.jit
 def push_to_all(tensors, chunk, tile, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk, of which `tile` is the first, to every rank, one's own included.
+    """LL: this block's tiles of the chunk, of which `tile` is the first, to every rank, one's own included."""
+    push_to_ranks(tensors, chunk, tile, 0, SPEC)
+
+
+@triton.jit
+def push_to_others(tensors, chunk, tile, SPEC: tl.constexpr):
+    """LL: `push_to_all` without one's own."""
+    push_to_ranks(tensors, chunk, tile, 1, SPEC)
+
+
+@triton.jit
+def push_to_ranks(tensors, chunk, tile, FIRST: tl.constexpr, SPEC: tl.constexpr):
+    """LL: to every rank from the one that is FIRST ahead of the own one on, so that no two ranks write to the same one
+    at the same time."""
+    first = chunk.own
+    while first < chunk.count:
+        for step in tl.static_range(FIRST, SPEC.WORLD_SIZE):
+            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+            put_planes(buffer, tile, chunk.epoch, chunk.count - first, SPEC)
+        first += chunk.stride
+        if first < chunk.count:
+            tile = nth_tile(tensors, chunk, first, SPEC)
+
+
+@triton.jit
+def first_tile_and_root(tensors, chunk, SPEC: tl.constexpr):
+    """LL: (`first_tile`, the head of the arena of rank tensors[3]), for `push_to_root`."""
+    return first_tile(tensors, chunk, SPEC), peer(chunk.group, tensors[3])
+
+
+@triton.jit
+def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
+    """LL: this block's tiles of the chunk to one rank; `loaded` is what `first_tile_and_root` has returned."""
+    tile, head = loaded
+    first = chunk.own
+    while first < chunk.count:
+        buffer = ll_buffer(chunk, head, chunk.me, first, SPEC)
+        put_planes(buffer, tile, chunk.epoch, chunk.count - first, SPEC)
+        first += chunk.stride
+        if first < chunk.count:
+            tile = nth_tile(tensors, chunk, first, SPEC)
+
+
+@triton.jit
+def first_tiles(tensors, chunk, SPEC: tl.constexpr):
+    """LL: this block's first tile of every row of the chunk, for `push_rows`."""
+    return nth_tiles(tensors, chunk, chunk.own, SPEC)
+
+
+@triton.jit
+def nth_tiles(tensors, chunk, first, SPEC: tl.constexpr):
+    """The tile at word `first` of each row of WORLD_SIZE rows of the chunk, from the own rank's on."""
+    tiles = ()
+    for step in tl.static_range(SPEC.WORLD_SIZE):
+        row = tensors[0] + (chunk.me + step) % SPEC.WORLD_SIZE * tensors[2]
+        tiles = tiles + (load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC),)
+    return tiles
+
+
+@triton.jit
+def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
+    """LL: row r of the chunk to rank r, one's own included; `tiles` is what `first_tiles` has returned.
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
@@ -115,10 +162,10 @@ def push_to_all(tensors, chunk, tile, SPEC: tl.constexpr):
     while first < chunk.count:
         for step in tl.static_range(SPEC.WORLD_SIZE):
             buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
-            put_ll(buffer, tile, chunk.epoch, chunk.count - first, SPEC.BLOCK, SPEC.PTX)
+            put_planes(buffer, tiles[step], chunk.epoch, chunk.count - first, SPEC)
         first += chunk.stride
         if first < chunk.count:
-            tile = load_words(tensors[0], chunk.base + first, tensors[2], SPEC.BLOCK, SPEC.ALIGNED)
+            tiles = nth_tiles(tensors, chunk, first, SPEC)
 
 
 @triton.jit
@@ -127,15 +174,20 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
     group = chunk.group
     status = 0
     if SPEC.LL:
-        buffer = ll_buffer(chunk, table_of(group), source, first, SPEC)
-        distance = ll_bytes(group) // 8
-        parts, status = get_ll(group, buffer, distance, chunk.epoch, count - first, SOURCES, SPEC.BLOCK, SPEC.PTX)
+        pointers, lefts = (), ()
+        for n in tl.static_range(SOURCES):
+            pointers = pointers + (ll_buffer(chunk, table_of(group), source + n, first, SPEC),)
+            lefts = lefts + (count - first,)
+        tiles, status = poll_planes(chunk, pointers, lefts, SOURCES, False, SPEC)
     else:
         buffers = ()
         for n in tl.static_range(SOURCES):
             buffers = buffers + (simple_buffer(chunk, table_of(group), source + n, SPEC),)
-        parts = load_tiles(buffers, first, count, SOURCES, SPEC.BLOCK)
-    return parts, status
+        words = load_tiles(buffers, first, count, SOURCES, SPEC.BLOCK)
+        tiles = ()
+        for n in tl.static_range(SOURCES):
+            tiles = tiles + ((words[n],),)
+    return tiles, status
 
 
 @triton.jit
@@ -163,12 +215,12 @@ def receive_nothing(chunk, status, SPEC: tl.constexpr):
 def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
     """LL: the tile at word `first` of the chunk in SOURCES buffers of one's own from rank `source` on, and every peer's
     header: (a tuple of tiles, status). A tile without words is there at once, so only headers are waited for."""
-    pointers, counts = (), ()
+    pointers, lefts = (), ()
     buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
     for n in tl.static_range(SOURCES):
-        pointers = pointers + (tl.multiple_of(buffer + n * (ll_bytes(chunk.group) // 8), 16),)
-        counts = counts + (chunk.count - first,)
-    return poll_words(chunk, pointers, counts, SOURCES, True, SPEC)
+        pointers = pointers + (tl.multiple_of(buffer + n * (flagged_bytes(chunk.group, SPEC) // 8), 16),)
+        lefts = lefts + (chunk.count - first,)
+    return poll_planes(chunk, pointers, lefts, SOURCES, True, SPEC)
 
 
 @triton.jit
@@ -181,9 +233,9 @@ def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
         first = chunk.own
         more = status == 0
         while more:
-            parts, status = arrived(chunk, source, first, 1, SPEC)
+            tiles, status = arrived(chunk, source, first, 1, SPEC)
             if (status == 0) & (first < chunk.count):
-                store_words(y_ptr, chunk.base + first, parts[0], numel, SPEC.BLOCK, SPEC.ALIGNED)
+                store_planes(y_ptr, chunk.base + first, tiles[0], chunk.count - first, numel, SPEC)
             first += chunk.stride
             more = (status == 0) & (first < chunk.count)
     elif status == 0:
@@ -199,10 +251,10 @@ def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
         first = chunk.own
         more = status == 0
         while more:
-            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+            tiles, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
             if (status == 0) & (first < chunk.count):
                 for r in tl.static_range(SPEC.WORLD_SIZE):
-                    store_words(y_ptr + r * numel, chunk.base + first, parts[r], numel, SPEC.BLOCK, SPEC.ALIGNED)
+                    store_planes(y_ptr + r * numel, chunk.base + first, tiles[r], chunk.count - first, numel, SPEC)
             first += chunk.stride
             more = (status == 0) & (first < chunk.count)
     else:
@@ -221,11 +273,12 @@ def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
     more = (status == 0) & (SPEC.LL | (first < chunk.count))
     while more:
         if SPEC.LL:
-            parts, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
+            tiles, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
         else:
-            parts, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
+            tiles, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
         if (status == 0) & (first < chunk.count):
-            store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
+            total = reduce_planes(tiles, SPEC)
+            store_planes(y_ptr, chunk.base + first, total, chunk.count - first, numel, SPEC)
         first += chunk.stride
         more = (status == 0) & (first < chunk.count)
     return status

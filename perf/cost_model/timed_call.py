@@ -122,10 +122,9 @@ class TimedArenas:
         return torch.from_numpy(raw[skipped:].view("i8"))
 
     def _fill(self, rank: int, table: torch.Tensor, world_size: int) -> None:
-        plan = self.plan
         table[layout.RANK], table[layout.CONTROL] = rank, self.controls[rank].data_ptr()
-        table[layout.LL_BASE], table[layout.LL_BUFFER] = plan.ll, plan.ll_buffer
-        table[layout.SIMPLE_BASE], table[layout.SIMPLE_BUFFER] = plan.simple, plan.simple_buffer
+        for word, value in self.plan.constants.items():
+            table[word] = value
         table[layout.EPOCH] = _EPOCH
         table[layout.PEERS : layout.PEERS + world_size] = _addresses(self.arenas)
         quad, peers = (0, 4) if rank < 4 else (4, 0)

@@ -1,11 +1,12 @@
 """The purpose of an access of a shipped kernel, by the source line that it was inlined from.
 
-    body     a full tile of payload: must be 128 bits an access, in PTX and in SASS, if the tensors are aligned
+    body     a full tile of payload: must be 128 bits an access, in PTX and in SASS, if the tensors are aligned; 64 of
+             a tensor under `ll128`, whose planes have one word a thread
     tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
-             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_words`, whose accesses are
-             payload
+             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_planes`, whose accesses
+             are payload
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
 """
@@ -21,7 +22,7 @@ from tricomm.kernels.device import arrival, channels, counts, mailbox, packing, 
 from tricomm.perf.machine_code.accesses import Line
 
 _SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, channels)
-_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_words")
+_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
@@ -36,7 +37,7 @@ def classify(line: Line, tiles: set[Line]) -> str:
 
 def clears(line: Line) -> bool:
     """True for code that runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
-    return function_of(line) in ("mailbox.clear_idle", "channels.clear_stale")
+    return function_of(line) in ("mailbox.clear_idle", "mailbox.clear_runs", "channels.clear_stale")
 
 
 def aside(line: Line) -> bool:

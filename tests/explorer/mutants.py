@@ -31,12 +31,13 @@ PADS = "tests/explorer/pad_kernels.py"
 
 _SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
 _WAIT = "    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)\n"
-_STAGE = "                PUSH(tensors, ahead, SPEC)\n"
-_MEET = "                status = synchronize(ahead, 0, SPEC)\n"
-_NEXT = "            number += 1\n"
+_OPENED = "            open_epoch(ahead, 1, SPEC)\n"
+_STAGE = "            PUSH(tensors, ahead, SPEC)\n"
+_MEET = "            status = synchronize(ahead, 0, SPEC)\n"
+_NEXT = "        number += 1\n"
 _FIRST = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _SECOND = "status = synchronize(behind, 1, SPEC)"
-_STRIDE = "own, tl.num_programs(0) * SPEC.BLOCK, owner)"
+_STRIDE = "own, tl.num_programs(0) * SPEC.TILE, owner)"
 _SECOND_HALF = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
@@ -44,8 +45,8 @@ _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_ba
 _RESULTS = "store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)\n        "
 _GRID_WAIT = """\
     blocks = tl.num_programs(0)
-    all_here = (tl.atomic_add(table_of(group) + 15, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
-    while tl.atomic_add(table_of(group) + 15, 0, sem="acquire", scope="gpu") < all_here:
+    all_here = (tl.atomic_add(table_of(group) + 60, 1, sem="acq_rel", scope="gpu") // blocks + 1) * blocks
+    while tl.atomic_add(table_of(group) + 60, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
 _MEETING = (
@@ -81,12 +82,12 @@ REAL = (
     ),
     Mutant(
         "K04", "staged after the signal", "data stored after the flag that announces them; kin of vllm#2760",
-        (Edit(CHUNKS, _STAGE, ""), Edit(CHUNKS, _MEET + _NEXT, _MEET + _STAGE + _NEXT)),
+        (Edit(CHUNKS, _OPENED + _STAGE, _OPENED), Edit(CHUNKS, _MEET + _NEXT, _MEET + _STAGE + _NEXT)),
         (S,), RACE,
     ),
     Mutant(
         "K05", "no leading barrier", "peers' stages are read before their ranks signal that they are full",
-        (Edit(CHUNKS, _MEET + _NEXT, f"                status = 0\n{_NEXT}"),),
+        (Edit(CHUNKS, _MEET + _NEXT, f"            status = 0\n{_NEXT}"),),
         (S,), RACE, "no flag tells rank",
     ),
     Mutant(
@@ -115,13 +116,13 @@ REAL = (
     Mutant(
         "K10", "empty blocks of rank 0 leave early", "a barrier that not everybody takes part in",
         (Edit(CHUNKS, _MEET + _NEXT,
-              f"                if (ahead.me != 0) | (ahead.own < ahead.count):\n    {_MEET}{_NEXT}"),),
+              f"            if (ahead.me != 0) | (ahead.own < ahead.count):\n    {_MEET}{_NEXT}"),),
         (G,), DEADLOCK, blocks=2,
     ),
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
-            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.BLOCK, owner)"),
+            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.TILE, owner)"),
             Edit(CHUNKS, "(number <= chunks) & (status == 0):",
                  "(number <= chunks) & (status == 0) & (whole.own < whole.stride):"),
         ),

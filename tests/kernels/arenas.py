@@ -56,8 +56,8 @@ class Rank:
         table = self.arena
         table[layout.RANK] = rank
         table[layout.CONTROL] = base + rank * self.stride + self.plan.nbytes
-        table[layout.LL_BASE], table[layout.LL_BUFFER] = self.plan.ll, self.plan.ll_buffer
-        table[layout.SIMPLE_BASE], table[layout.SIMPLE_BUFFER] = self.plan.simple, self.plan.simple_buffer
+        for word, value in self.plan.constants.items():
+            table[word] = value
         table[layout.EPOCH] = epoch
         for peer in range(world_size):
             table[layout.PEERS + peer] = base + peer * self.stride
@@ -80,7 +80,8 @@ class Rank:
         count = x.numel() * dtype.lanes // kernel.kind.rows_in(self.world_size)
         aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
         aligned = aligned and (kernel.collective == "all_reduce" or count * dtype.bits % 128 == 0)
-        constexprs = {"WORLD_SIZE": self.world_size, "BLOCK": tile, "LANES": 16, "ALIGNED": aligned, "PTX": False}
+        block = min(tile, self.plan.largest_tile(kernel.algorithm, kernel.protocol))
+        constexprs = {"WORLD_SIZE": self.world_size, "BLOCK": block, "LANES": 16, "ALIGNED": aligned, "PTX": False}
         constexprs |= kernel.fixed
         if kernel.reduces:
             constexprs["ELEMENT"], constexprs["OP"] = reduction(dtype, op)

@@ -20,11 +20,12 @@ def test_parts_lie_one_behind_the_other():
     for plan in PLANS:
         ranks = plan.world_size
         assert layout.HEADERS + 8 * layout.PHASES * 2 * ranks * layout.MAX_BLOCKS <= plan.ll
-        assert plan.ll + 2 * ranks * plan.ll_buffer <= plan.simple
+        assert plan.ll + 2 * ranks * plan.ll_buffer <= plan.wide
+        assert plan.wide + 2 * ranks * plan.wide_buffer <= plan.simple
         assert plan.simple + 2 * ranks * plan.simple_buffer <= plan.channel_states
         assert plan.channel_states + ranks * plan.channels * layout.CHANNEL_STATE <= plan.slots
         assert plan.slots + ranks * plan.channels * layout.SLOTS * plan.slot <= plan.nbytes
-        assert all(place % 128 == 0 for place in (plan.ll, plan.simple, plan.channel_states, plan.slots))
+        assert all(place % 128 == 0 for place in (plan.ll, plan.wide, plan.simple, plan.channel_states, plan.slots))
 
 
 def test_no_plan_is_larger_than_its_arena():
@@ -37,15 +38,18 @@ def test_the_largest_tile_is_a_power_of_two_and_divides_its_part_of_a_buffer():
         for kernel in registry.KERNELS:
             tile = plan.largest_tile(kernel.algorithm, kernel.protocol)
             assert tile & (tile - 1) == 0
-            assert plan.buffer_words(kernel.algorithm, kernel.protocol) % tile == 0
+            words = layout.tile_words(kernel.protocol, tile)
+            assert plan.buffer_words(kernel.algorithm, kernel.protocol) % words == 0
+            assert words % 2 == 0  # shards are whole pairs of words
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 10, 16])
 def test_buffers_fill_nine_tenths_of_the_default_arena_and_have_tiles_of_2048_words(world_size):
     nbytes = Options().arena_bytes
     plan = layout.plan(world_size, nbytes)
-    assert 2 * world_size * (plan.ll_buffer + plan.simple_buffer) >= 0.9 * nbytes
+    assert 2 * world_size * (plan.ll_buffer + plan.wide_buffer + plan.simple_buffer) >= 0.9 * nbytes
     assert 8 * world_size * plan.ll_buffer <= nbytes  # a quarter: two buffers a rank
+    assert 3 / 4 * plan.wide_buffer >= 192 << 10  # of payload, in one chunk
     assert plan.largest_tile("two_shot", "simple") >= 2048
     assert plan.slot_words("simple") >= 1024
 

@@ -133,10 +133,8 @@ def group_table(
     """
     values = [0] * (layout.HEADERS // 8)
     values[layout.RANK], values[layout.CONTROL], values[layout.EPOCH] = rank, control, first_epoch
-    values[layout.LL_BASE], values[layout.LL_BUFFER] = memory.ll, memory.ll_buffer
-    values[layout.SIMPLE_BASE], values[layout.SIMPLE_BUFFER] = memory.simple, memory.simple_buffer
-    values[layout.CHANNEL_STATES], values[layout.CHANNELS] = memory.channel_states, memory.channels
-    values[layout.SLOT_DATA], values[layout.SLOT_BYTES] = memory.slots, memory.slot
+    for word, value in memory.constants.items():
+        values[word] = value
     values[layout.PEERS : layout.PEERS + len(bases)] = bases
     by_rank = places(topology, len(bases))
     if by_rank is not None:

@@ -7,14 +7,14 @@ one (`tables/default.json`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs
+from tricomm.kernels import collective_specs, wide_words
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.layout import MAX_BLOCKS, Layout
+from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
@@ -33,7 +33,8 @@ class Choice:
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile. `table` and `row`
     name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
     that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
-    choice: algorithm and protocol are "nccl" then.
+    choice: algorithm and protocol are "nccl" then. `fused`: the kernel normalises, too, in an all_reduce_rms_norm; if
+    it does not, the choice is that of the all-reduce before it.
     """
 
     collective: str
@@ -48,6 +49,13 @@ class Choice:
     runner_up: str = ""
     zero_copy: bool = False
     route: str = "kernels"
+    fused: bool = False
+
+    @property
+    def counted_as(self) -> str:
+        """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
+        plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
+        return self.algorithm if plain else f"unfused_{self.algorithm}"
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,14 @@ def nccl(collective: str, reason: str) -> Choice:
     return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
 
 
+def unfused(collective: str, choice: Choice, why: str) -> Choice:
+    """The choice of a fused `collective` that runs as an all-reduce, by `choice`, and torch, because of `why`."""
+    reason = f"not fused, an all_reduce and torch: {why}"
+    if choice.route == "kernels":
+        reason += f"; its all_reduce: {choice.reason}"
+    return replace(choice, collective=collective, reason=reason)
+
+
 def _in_symmetric(
     facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
 ) -> Choice:
@@ -135,7 +151,8 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
-    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // 8))
+    rows = kernel.kind.rows_in(facts.world_size)
+    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // (8 * rows)))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     reason += _promise(facts, kernel)
     return Choice(
@@ -155,6 +172,8 @@ def _allowed(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
                 "use NCCL (torch.distributed)"
             )
+    if not has_wide_words(facts, forced=protocol == "ll128"):
+        known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
     if facts.batch_invariant and fits:
@@ -172,6 +191,15 @@ def _allowed(
         f"{collective}: there is no {asked} kernel{where}; there is "
         + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
     )
+
+
+def has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
+    """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
+    `InvalidArgument`."""
+    architecture = None if facts.device == "cpu" else int("".join(filter(str.isdigit, facts.device)))
+    if forced:
+        wide_words.require(architecture)
+    return architecture is None or wide_words.why_not(architecture) is None
 
 
 def _in_rank_order(
@@ -212,9 +240,9 @@ def _shape(
         blocks = 1
     else:
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
-        if kernel.protocol == "ll":
+        if kernel.protocol != "simple":
             tile = _short_tile(share)
-            blocks = min(LL_BLOCKS, max(1, -(-share // tile)))
+            blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
         else:
             tile = GPU_TILE
             blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
@@ -223,7 +251,9 @@ def _shape(
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = min(facts.tile or tile, widest)
     if facts.device != "cpu":
-        warps = max(1, min(warps, tile // WORDS_PER_WARP))
+        # A plane of wide words is half of their tile, and has to span all threads.
+        tile = max(tile, 2 * WORDS_PER_WARP) if kernel.wide else tile
+        warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
     return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
 
 

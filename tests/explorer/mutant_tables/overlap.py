@@ -16,18 +16,19 @@ CHUNKS = "kernels/device/chunks.py"
 UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 
 # Of one hop.
-_PUSH = "                PUSH(tensors, ahead, SPEC)\n"
+_PUSH = "            open_epoch(ahead, 1, SPEC)\n            PUSH(tensors, ahead, SPEC)\n"
 _TAKE = """\
-            if number > 0:
-                status = TAKE(tensors, nth(whole, number - 1, chunk_words), status, SPEC)
+        if number > 0:
+            status = TAKE(tensors, nth(whole, number - 1, chunk_words), status, SPEC)
 """
-_MEET = "            if number < chunks:\n                status = synchronize(ahead, 0, SPEC)\n"
-_NEXT = "            number += 1\n    leave"
+_MEET = "        if number < chunks:\n            status = synchronize(ahead, 0, SPEC)\n"
+_NEXT = "        number += 1\n"
 _EARLY = """\
-                if number == 0:
-                    PUSH(tensors, ahead, SPEC)
-                if number + 1 < chunks:
-                    PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
+            open_epoch(ahead, 1, SPEC)
+            if number == 0:
+                PUSH(tensors, ahead, SPEC)
+            if number + 1 < chunks:
+                PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
 """
 # Of two hops.
 _PUSH_FIRST = "            open_epoch(ahead, 2, SPEC)\n            PUSH(tensors, ahead, SPEC)\n"
@@ -68,7 +69,7 @@ OVERLAPS = (
     ),
     _mutant(
         "O03", "one hop: only the first chunk has a barrier", "each chunk needs its own",
-        (Edit(CHUNKS, _MEET, _MEET.replace("number < chunks", "number == 0")),), GS, (2100,),
+        (Edit(CHUNKS, _MEET + _NEXT, _MEET.replace("number < chunks", "number == 0") + _NEXT),), GS, (2100,),
     ),
     _mutant(
         "O04", "staged: read behind the next barrier", "the stage is filled again under a reader",

@@ -28,10 +28,10 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
 _OLD = "old = (seen >> 32).to(tl.int32) != flag"
-_LATE = "late |= tl.where(lane < counts[n], low_old | high_old, 0)"
+_LATE = "late |= tl.where(lane < lefts[n], low_old | high_old, 0)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
-_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = ll_base(group)"
+_ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    if SPEC.WIDE:"
 _SAME = "ahead._replace(epoch=ahead.epoch * 0)"
 _AHEAD = "PUSH(tensors, ahead, SPEC)\n"
 _MET = "status = synchronize(ahead, 0, SPEC)\n"
@@ -39,7 +39,7 @@ _TWO_BACK = "nth(whole, number - 2, chunk_words)"
 _SHARD = """\
         buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
     for first in range(chunk.own, shard"""
-_TO = "\n            to = (chunk.me + step) % SPEC.WORLD_SIZE\n            buffer"
+_TO = "\n            buffer"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
     if SPEC.LL:
@@ -67,12 +67,12 @@ WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
 OWN = (
     Mutant(
         "M01", "LL: the flag of one word stands for the tile", "every word is complete by itself, and no other is",
-        (Edit(ARRIVAL, _LATE, _LATE.replace("counts[n]", "1")),),
+        (Edit(ARRIVAL, _LATE, _LATE.replace("lefts[n]", "1")),),
         (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
     ),
     Mutant(
         "M02", "LL: the first half of the words is polled", "a payload word is two LL words",
-        (Edit(ARRIVAL, _LATE, _LATE.replace("counts[n]", "counts[n] // 2")),),
+        (Edit(ARRIVAL, _LATE, _LATE.replace("lefts[n]", "lefts[n] // 2")),),
         (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
     ),
     Mutant(
@@ -82,7 +82,7 @@ OWN = (
     ),
     Mutant(
         "M04", "LL: no wait for headers", "the fingerprint is not read, and the header is there for the next call",
-        (Edit(PUSH, "pointers, counts, SOURCES, True,", "pointers, counts, SOURCES, False,"),),
+        (Edit(PUSH, "pointers, lefts, SOURCES, True,", "pointers, lefts, SOURCES, False,"),),
         (L,), frozenset({"leftover"}),
     ),
     Mutant(
@@ -258,7 +258,7 @@ OWN = (
     ),
     Mutant(
         "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
-        (Edit(PUSH, "store_words(y_ptr + r * numel, chunk.base + first,", "store_words(y_ptr + r * numel, first,"),),
+        (Edit(PUSH, "store_planes(y_ptr + r * numel, chunk.base + first,", "store_planes(y_ptr + r * numel, first,"),),
         (GL,), WRONG, sizes=(300,), tile=128,
     ),
     Mutant(
@@ -268,7 +268,7 @@ OWN = (
     ),
     Mutant(
         "M41", "two-shot LL: words are polled without headers", "the header is there for the next call",
-        (Edit(TWO_SHOT, "counts, SPEC.WORLD_SIZE, True, SPEC)", "counts, SPEC.WORLD_SIZE, False, SPEC)"),),
+        (Edit(TWO_SHOT, "lefts, SPEC.WORLD_SIZE, True, SPEC)", "lefts, SPEC.WORLD_SIZE, False, SPEC)"),),
         (TL,), frozenset({"leftover", "race"}),
     ),
     Mutant(

@@ -26,14 +26,14 @@ CHUNKS = "kernels/device/chunks.py"
 PLAIN = "kernels/device/plain_data.py"
 
 _NOTHING = "        status = receive_nothing(chunk, status, SPEC)\n"
-_MET = "                status = synchronize(ahead, 0, SPEC)\n            number"
+_MET = "            status = synchronize(ahead, 0, SPEC)\n        number"
 _SIGNAL_ONLY = """\
-                if ahead.me == tensors[3]:
-                    tl.debug_barrier()
-                    send_headers(group, ahead.epoch, call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-                else:
-                    status = synchronize(ahead, 0, SPEC)
-            number"""
+            if ahead.me == tensors[3]:
+                tl.debug_barrier()
+                send_headers(group, ahead.epoch, call, 0, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+            else:
+                status = synchronize(ahead, 0, SPEC)
+        number"""
 _IMPORT = "from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
@@ -45,6 +45,8 @@ _HEADERS = """\
         tl.debug_barrier()
 """
 _SECOND = "status = synchronize(behind, 1, SPEC)"
+_INTO_OWN = "chunk.me, first, SPEC)\n            put_planes(buffer, "
+_TO = "(chunk.me + step) % SPEC.WORLD_SIZE"
 _BEFORE_CLEAR = 2**30 - 1
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
@@ -105,18 +107,17 @@ PUSHES = (
     ),
     Mutant(
         "P10", "LL push: buffers taken for half as far apart", "the distance between buffers is in words of 8 bytes",
-        (Edit(FILE, "n * (ll_bytes(chunk.group) // 8)", "n * (ll_bytes(chunk.group) // 16)"),),
+        (Edit(FILE, "n * (flagged_bytes(chunk.group, SPEC) // 8)", "n * (flagged_bytes(chunk.group, SPEC) // 16)"),),
         (RL,), DEADLOCK,
     ),
     Mutant(
         "P11", "LL push: into the receiver's buffer", "all senders write to one buffer",
-        (Edit(FILE, "peer(group, to), me, first, SPEC)\n        put_ll(buffer, words,",
-              "peer(group, to), to, first, SPEC)\n        put_ll(buffer, words,"),),
+        (Edit(FILE, f"{_INTO_OWN}tiles[step],", f"{_INTO_OWN.replace('chunk.me', _TO)}tiles[step],"),),
         (AL,), frozenset({"race", "deadlock"}),
     ),
     Mutant(
         "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
-        (Edit(FILE, "push_row(x_ptr + to * numel,", "push_row(x_ptr + step * numel,"),),
+        (Edit(FILE, "tensors[0] + (chunk.me + step) % SPEC.WORLD_SIZE * tensors[2]", "tensors[0] + step * tensors[2]"),),
         (AL,), WRONG,
     ),
     Mutant(

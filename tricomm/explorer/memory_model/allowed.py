@@ -3,7 +3,7 @@
 put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
 get_ll,     A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
-poll_words  word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
+poll_planes word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
             has the payload, so it needs no order with any other word. It does need that no word is overwritten before
             it has been read. That is checked instead (`Detector._ll_overwritten`).
 put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.sys` in both variants, of one size, so no
@@ -20,7 +20,9 @@ from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import primitives, wide_words
 from tricomm.kernels.device import arrival, channels
 
-_LL = ("put_ll", "get_ll", "poll_words", "put_wide", "get_wide", "store_wide", "load_wide")
+_LL = (
+    "put_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
+)  # fmt: skip
 _MODULES = (primitives, wide_words, channels, arrival)
 _files = {str(module.__file__) for module in _MODULES}
 

@@ -17,10 +17,10 @@ Array = NDArray[Any]
 
 _TABLE = {
     layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_BUFFER: "ll_buffer",
-    layout.SIMPLE_BASE: "simple_base", layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch",
-    layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.CHANNEL_STATES: "channel_states",
+    layout.WIDE_BASE: "wide_base", layout.WIDE_BUFFER: "wide_buffer", layout.SIMPLE_BASE: "simple_base",
+    layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch", layout.ARRIVALS: "arrivals",
+    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.CHANNEL_STATES: "channel_states",
     layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
-    layout.MESSAGE_ARRIVALS: "message_arrivals",
 }  # fmt: skip
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
@@ -75,8 +75,9 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
         return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
     if offset >= plan.channel_states:
         return _message_label(plan, offset)
-    kind, start = ("ll", plan.ll) if offset < plan.simple else ("simple", plan.simple)
-    part, at = divmod(offset - start, plan.ll_buffer if kind == "ll" else plan.simple_buffer)
+    mailboxes = (("simple", plan.simple, plan.simple_buffer), ("ll128", plan.wide, plan.wide_buffer))
+    kind, start, buffer = next((m for m in mailboxes if offset >= m[1]), ("ll", plan.ll, plan.ll_buffer))
+    part, at = divmod(offset - start, buffer)
     return f"{kind} mailbox, parity {part // plan.world_size}, from rank {part % plan.world_size}, byte {at}"
 
 

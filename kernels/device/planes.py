@@ -1,0 +1,165 @@
+"""Tiles of words with flags, whatever their width: loaded, pushed, polled, reduced and stored plane by plane.
+
+    ll       one plane        [ 0 ... BLOCK )                                16 bytes of mailbox a word of 8
+    ll128    three planes     [ 0 ... p ) [ p ... 2p ) [ 2p ... 3p )         32 bytes of mailbox a word of each plane
+
+A tile is a tuple of `SPEC.PLANES` int64 tiles of `SPEC.PLANE` words, neighbouring runs of a tensor, `SPEC.TILE` words
+in all. Under `ll128` a word of each of three planes makes two wide words (`wide_words.py`). A full tile has p = PLANE,
+and one at the end of a run a smaller p (`plane_words`), so that few words take few wide words. So what loads, pushes,
+polls or stores a tile takes `left`, the words from the tile's first to the end of its run; all ranks have the same.
+
+Poll: `device/arrival.py`. Place of a tile in a mailbox: `mailbox.ll_buffer`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.packing import end_of, load_words, store_words
+from tricomm.kernels.device.reduction import accumulate, reduce_words
+from tricomm.kernels.primitives import put_ll
+from tricomm.kernels.wide_words import plane_words, put_wide
+
+
+@triton.jit
+def plane_start(left, K: tl.constexpr, SPEC: tl.constexpr):
+    """Words from a tile's first to the first of its plane K."""
+    start = left * 0
+    if SPEC.WIDE:
+        start = K * plane_words(left, SPEC.PLANE)
+    return start
+
+
+@triton.jit
+def plane_length(left, K: tl.constexpr, SPEC: tl.constexpr):
+    """Words of plane K that belong to the run; 0 or less if there are none."""
+    length = left
+    if SPEC.WIDE:
+        plane = plane_words(left, SPEC.PLANE)
+        length = tl.minimum(plane, tl.minimum(left - K * plane, SPEC.PLANE).to(tl.int32))
+    return length
+
+
+@triton.jit
+def no_tile(SPEC: tl.constexpr):
+    """A tile of zeros."""
+    tile = ()
+    for _ in tl.static_range(SPEC.PLANES):
+        tile = tile + (tl.zeros([SPEC.PLANE], tl.int64),)
+    return tile
+
+
+@triton.jit
+def load_planes(x_ptr, start, left, numel, SPEC: tl.constexpr):
+    """The tile at word `start` of x_ptr[0:numel]. Three planes have zeros behind the end of their run, one has what is
+    there."""
+    return load_planes_if(x_ptr, start, left, numel, SPEC.ALIGNED, SPEC)
+
+
+@triton.jit
+def load_planes_if(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
+    """`load_planes` of a tensor that is 16-byte aligned if `ALIGNED`."""
+    if SPEC.WIDE:
+        tile = _load_three(x_ptr, start, left, numel, ALIGNED, SPEC)
+    else:
+        tile = (load_words(x_ptr, start, numel, SPEC.PLANE, ALIGNED),)
+    return tile
+
+
+@triton.jit
+def store_planes(y_ptr, start, tile, left, numel, SPEC: tl.constexpr):
+    """The inverse of `load_planes`: what lies inside the run and y_ptr[0:numel]."""
+    store_planes_if(y_ptr, start, tile, left, numel, SPEC.ALIGNED, SPEC)
+
+
+@triton.jit
+def store_planes_if(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr):
+    """`store_planes` to a tensor that is 16-byte aligned if `ALIGNED`."""
+    if SPEC.WIDE:
+        _store_three(y_ptr, start, tile, left, numel, ALIGNED, SPEC)
+    else:
+        store_words(y_ptr, start, tile[0], numel, SPEC.PLANE, ALIGNED)
+
+
+@triton.jit
+def put_planes(pointer, tile, flag, left, SPEC: tl.constexpr):
+    """Push a tile with `flag` to its place at `pointer` (int64*, 16-byte aligned) in a mailbox, `ll_buffer`."""
+    if SPEC.WIDE:
+        put_wide(pointer, tile, flag, plane_words(left, SPEC.PLANE), SPEC.PLANE)
+    else:
+        put_ll(pointer, tile[0], flag, left, SPEC.PLANE, SPEC.PTX)
+
+
+@triton.jit
+def reduce_planes(tiles, SPEC: tl.constexpr):
+    """The tile that WORLD_SIZE `tiles` of raw words make, reduced in ascending order of the tuple: rank order."""
+    reduced = ()
+    for k in tl.static_range(SPEC.PLANES):
+        parts = ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            parts = parts + (tiles[r][k],)
+        reduced = reduced + (reduce_words(parts, SPEC),)
+    return reduced
+
+
+@triton.jit
+def accumulate_planes(tiles, SOURCES: tl.constexpr, SPEC: tl.constexpr):
+    """Accumulator tiles of SOURCES `tiles` of raw words: by plane a tuple of `SPEC.PARTS`, as of `accumulate`."""
+    sums = ()
+    for k in tl.static_range(SPEC.PLANES):
+        parts = ()
+        for n in tl.static_range(SOURCES):
+            parts = parts + (tiles[n][k],)
+        sums = sums + (accumulate(parts, SOURCES, SPEC),)
+    return sums
+
+
+@triton.jit
+def across(tuples, N: tl.constexpr, COUNT: tl.constexpr):
+    """Member N of each of COUNT tuples."""
+    members = ()
+    for k in tl.static_range(COUNT):
+        members = members + (tuples[k][N],)
+    return members
+
+
+@triton.jit
+def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
+    """True if every word of the tile at word `start` lies in like[0:numel] as a whole."""
+    PACK: tl.constexpr = 64 // like.dtype.element_ty.primitive_bitwidth
+    return (start + tl.minimum(left, SPEC.TILE)) * PACK <= numel
+
+
+@triton.jit
+def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
+    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words."""
+    lane = tl.arange(0, SPEC.PLANE)
+    if _whole_words(x_ptr, start, left, numel, SPEC) & ALIGNED:
+        tile = ()
+        for k in tl.static_range(SPEC.PLANES):
+            at = x_ptr.to(tl.pointer_type(tl.int64)) + (start + plane_start(left, k, SPEC)) + lane
+            tile = tile + (tl.load(at, mask=lane < plane_length(left, k, SPEC), other=0),)
+    else:
+        PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+        tile = ()
+        for k in tl.static_range(SPEC.PLANES):
+            first = start + plane_start(left, k, SPEC)
+            limit = end_of(first + plane_length(left, k, SPEC), numel, PACK)
+            tile = tile + (load_words(x_ptr, first, limit, SPEC.PLANE, False),)
+    return tile
+
+
+@triton.jit
+def _store_three(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr):
+    lane = tl.arange(0, SPEC.PLANE)
+    if _whole_words(y_ptr, start, left, numel, SPEC) & ALIGNED:
+        for k in tl.static_range(SPEC.PLANES):
+            at = y_ptr.to(tl.pointer_type(tl.int64)) + (start + plane_start(left, k, SPEC)) + lane
+            tl.store(at, tile[k], mask=lane < plane_length(left, k, SPEC))
+    else:
+        PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
+        for k in tl.static_range(SPEC.PLANES):
+            first = start + plane_start(left, k, SPEC)
+            limit = end_of(first + plane_length(left, k, SPEC), numel, PACK)
+            store_words(y_ptr, first, tile[k], limit, SPEC.PLANE, False)
