@@ -10,12 +10,12 @@ import torch
 
 from tricomm import env
 from tricomm.deadline import Deadline
-from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.errors import InvalidArgument, ResourceError, TricommError
 from tricomm.store.control import ControlPage
+from tricomm.store.cuda_driver import Driver, load_driver
 
 if TYPE_CHECKING:
     from tricomm.store.cuda_arena import CudaArena
-    from tricomm.store.cuda_driver import Driver
 
 _log = logging.getLogger("tricomm")
 
@@ -26,6 +26,10 @@ class Arena(Protocol):
     @property
     def kind(self) -> str:
         """What the memory is: "posix_shm", "cuda_vmm", "cuda_ipc" or "local"."""
+
+    @property
+    def reason(self) -> str:
+        """Why the memory is not of the usual kind; empty if it is."""
 
     @property
     def nbytes(self) -> int: ...
@@ -87,3 +91,20 @@ def open_cuda(
         if control.rank == 0:
             _log.info("GPU memory is shared by %s", arena.reason)
         return arena
+
+
+def expected_kind(gpus: int) -> tuple[str, str]:
+    """The kind of memory that ranks on this machine's GPUs are likely to share, or on its CPU if there are none, and
+    why it is not the usual one. The ranks decide together."""
+    if not gpus:
+        return "posix_shm", ""
+    try:
+        if not env.memory_by_descriptor():
+            return "cuda_ipc", "TRICOMM_CUDA_VMM=0"
+        driver = load_driver()
+        driver.init()
+        refusals = [driver.vmm_refusal(ordinal) for ordinal in range(gpus)]
+    except TricommError as error:
+        return "cuda_ipc", str(error)
+    reason = next((text for text in refusals if text is not None), "")
+    return ("cuda_ipc", reason) if reason else ("cuda_vmm", "")

@@ -51,6 +51,7 @@ class PosixShmArena:
     """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
 
     kind = "posix_shm"
+    reason = ""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes

@@ -26,6 +26,7 @@ from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
 from tricomm.store import descriptors
+from tricomm.store.arena import expected_kind
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml
@@ -75,6 +76,7 @@ def _devices() -> Iterator[ProbeResult]:
         count = torch.cuda.device_count()
         yield ProbeResult("devices", PASS, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}")
         yield from _bindings()
+        yield from _gpu_memory(count)
         yield from _peers(count)
         yield from _links()
     elif Path("/dev/nvidiactl").exists():
@@ -104,6 +106,15 @@ def _bindings() -> Iterator[ProbeResult]:
         yield ProbeResult("driver", FAIL, reason, cuda_bindings.REMEDY)
     else:
         yield ProbeResult("driver", PASS, f"cuda-bindings {version} is installed; {cuda_bindings.NEEDED} is needed")
+
+
+def _gpu_memory(count: int) -> Iterator[ProbeResult]:
+    kind, reason = expected_kind(count)
+    if reason:
+        remedy = "containers need --ipc=host and one PID namespace for it; a newer driver shares by descriptors"
+        yield ProbeResult("GPU memory", WARN, f"{kind}: {reason}", remedy)
+    else:
+        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by descriptors")
 
 
 def _peers(count: int) -> Iterator[ProbeResult]:
@@ -207,6 +218,8 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
+        "TRICOMM_CUDA_VMM": env.memory_by_descriptor,
+        descriptors.VARIABLE: descriptors.base,
     }
     bad = False
     for name, probe in probes.items():
