@@ -31,10 +31,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.planes import put_planes, reduce_planes
 from tricomm.kernels.device.push import receive_nothing
 from tricomm.kernels.device.rows import Row, load_tile, rows_of

@@ -12,6 +12,7 @@ from tests.explorer.mutant_tables.message import MESSAGES
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
+from tests.explorer.mutant_tables.wide import WIDE
 from tests.explorer.mutation import Edit, Mutant
 
 S = ("all_reduce", "one_shot", "simple")
@@ -265,4 +266,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE)}
