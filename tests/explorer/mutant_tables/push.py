@@ -117,7 +117,7 @@ PUSHES = (
     ),
     Mutant(
         "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
-        (Edit(FILE, "tensors[0] + (chunk.me + step) % SPEC.WORLD_SIZE * tensors[2]", "tensors[0] + step * tensors[2]"),),
+        (Edit(FILE, f"tensors[0] + {_TO} * tensors[2]", "tensors[0] + step * tensors[2]"),),
         (AL,), WRONG,
     ),
     Mutant(
