@@ -52,7 +52,9 @@ def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands
     tl.store(y_ptr.to(tl.pointer_type(tl.bfloat16)) + at, rounded, mask=inside)
     x = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / SPEC.HIDDEN + eps)
-    tl.store(norm_ptr.to(tl.pointer_type(tl.bfloat16)) + at, (x * factor * (weight + bias)).to(tl.bfloat16), mask=inside)
+    tl.store(
+        norm_ptr.to(tl.pointer_type(tl.bfloat16)) + at, (x * factor * (weight + bias)).to(tl.bfloat16), mask=inside
+    )
 
 
 def fused(machine: MachineSpec, world_size: int, rows: int, hidden: int, algorithm: str, protocol: str) -> float:
@@ -89,7 +91,11 @@ def _timed(
     plan: layout.Layout,
 ) -> float:  # fmt: skip
     """Boundary and critical path of one launch on all ranks; of each the first block is executed."""
-    gpu, times, words = recorded_launch.gpu(timed_call.architecture(machine)), LATENCIES[machine.name], rows * hidden // 4
+    gpu, times, words = (
+        recorded_launch.gpu(timed_call.architecture(machine)),
+        LATENCIES[machine.name],
+        rows * hidden // 4,
+    )
     arenas = TimedArenas(world_size, plan, words, words, False)
     arenas.expect_last(blocks)
     started = []
@@ -107,10 +113,6 @@ def _timed(
     costs = timed_call._costs(gpu, launch.loaded, machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
     ranks.run(started)
-    import os
-    if os.environ.get("F_PARTS"):
-        from tricomm.perf.cost_model.warp_clock import PARTS
-        print(function.fn.__name__, choice_text(values), dict(zip(PARTS, [round(x,2) for x in ranks.path()])), "issued", ranks.issued(), ranks.chain())
     return times.boundary + sum(ranks.path())
 
 
