@@ -4,8 +4,7 @@
 
 All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
 boundary to the kernel before it in a CUDA graph. The separate kernel is the usual one: a block a row, fp32 statistics
-by one sum. The all-reduce alone is the faster one of its kernels by words with flags. bfloat16; nothing is measured on a
-GPU.
+by one sum. The all-reduce alone is the faster one of its LL kernels. bfloat16; nothing is measured on a GPU.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
     norm         = round((residual_out * factor) * (weight + weight_bias))
 
 All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
-the squares are added as integers. They are scaled by a power of two, so that the largest magnitude of the row, or the
-root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more), and rounded to multiples of 2^-44: 2^14 of them make less than 2^62, and
-the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it would if its squares left fp32's
-range. A row with an infinity has the factor 0, one with a NaN a NaN.
+the squares of each word are added, and the words' sums as integers. They are scaled by a power of two, so that the
+largest magnitude of the row, or the root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more), and cut to
+multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a tiny row
+loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with a NaN a
+NaN.
 
 16-bit types go on in fp32: root and quotient are rounded correctly, and the factor is right to 2 units of fp32. fp32
 goes on in fp64, and its norm is rounded once.
@@ -98,7 +99,7 @@ def magnitude(value):
 
 @triton.jit
 def packed(values, SPEC: tl.constexpr):
-    """The words of a tuple of PACK fp32 tiles, each rounded once to the type; in halves, which a GPU's registers are."""
+    """The words of a tuple of PACK fp32 tiles, each rounded once to the type; in halves, as a GPU's registers."""
     halves = ()
     for h in tl.static_range(2):
         half = tl.zeros([SPEC.PLANE], tl.int32)

@@ -36,7 +36,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("dtype", "rows", "hidden", "world_size"),
     some(
-        [(torch.bfloat16, 5, 264, 3), (torch.float16, 3, 8, 4), (torch.float32, 7, 200, 2), (torch.bfloat16, 1, 4096, 2)],
+        [(torch.bfloat16, 5, 264, 3), (torch.float16, 3, 8, 4), (torch.float32, 7, 200, 2), (torch.half, 1, 4096, 2)],
         4,
     ),
 )  # fmt: skip
@@ -84,7 +84,7 @@ def test_special_values(dtype):
         x[1, ::2] *= -0.5
         x[3, 5], x[4, 7], x[5] = math.inf, math.nan, comm.rank + 1.0
         weight = torch.ones(32, dtype=dtype)
-        return [results(comm, x, None, weight, way, eps) for way in WAYS for eps in (1e-30, 1e-5, 1e20)]
+        return [results(comm, x, None, weight, way, eps) for way in WAYS[1::2] for eps in (1e-30, 1e-5, 1e20)]
 
     ranks = tricomm.simulate(body, 2)
     assert all(same(a, b) for other in ranks[1:] for a, b in zip(ranks[0], other, strict=True))
@@ -118,8 +118,8 @@ def test_planes_of_rows_are_those_of_wide_words():
 
 
 def calls(comm, way):
-    """Rows of several tiles and blocks, three times: later calls find the words of earlier ones in the mailboxes."""
-    for seed in range(3):
+    """Rows of several tiles and blocks, twice: the later calls find the words of earlier ones in the mailboxes."""
+    for seed in range(2):
         x, residual, weight = reference.inputs(comm.rank, 3, 200, torch.float32, seed)
         norm, total, _, _ = results(comm, x, residual, weight, way)
         if not torch.equal(total.double(), reference.summed(2, 3, 200, torch.float32, seed)):
@@ -153,7 +153,7 @@ def explored(way, edits):
         changed = launch_plan.registry
         device = __import__(changed.__name__.split(".")[0] + ".device.epilogue", fromlist=["rms_norm"])
         with patch.object(fused_kernels, "registry", changed), patch.object(fused_kernels, "device", device):
-            return tricomm.check(lambda comm: calls(comm, way), 2, schedules=4, options=SMALL)
+            return tricomm.check(lambda comm: calls(comm, way), 2, schedules=2, options=SMALL)
 
 
 @pytest.mark.parametrize("name", some(MUTANTS, 4))
@@ -163,14 +163,16 @@ def test_the_explorer_notices_each_mistake(name):
     assert not explored(way, (Edit(file, old, new),)).ok
 
 
-@pytest.mark.parametrize("way", some(WAYS, 4), ids="/".join)
-def test_the_explorer_has_no_finding(way):
-    assert explored(way, ()).ok
+@pytest.mark.parametrize(("algorithm", "protocol"), some(WAYS, 4))
+def test_the_explorer_has_no_finding(algorithm, protocol):
+    assert explored((algorithm, protocol), ()).ok
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", WAYS, ids="/".join)
-def test_compiled_kernels_have_no_finding_and_the_same_bits(way):
+@pytest.mark.parametrize(("algorithm", "protocol"), WAYS)
+def test_compiled_kernels_have_no_finding_and_the_same_bits(algorithm, protocol):
+    way = algorithm, protocol
+
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 2, 48, torch.bfloat16)
         return results(comm, x, residual, weight, way)

@@ -62,7 +62,7 @@ def choose(
         reason = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller"
     else:
         reason = (
-            f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if all ranks' words of a row fit in registers"
+            f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
         )
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
