@@ -60,7 +60,7 @@ engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference 
 $(ENGINES_AT)/%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES_AT)/$*
 	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check $($*_WHEELS)
-	$(ENGINES_AT)/$*/bin/python -m pip uninstall --quiet --yes $($*_WITHOUT)
+	$(if $($*_WITHOUT),$(ENGINES_AT)/$*/bin/python -m pip uninstall --quiet --yes $($*_WITHOUT))
 	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
 
