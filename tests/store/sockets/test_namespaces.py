@@ -13,6 +13,7 @@ import torch
 import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import communicator, leftovers
+from tests.marks import some
 
 _NEWNS, _NEWUSER, _NEWPID = 0x00020000, 0x10000000, 0x20000000
 _PRIVATE = 0x4000 | 1 << 18  # MS_REC | MS_PRIVATE
@@ -86,8 +87,7 @@ def work(rank, world_size, url, ready, killed):
     return found, {name: more for name, now in leftovers().items() if (more := now - before[name])}
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["to the end", "killed"])
-@pytest.mark.parametrize("own_users", [False, True], ids=["same users", "users of their own"])
+@pytest.mark.parametrize("own_users,killed", some([(True, True), (True, False), (False, True), (False, False)], 4))
 def test_ranks_in_different_pid_namespaces(own_users, killed, tmp_path):
     if not permitted(own_users):
         pytest.skip("namespaces are not permitted here")
