@@ -59,8 +59,8 @@ def in_namespaces(rank, world_size, tell, url, own_users, killed):
         except BaseException as error:
             tell(repr(error))
         os._exit(0)
-    if rank == 1 and killed:
-        os.read(here, 1)
+    os.close(there)
+    if rank == 1 and killed and os.read(here, 1):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
