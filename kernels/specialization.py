@@ -23,6 +23,7 @@ class Specialization:
     LL           the protocol: True for `ll` and `ll128`, False for `simple`
     WIDE         True for `ll128`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
+    COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
@@ -41,6 +42,7 @@ class Specialization:
     LL: bool = False
     WIDE: bool = False
     ALIGNED: bool = False
+    COMPACT: bool = False
     ELEMENT: str = ""
     OP: str = ""
     HIDDEN: int = 0
@@ -102,7 +104,7 @@ class Specialization:
 
     @cached_property
     def SHARD(self) -> int:
-        """Words of a row's shard, so many that each begins at 16 bytes, and with a block of those that share a scale."""
+        """Words of a row's shard: each begins at 16 bytes, and with a block of elements that share a scale."""
         unit = self.SCALED if self.QUANTIZE == "nvfp4" else 2
         return -(-self.ROW // (unit * self.SHARDS)) * unit
 

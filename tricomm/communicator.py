@@ -23,6 +23,7 @@ from tricomm.core.collectives import Collectives
 from tricomm.core.entry_guard import by_hand, entry, guarded, set_up
 from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_collectives import FusedCollectives
+from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import PlansOfShape
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
@@ -125,6 +126,7 @@ class Communicator:
         self._guard, self._planner = launcher.guard, planner
         self._collectives = Collectives(group, faults, planner, launcher)
         self._fused = FusedCollectives(group, faults, planner, launcher)
+        self._rows = RowCollectives(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
         monitor.start(self._messages.describe)
@@ -135,6 +137,7 @@ class Communicator:
     all_reduce = entry(Collectives.all_reduce, "_collectives")
     all_reduce_rms_norm = entry(FusedCollectives.all_reduce_rms_norm, "_fused")
     all_reduce_rms_norm_quantized = entry(FusedCollectives.all_reduce_rms_norm_quantized, "_fused")
+    all_reduce_rows = entry(RowCollectives.all_reduce_rows, "_rows")
     run_fused = entry(FusedCollectives.run_checked, "_fused")
     all_gather = entry(Collectives.all_gather, "_collectives")
     reduce_scatter = entry(Collectives.reduce_scatter, "_collectives")

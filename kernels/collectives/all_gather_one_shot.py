@@ -50,8 +50,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
-from tricomm.kernels.device.group import peer_ahead, rank_of
-from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
+from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.packing import load_words, member, store_words
 from tricomm.kernels.device.plain_data import copy_rows, stage
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_rows
@@ -79,12 +79,7 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel = tensors
-    rows, stages = (), ()
-    for step in tl.static_range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
-        rows = rows + (y_ptr + (chunk.me + step) % SPEC.WORLD_SIZE * numel,)
-        stages = stages + (simple_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), 0, SPEC),)
-    copy_rows(rows, numel, stages, chunk, SPEC)
+    copy_rows(tensors[1], tensors[2], True, chunk, SPEC)
     return status
 
 

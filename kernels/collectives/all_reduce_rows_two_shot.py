@@ -15,14 +15,15 @@ than the reducer's, would not be its own. Rounded sums are what the all-reduce a
 the unfused sequence whatever a rank's residual holds; each rank spends the arithmetic of all rows on that. Every row is
 divided, and not the rows among the ranks, so that one row keeps all ranks' links as busy as many do.
 
-Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), as by the all-reduce alone (a shard of
-          each row is rounded up to 16 bytes, for nvfp4 to 16 elements); the epilogue moves nothing over the links.
+Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), 8/3 (N-1)/N n under `ll128`, as by the
+          all-reduce alone (a shard of each row is rounded up to 16 bytes, for nvfp4 to 16 elements); the epilogue moves
+          nothing over the links.
 Hops      2.
 Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before the
           last. Words of each hop: the flag is this epoch, and flag and payload are one access. The phases have a half
           of each buffer each. The epilogue runs when the sums of all shards have come.
-Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent after
-          this block has polled both halves of e.
+Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent
+          after this block has polled both halves of e.
 Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion gathers sums, too.
 """
 
@@ -31,10 +32,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.planes import put_planes, reduce_planes
 from tricomm.kernels.device.push import receive_nothing
 from tricomm.kernels.device.rows import Row, load_tile, rows_of
@@ -74,16 +75,22 @@ def _load(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     first, count, row, stride = rows_of(chunk, SPEC)
-    while row < count:
-        for ahead in tl.static_range(SPEC.WORLD_SIZE):
-            head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
-            for k in tl.static_range(SPEC.STEPS):
-                start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
-                buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
-                put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
+    if row < count:
+        _push_row(chunk, row, tiles, SPEC)
+    row += stride
+    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+        _push_row(chunk, row, _shards(tensors[0], first + row, chunk.me, SPEC), SPEC)
         row += stride
-        if row < count:
-            tiles = _shards(tensors[0], first + row, chunk.me, SPEC)
+
+
+@triton.jit
+def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
+    for ahead in tl.static_range(SPEC.WORLD_SIZE):
+        head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
+        for k in tl.static_range(SPEC.STEPS):
+            start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
+            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
+            put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
 
 
 @triton.jit
@@ -110,7 +117,7 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
                 planes = planes + tiles[r]
             status = tl.maximum(status, late)
         if status == 0:
-            SPEC.EPILOGUE(Row(first + row, planes, prepared), y_ptr, operands, SPEC)
+            SPEC.EPILOGUE(Row(first + row, planes, prepared, y_ptr), operands, SPEC)
         row += stride
     return status
 

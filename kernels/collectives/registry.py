@@ -214,9 +214,9 @@ MESSAGES = (
     Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MESSAGES, *FUSED)
+ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
 
-_BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
+_BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*ALL, *FUSED)}
 
 
 def of(collective: str, world_size: int) -> list[Kernel]:

@@ -1,13 +1,14 @@
 """What follows the all-reduce of a row: residual, RMSNorm, quantisation; and how a user's own epilogue sees a row.
 
     residual_out = round(s + residual), in fp32; s without a residual
-    norm         = round((residual_out * factor) * (weight + weight_bias)), factor = rsqrt(mean(residual_out ** 2) + eps)
+    factor       = rsqrt(mean(residual_out ** 2) + eps)
+    norm         = round((residual_out * factor) * (weight + weight_bias))
 
 All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
 the squares are added as integers. They are scaled by a power of two, so that the largest magnitude of the row, or the
 root of eps if that is larger, lies in [1, 4), and rounded to multiples of 2^-44: 2^14 of them make less than 2^62, and
-the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it would if its squares left fp32's range.
-A row with an infinity has the factor 0, one with a NaN a NaN.
+the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it would if its squares left fp32's
+range. A row with an infinity has the factor 0, one with a NaN a NaN.
 
 16-bit types go on in fp32: root and quotient are rounded correctly, and the factor is right to 2 units of fp32. fp32
 goes on in fp64, and its norm is rounded once.
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.quantize import quantize_row
-from tricomm.kernels.device.reduction import _element, _raw
+from tricomm.kernels.device.reduction import element, raw_bits
 from tricomm.kernels.device.rows import load_plane, raw_pointer, store_plane, words_at
 
 _UP, _DOWN = tl.constexpr(2.0**44), tl.constexpr(2.0**-44)
@@ -41,9 +42,10 @@ def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
 
 
 @triton.jit
-def rms_norm(row, y_ptr, operands, SPEC: tl.constexpr):
+def rms_norm(row, operands, SPEC: tl.constexpr):
     """RMSNorm of a row. `operands`: eps, weight_bias, weight, and those of residual, norm_out, scale, quant_out and
-    scale_out that there are (`tricomm.core.fused_call`); y_ptr takes the sums."""
+    scale_out that there are (`tricomm.core.fused.fused_call`); row.y_ptr
+    takes the sums."""
     residual, weight = row.prepared
     eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter it is a float of Python's
     hidden = ()
@@ -56,10 +58,10 @@ def rms_norm(row, y_ptr, operands, SPEC: tl.constexpr):
                 words = _sum(words, residual[n], SPEC)
             else:
                 words = _sum(words, load_plane(operands[3], row.number, n, SPEC), SPEC)
-        store_plane(y_ptr, row.number, n, words, SPEC.BITS, SPEC)
+        store_plane(row.y_ptr, row.number, n, words, SPEC.BITS, SPEC)
         hidden = hidden + (words,)
         for j in tl.static_range(SPEC.PACK):
-            most = tl.maximum(most, magnitude(_element(words, j, SPEC.ELEMENT, SPEC.BITS)))
+            most = tl.maximum(most, magnitude(element(words, j, SPEC.ELEMENT, SPEC.BITS)))
     largest = tl.max(most, axis=0)
     scale, factor = _factor(hidden, largest, eps, SPEC)
     normed = ()
@@ -71,15 +73,15 @@ def rms_norm(row, y_ptr, operands, SPEC: tl.constexpr):
             else:
                 gains = load_plane(operands[2], 0, n, SPEC)
         for j in tl.static_range(SPEC.PACK):
-            value = _element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
+            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
             if SPEC.WEIGHT == SPEC.ELEMENT:
-                gain = _element(gains, j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
+                gain = element(gains, j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
             else:
                 at, inside = words_at(n, SPEC)
                 raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
                 gain = raw.to(tl.float32, bitcast=True) + operands[1]
             value = ((value.to(factor.dtype) * factor) * gain.to(factor.dtype)).to(tl.float32)
-            words |= _raw(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
+            words |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
         normed = normed + (words,)
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
     if SPEC.NORM:
@@ -100,8 +102,8 @@ def _sum(words, others, SPEC: tl.constexpr):
     """Element by element in fp32, rounded once."""
     total = tl.zeros([SPEC.PLANE], tl.int64)
     for j in tl.static_range(SPEC.PACK):
-        value = _element(words, j, SPEC.ELEMENT, SPEC.BITS) + _element(others, j, SPEC.ELEMENT, SPEC.BITS)
-        total |= _raw(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
+        value = element(words, j, SPEC.ELEMENT, SPEC.BITS) + element(others, j, SPEC.ELEMENT, SPEC.BITS)
+        total |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
     return total
 
 
@@ -114,7 +116,7 @@ def _factor(hidden, largest, eps, SPEC: tl.constexpr):
     squares = tl.zeros([SPEC.PLANE], tl.int64)
     for n in tl.static_range(SPEC.ROW_PLANES):
         for j in tl.static_range(SPEC.PACK):
-            value = _element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
+            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
             if SPEC.ELEMENT == "float32":
                 wide = value.to(tl.float64)
                 squares += (wide * wide * _UP).to(tl.int64)

@@ -79,9 +79,9 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
     2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, OWNED
-    of them for each block in turn), and a peer's same block writes there only after it has seen the header sent after this. Of a
-    mailbox that this launch does not use any share will do. The zeros are words like those that they replace, LL or
-    wide: strong stores, so that old and new ones have one order.
+    of them for each block in turn), and a peer's same block writes there only after it has seen the header sent after
+    this. Of a mailbox that this launch does not use any share will do. The zeros are words like those that they
+    replace, LL or wide: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
         table = table_of(group)

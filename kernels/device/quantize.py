@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.reduction import _element, _from_e4m3, _to_fp8
+from tricomm.kernels.device.reduction import element, from_e4m3, to_fp8
 from tricomm.kernels.device.rows import raw_pointer, store_plane
 
 _INFINITE = tl.constexpr(0x7F800000)
@@ -51,7 +51,7 @@ def _most(words, SPEC: tl.constexpr):
     """Of each word the largest magnitude of an element that is a number, as fp32's bits (int32)."""
     most = tl.zeros(words.shape, tl.int32)
     for j in tl.static_range(SPEC.PACK):
-        bits = _element(words, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = element(words, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         most = tl.maximum(most, tl.where(bits > _INFINITE, 0, bits))
     return most
 
@@ -59,7 +59,7 @@ def _most(words, SPEC: tl.constexpr):
 @triton.jit
 def to_e4m3(value):
     """The e4m3 code (int32) of an fp32."""
-    return _to_fp8(value, 20, 141, 121, -120, 0x7E)
+    return to_fp8(value, 20, 141, 121, -120, 0x7E)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.cons
     for n in tl.static_range(SPEC.ROW_PLANES):
         codes = tl.zeros([SPEC.PLANE], tl.int32)
         for j in tl.static_range(SPEC.PACK):
-            value = _element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
             if DIVIDE:
                 value = tl.div_rn(value, value * 0 + scale)
             else:
@@ -95,7 +95,7 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
     for n in tl.static_range(SPEC.ROW_PLANES):
         most = tl.max(tl.reshape(_most(normed[n], SPEC), [GROUPS, WORDS]), axis=1).to(tl.float32, bitcast=True)
         codes_of_scales = to_e4m3(scale * (most * _number(_SIXTH)))
-        rounded = _from_e4m3(codes_of_scales)
+        rounded = from_e4m3(codes_of_scales)
         inverse = tl.where(rounded == 0, 0.0, tl.div_rn(scale + rounded * 0, rounded))
         block = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
         if SPEC.SWIZZLED:
@@ -111,6 +111,6 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
         of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
         codes = tl.zeros([SPEC.PLANE], tl.int32)
         for j in tl.static_range(SPEC.PACK):
-            value = _element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
             codes |= to_e2m1(value * of_words) << (4 * j)
         store_plane(q_ptr, number, n, codes, 4, SPEC)

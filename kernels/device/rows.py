@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.planes import plane_length, plane_start
+from tricomm.kernels.device.reduction import element
 
 
 class Row(NamedTuple):
@@ -25,11 +26,26 @@ class Row(NamedTuple):
     number     its number in the tensor, int64
     planes     its words as they are stored: a tuple of ROW_PLANES int64 planes, whose places are `words_at`
     prepared   what the epilogue's `prepare` has returned before the row was there
+    y_ptr      the second tensor of the launch, of integers of the elements' width
     """
 
     number: Any
     planes: Any
     prepared: Any
+    y_ptr: Any
+
+
+@triton.jit
+def values(row, n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
+    """Element j of each word of a row's plane n, in fp32 (fp32 [PLANE]); `columns_at` says which these are."""
+    return element(row.planes[n], j, SPEC.ELEMENT, SPEC.BITS)
+
+
+@triton.jit
+def columns_at(n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
+    """(columns of `values`, int32 [PLANE], which of them there are)."""
+    at, inside = words_at(n, SPEC)
+    return at * SPEC.PACK + j, inside
 
 
 @triton.jit

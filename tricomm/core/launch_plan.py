@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
-from tricomm.core.fused.fused_call import FUSED, Epilogue
+from tricomm.core.fused.fused_call import FUSED, Epilogue, UserEpilogue
 from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
     handle, fitting       of symmetric memory that peers read in place, and the algorithm that fits such a call
-    epilogue              what follows the all-reduce of an `all_reduce_rms_norm`
+    epilogue              what follows the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
     dtype, elements       of the tensors: type, and elements a row; None and 0 until the tensors have been looked at
 
     If rows are uneven, their numbers are no part of it: each rank has its own, others in every call.
@@ -46,7 +46,7 @@ class Request(NamedTuple):
     root: int = -1
     handle: Symmetric | OwnRows | None = None
     fitting: str | None = None
-    epilogue: Epilogue | None = None
+    epilogue: Epilogue | UserEpilogue | None = None
     dtype: torch.dtype | None = None
     elements: int = 0
 
@@ -61,7 +61,8 @@ class Request(NamedTuple):
     @property
     def forced(self) -> bool:
         """Whether the caller leaves no choice: only the kernels can take the call then."""
-        return self.algorithm is not None or self.protocol is not None or self.handle is not None
+        own = self.epilogue is not None and self.epilogue.own
+        return own or self.algorithm is not None or self.protocol is not None or self.handle is not None
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
     """The fingerprint of a call, and what the peers read of it."""
     collective, epilogue = choice.collective, request.epilogue
     if epilogue is not None:  # also if a plain all-reduce runs before it
-        collective, op = FUSED, epilogue.text()
+        collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     fingerprint = arguments.fingerprint(
         collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
         choice.block, mode, request.handle.number if request.handle is not None else 0, epilogue,

@@ -306,3 +306,33 @@ def test_more_than_one_schedule():
 
     report = tricomm.check(body, world_size=2, schedules=3)
     assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
+def test_fused_or_not_the_codes_are_the_same(dtype):
+    """Rows of many magnitudes, and of special values. A norm may differ in its last bit, and its code then."""
+
+    def body(comm):
+        own, common = (torch.Generator().manual_seed(seed) for seed in (comm.rank, 99))
+        size = torch.logspace(-9, 9, 7)[:, None]
+        x = (torch.randn(7, 64, generator=own) * size).to(dtype)
+        residual = (torch.randn(7, 64, generator=common) * size).to(dtype)
+        weight = torch.randn(64, generator=common).to(dtype)
+        x[2, 5], x[3, 7], x[4], residual[4] = float("nan"), float("inf"), 0, 0
+        weight[40] = float("nan")
+        found = []
+        for quantize, more in (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5})):
+            found.append([
+                comm.all_reduce_rms_norm_quantized(
+                    x, residual, weight, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
+                )
+                for protocol in (None, "simple")
+            ])  # fmt: skip
+        return found
+
+    for found in on_all(body):
+        for fused, unfused in found:
+            same = torch.equal(fused.residual.nan_to_num(), unfused.residual.nan_to_num())
+            near = reference.within_an_ulp(fused.norm.nan_to_num(), unfused.norm.double().nan_to_num())
+            differ = fused.codes.view(torch.uint8) != unfused.codes.view(torch.uint8)
+            assert same and near and differ.float().mean() < 0.01

@@ -2,8 +2,8 @@
 
     s            = all_reduce(x), in the bits of `Communicator.all_reduce`
     residual_out = round(s + residual), added in fp32; s itself without a residual
-    factor       = rsqrt(mean(residual_out ** 2) + eps), in fp32
-    norm         = round((residual_out * factor) * (weight + weight_bias)), in fp32, rounded once
+    factor       = rsqrt(mean(residual_out ** 2) + eps), of squares that neither overflow nor vanish
+    norm         = round((residual_out * factor) * (weight + weight_bias)), rounded once
     quant_out    = of the rounded norm, by `Epilogue.quantize`:
 
 `fp8`            e4m3 of norm * (1 / scale), which stays at 448; `scale` is static
@@ -11,13 +11,13 @@
 `nvfp4`          of 16 elements in a row each: scale_out = e4m3 of scale * (max(abs(norm)) * fp32(1 / 6)); e2m1 of
                  norm * (scale / scale_out), or of 0 if scale_out is 0; the even element in the lower half of a byte
 
-All of that is in fp32, rounded to nearest even. A maximum leaves NaN out; the e4m3 of a NaN is a NaN, the e2m1 of one
-is 6, as the conversions of a GPU give it.
+The norm of fp32 is made in fp64, all else in fp32, rounded to nearest even. A maximum leaves NaN out; the e4m3 of a NaN
+is a NaN, the e2m1 of one is 6, as the conversions of a GPU give it.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,7 @@ class Epilogue(NamedTuple):
     norm: bool = True
     quantize: str | None = None
     scale_layout: str = ""
+    own = False  # not a user's
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
@@ -63,6 +64,27 @@ class Epilogue(NamedTuple):
         if self.scale_layout:
             parts.append(self.scale_layout.removeprefix("swizzled_"))
         return ",".join(parts)
+
+
+class UserEpilogue(NamedTuple):
+    """A user's own epilogue, by whose function a row ends; the same on every rank.
+
+    hidden     elements of a row
+    function   `@triton.jit` function of (row, operands, SPEC)
+    prepare    one of (number, operands, SPEC), which runs before the row is there
+    operands   Triton's types of the operands
+    """
+
+    hidden: int
+    function: Any
+    prepare: Any
+    operands: tuple[str, ...]
+    quantize = ""
+    own = True
+
+    def text(self) -> str:
+        """In words, for the record that the peers read."""
+        return f"{self.hidden},{self.function.fn.__qualname__}"
 
 
 class FusedCall(NamedTuple):

@@ -31,6 +31,11 @@ def finish(call: FusedCall, total: torch.Tensor) -> None:
     norm = normalized(out, call.weight, call.epilogue)
     if call.norm_out is not None:
         call.norm_out.copy_(norm)
+    quantize(call, norm)
+
+
+def quantize(call: FusedCall, norm: torch.Tensor) -> None:
+    """Fill codes and scales of `call`, if it has any, from its norm."""
     if call.quant_out is not None and call.epilogue.quantize is not None:
         _QUANTIZED[call.epilogue.quantize](call, norm.float(), call.quant_out)
 
@@ -80,7 +85,8 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    """Rounded to nearest even, at most 448; a NaN is the positive one, as a GPU gives it."""
+    return torch.where(x.isnan(), torch.nan, x.clamp(-FP8_MAX, FP8_MAX)).to(torch.float8_e4m3fn)
 
 
 def _e2m1(x: torch.Tensor) -> torch.Tensor:
