@@ -225,7 +225,7 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--dtype", "float8"], "there is float64, float32, float16, bfloat16, float8_e4m3fn"),
         (["--op", "xor"], "there is sum, avg, min, max, prod"),
         (["--collective", "all_to_nobody"], "there is all_reduce, all_gather, reduce_scatter"),
-        (["--protocol", "ll128"], "there is ll, ll128, simple"),
+        (["--protocol", "ll256"], "there is ll, ll128, simple"),
         (["--iters", "0"], "1<=x"),
         (["--mode", "graphs"], "mode 'graphs' is unknown (did you mean graph?); there is eager, graph, kernel"),
         (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
