@@ -1,13 +1,14 @@
 """All-gather, one shot: every rank gets every rank's data. Nothing is summed: a row is a copy.
 
-LL: push to every mailbox, poll one's own, copy it out.
+LL, words of either width: push to every mailbox, poll one's own, copy it out.
 
     rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
     rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 bits of payload | 32 bits of epoch
+    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
     rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
 
-Bytes     2 (N-1) n written to peers per rank (n the bytes of one rank's part; half of them flags).
+Bytes     2 (N-1) n written to peers per rank under `ll` (n the bytes of one rank's part; half of them flags), under
+          `ll128` 4/3 (N-1) n (a quarter of them).
 Hops      1.
 Waits     as in `all_reduce_one_shot`: header for the fingerprint, flag in every word.
 Reuse     as there: the header of e + 1 is sent after all words of e are polled.

@@ -12,9 +12,10 @@ shot.
 A shard is rounded up to 16 bytes. A rank's own shard goes through its own buffer, in its own memory: that spares the
 reduction a special case.
 
-LL: no barrier.
+LL, words of either width: no barrier.
 
-Bytes     4 (N-1)/N n written to peers per rank (half of them flags); nothing is read from a peer.
+Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), under `ll128` 8/3 (N-1)/N n (a quarter
+          of them); nothing is read from a peer. All shards are pushed at one length, the last with padding.
 Hops      2.
 Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before
           the last. The second hop's words of all ranks are polled at once.

@@ -23,12 +23,15 @@ from tricomm.explorer.compiled.thread_clocks import Clocks
 from tricomm.explorer.compiled.thread_epochs import Epochs
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.wide_words import why_not
 from tricomm.ptx.text.parser import parse
 
 S: Key = ("all_reduce", "one_shot", "simple")
 L: Key = ("all_reduce", "one_shot", "ll")
+W: Key = ("all_reduce", "one_shot", "ll128")
 T: Key = ("all_reduce", "two_shot", "simple")
 B: Key = ("barrier", "one_shot", "simple")
+WIDE = why_not(90) is None  # this Triton compiles wide words
 _ALL = ("order", "scope", "strength", "width", "sequence", "atomicity")
 
 
@@ -96,9 +99,14 @@ FORBIDDEN = (
     Group(S, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 3, "st.relaxed", sizes=(520, 300), harmless=(3, 0)),
-    Group(L, "poll_words", ("strength", "width"), 2, "v2.b64"),
+    Group(L, "poll_planes", ("strength", "width"), 2, "v2.b64"),
     # Each has a quarter of the words of two calls: most schedules pass over the moment between the two loads.
-    Group(L, "poll_words", ("sequence",), 2, "second load", schedules=20, sizes=(1024, 1020)),
+    Group(L, "poll_planes", ("sequence",), 2, "second load", schedules=20, sizes=(1024, 1020)),
+    *(
+        Group(W, "push_to_all", ("scope", "strength"), 4, "b128", sizes=(520, 300), harmless=(4, 0)),
+        Group(W, "poll_planes", ("scope", "strength"), 8, "b128"),
+    )
+    * WIDE,
     # The first is of `synchronize`, which this kernel calls at an epoch that clears.
     Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire", harmless=(3, 0)),
     Group(L, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
