@@ -4,8 +4,7 @@
 
 All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
 boundary to the kernel before it in a CUDA graph. The separate kernel is the usual one: a block a row, fp32 statistics
-by one sum. The all-reduce alone is the faster one of its kernels by words with flags. bfloat16; nothing is measured on a
-GPU.
+by one sum. The all-reduce alone is the faster one of its LL kernels. bfloat16; nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +51,9 @@ def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands
     tl.store(y_ptr.to(tl.pointer_type(tl.bfloat16)) + at, rounded, mask=inside)
     x = rounded.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, axis=0) / SPEC.HIDDEN + eps)
-    tl.store(norm_ptr.to(tl.pointer_type(tl.bfloat16)) + at, (x * factor * (weight + bias)).to(tl.bfloat16), mask=inside)
+    tl.store(
+        norm_ptr.to(tl.pointer_type(tl.bfloat16)) + at, (x * factor * (weight + bias)).to(tl.bfloat16), mask=inside
+    )
 
 
 def fused(machine: MachineSpec, world_size: int, rows: int, hidden: int, algorithm: str, protocol: str) -> float:
@@ -89,7 +90,11 @@ def _timed(
     plan: layout.Layout,
 ) -> float:  # fmt: skip
     """Boundary and critical path of one launch on all ranks; of each the first block is executed."""
-    gpu, times, words = recorded_launch.gpu(timed_call.architecture(machine)), LATENCIES[machine.name], rows * hidden // 4
+    gpu, times, words = (
+        recorded_launch.gpu(timed_call.architecture(machine)),
+        LATENCIES[machine.name],
+        rows * hidden // 4,
+    )
     arenas = TimedArenas(world_size, plan, words, words, False)
     arenas.expect_last(blocks)
     started = []
@@ -107,10 +112,6 @@ def _timed(
     costs = timed_call._costs(gpu, launch.loaded, machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
     ranks.run(started)
-    import os
-    if os.environ.get("F_PARTS"):
-        from tricomm.perf.cost_model.warp_clock import PARTS
-        print(function.fn.__name__, choice_text(values), dict(zip(PARTS, [round(x,2) for x in ranks.path()])), "issued", ranks.issued(), ranks.chain())
     return times.boundary + sum(ranks.path())
 
 

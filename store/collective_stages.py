@@ -12,6 +12,7 @@ from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket, Sender
 
 _T = TypeVar("_T")
+_U = TypeVar("_U")
 _EXPECTED = (TricommError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
 
 
@@ -27,20 +28,37 @@ class CollectiveStages:
         An error that is not tricomm's own becomes a `ResourceError`; on this rank only if its class is the system's or
         torch's.
         """
+
+        def agree(error: TricommError | None, result: Sequence[_T], what: str) -> _T:
+            self._control.agree(error, what, self._deadline.left)
+            return result[0]
+
+        return self._joint(stage, action, agree)
+
+    def gather(self, stage: str, action: Callable[[], bytes]) -> list[bytes]:
+        """The same, for an action that gives this rank's record (1023 bytes at most); returns all ranks' records."""
+
+        def gather(error: TricommError | None, result: Sequence[bytes], what: str) -> list[bytes]:
+            return self._control.gather(error, result[0] if result else b"", what, self._deadline.left)
+
+        return self._joint(stage, action, gather)
+
+    def _joint(
+        self, stage: str, action: Callable[[], _T], meet: Callable[[TricommError | None, Sequence[_T], str], _U]
+    ) -> _U:
         what = f"{self._name}: {stage}"
         try:
             result = action()
         except Exception as error:
-            # The peers wait in `agree`: every kind of error has to reach them.
+            # The peers wait in `meet`: every kind of error has to reach them.
             known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
             if isinstance(error, _EXPECTED):
-                self._control.agree(known, what, self._deadline.left)
+                meet(known, (), what)
                 raise known from error
             with suppress(TricommError):  # raised on the other ranks; this one raises a signal handler's error itself
-                self._control.agree(known, what, self._deadline.left)
+                meet(known, (), what)
             raise
-        self._control.agree(None, what, self._deadline.left)
-        return result
+        return meet(None, (result,), what)
 
 
 def pass_descriptors(

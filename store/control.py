@@ -32,6 +32,7 @@ _LOOK_SECONDS = 0.02
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 2e-3
 _DIGEST_BYTES, _VALUE_BYTES = 32, 480
 _KIND_BYTES = 32
+_DONE, _FAILED = b"\0", b"\1"
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,17 @@ class ControlPage:
         names the ranks that failed, and their reasons. Raises as `exchange` does, too.
         """
         answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
-        failed = {rank: answer for rank, answer in enumerate(answers) if answer}
+        self._raise_failed({rank: answer for rank, answer in enumerate(answers) if answer}, what, error)
+
+    def gather(self, error: BaseException | None, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        """`agree` and `exchange` in one: every rank's `payload` (at most 1023 bytes) if every rank brought no error."""
+        mine = _DONE + payload if error is None else (_FAILED + _pack_error(error))[:MESSAGE_BYTES]
+        answers = self.exchange(mine, what, timeout)
+        failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] == _FAILED}
+        self._raise_failed(failed, what, error)
+        return [answer[1:] for answer in answers]
+
+    def _raise_failed(self, failed: dict[int, bytes], what: str, error: BaseException | None) -> None:
         if failed:
             reasons = [
                 f"rank {rank}: {answer[_KIND_BYTES:].decode(errors='ignore')}" for rank, answer in failed.items()

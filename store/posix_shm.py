@@ -38,9 +38,9 @@ def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixSh
     with ExitStack() as undo:
         passing = DescriptorSocket()
         undo.callback(passing.abandon)
-        mine = stage("allocate memory", lambda: _allocate(control, nbytes, passing, undo))
-        record = _RECORD.pack(_MAGIC, control.rank, nbytes, passing.name)
-        records = control.exchange(record, "posix_shm: records", deadline.left)
+        own: list[Segment] = []
+        records = stage.gather("allocate memory", lambda: _allocate(control, nbytes, passing, own, undo))
+        [mine] = own
         segments = stage("map peers' memory", lambda: _attach_all(control, passing, records, mine, deadline, undo))
         mine.close_fd()
         undo.pop_all()
@@ -80,11 +80,14 @@ class PosixShmArena:
         """In place of `close`: all blocks stay mapped."""
 
 
-def _allocate(control: ControlPage, nbytes: int, passing: DescriptorSocket, undo: ExitStack) -> Segment:
-    segment = _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes))
+def _allocate(
+    control: ControlPage, nbytes: int, passing: DescriptorSocket, own: list[Segment], undo: ExitStack
+) -> bytes:
+    """Add this rank's memory to `own`; returns its record."""
+    own.append(_kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
     if control.world_size > 1:
         passing.bind()
-    return segment
+    return _RECORD.pack(_MAGIC, control.rank, nbytes, passing.name)
 
 
 def _name(rank: int, record: bytes, nbytes: int) -> bytes:

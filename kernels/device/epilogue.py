@@ -5,10 +5,11 @@
     norm         = round((residual_out * factor) * (weight + weight_bias))
 
 All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
-the squares are added as integers. They are scaled by a power of two, so that the largest magnitude of the row, or the
-root of eps if that is larger, lies in [1, 4), and rounded to multiples of 2^-44: 2^14 of them make less than 2^62, and
-the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it would if its squares left fp32's
-range. A row with an infinity has the factor 0, one with a NaN a NaN.
+the squares of each word are added, and the words' sums as integers. They are scaled by a power of two, so that the
+largest magnitude of the row, or the root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more), and cut to
+multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a tiny row
+loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with a NaN a
+NaN.
 
 16-bit types go on in fp32: root and quotient are rounded correctly, and the factor is right to 2 units of fp32. fp32
 goes on in fp64, and its norm is rounded once.
@@ -23,8 +24,9 @@ from tricomm.kernels.device.quantize import quantize_row
 from tricomm.kernels.device.reduction import element, raw_bits
 from tricomm.kernels.device.rows import load_plane, raw_pointer, store_plane, words_at
 
-_UP, _DOWN = tl.constexpr(2.0**44), tl.constexpr(2.0**-44)
+_HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
+_LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -49,40 +51,38 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     residual, weight = row.prepared
     eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter it is a float of Python's
     hidden = ()
-    most = tl.zeros([SPEC.PLANE], tl.int32)
+    most = tl.zeros([SPEC.PLANE], tl.float32)
     for n in tl.static_range(SPEC.ROW_PLANES):
         at, inside = words_at(n, SPEC)
         words = tl.where(inside, row.planes[n], 0)
         if SPEC.RESIDUAL:
-            if SPEC.EARLY:
-                words = _sum(words, residual[n], SPEC)
-            else:
-                words = _sum(words, load_plane(operands[3], row.number, n, SPEC), SPEC)
+            others = residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC)
+            sums = ()
+            for j in tl.static_range(SPEC.PACK):
+                one = element(words, j, SPEC.ELEMENT, SPEC.BITS) + element(others, j, SPEC.ELEMENT, SPEC.BITS)
+                sums = sums + (one,)
+            words = packed(sums, SPEC)
         store_plane(row.y_ptr, row.number, n, words, SPEC.BITS, SPEC)
         hidden = hidden + (words,)
         for j in tl.static_range(SPEC.PACK):
-            most = tl.maximum(most, magnitude(element(words, j, SPEC.ELEMENT, SPEC.BITS)))
-    largest = tl.max(most, axis=0)
-    scale, factor = _factor(hidden, largest, eps, SPEC)
+            value = tl.abs(element(words, j, SPEC.ELEMENT, SPEC.BITS))
+            most = tl.maximum(most, value, propagate_nan=tl.PropagateNan.ALL)
+    scale, factor = _factor(hidden, tl.max(magnitude(most), axis=0), eps, SPEC)
     normed = ()
     for n in tl.static_range(SPEC.ROW_PLANES):
-        words = tl.zeros([SPEC.PLANE], tl.int64)
+        at, inside = words_at(n, SPEC)
         if SPEC.WEIGHT == SPEC.ELEMENT:
-            if SPEC.EARLY:
-                gains = weight[n]
-            else:
-                gains = load_plane(operands[2], 0, n, SPEC)
+            gains = weight[n] if SPEC.EARLY else load_plane(operands[2], 0, n, SPEC)
+        results = ()
         for j in tl.static_range(SPEC.PACK):
-            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
             if SPEC.WEIGHT == SPEC.ELEMENT:
-                gain = element(gains, j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
+                gain = element(gains, j, SPEC.ELEMENT, SPEC.BITS)
             else:
-                at, inside = words_at(n, SPEC)
                 raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
-                gain = raw.to(tl.float32, bitcast=True) + operands[1]
-            value = ((value.to(factor.dtype) * factor) * gain.to(factor.dtype)).to(tl.float32)
-            words |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
-        normed = normed + (words,)
+                gain = raw.to(tl.float32, bitcast=True)
+            value = (element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
+            results = results + ((value * (gain + operands[1]).to(factor.dtype)).to(tl.float32),)
+        normed = normed + (packed(results, SPEC),)
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
     if SPEC.NORM:
         for n in tl.static_range(SPEC.ROW_PLANES):
@@ -98,39 +98,43 @@ def magnitude(value):
 
 
 @triton.jit
-def _sum(words, others, SPEC: tl.constexpr):
-    """Element by element in fp32, rounded once."""
-    total = tl.zeros([SPEC.PLANE], tl.int64)
-    for j in tl.static_range(SPEC.PACK):
-        value = element(words, j, SPEC.ELEMENT, SPEC.BITS) + element(others, j, SPEC.ELEMENT, SPEC.BITS)
-        total |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
-    return total
+def packed(values, SPEC: tl.constexpr):
+    """The words of a tuple of PACK fp32 tiles, each rounded once to the type; in halves, as a GPU's registers."""
+    halves = ()
+    for h in tl.static_range(2):
+        half = tl.zeros([SPEC.PLANE], tl.int32)
+        for j in tl.static_range(SPEC.PACK // 2):
+            half |= raw_bits(values[h * (SPEC.PACK // 2) + j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
+        halves = halves + (half,)
+    return (halves[0].to(tl.int64) & _LOW) | (halves[1].to(tl.int64) << 32)
 
 
 @triton.jit
 def _factor(hidden, largest, eps, SPEC: tl.constexpr):
-    """(scale, factor): an element of the norm is (element * scale) * factor. The scale is a power of two."""
+    """(scale, factor): an element of the norm is (element * scale) * factor. The scale is a power of two.
+
+    The squares of a word's elements are added first, in their order, which no tile divides.
+    """
     root = ((magnitude(eps) >> 23) + 127) >> 1
-    exponent = tl.minimum(tl.maximum(tl.maximum(largest >> 23, root), 1), 253)
-    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.minimum(tl.maximum(tl.maximum(largest >> 23, root), 23), 253)
+    scale = ((254 + 22 - exponent) << 23).to(tl.float32, bitcast=True)
     squares = tl.zeros([SPEC.PLANE], tl.int64)
     for n in tl.static_range(SPEC.ROW_PLANES):
+        of_word = tl.zeros([SPEC.PLANE], tl.float64 if SPEC.ELEMENT == "float32" else tl.float32)
         for j in tl.static_range(SPEC.PACK):
-            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
-            if SPEC.ELEMENT == "float32":
-                wide = value.to(tl.float64)
-                squares += (wide * wide * _UP).to(tl.int64)
-            else:
-                squares += (value * value * _UP).to(tl.int64)
+            value = (element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(of_word.dtype)
+            of_word += value * value
+        squares += of_word.to(tl.int64)
     total = tl.sum(squares, axis=0)
+    lower = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     if SPEC.ELEMENT == "float32":
-        wide = scale.to(tl.float64)
+        wide = lower.to(tl.float64)
         mean = total.to(tl.float64) * _DOWN / SPEC.HIDDEN + eps.to(tl.float64) * wide * wide
         factor = 1.0 / tl.sqrt(mean)
     else:
-        mean = tl.div_rn(total.to(tl.float32) * _DOWN, SPEC.HIDDEN + scale * 0.0) + eps * scale * scale
+        mean = tl.div_rn(total.to(tl.float32) * _DOWN, SPEC.HIDDEN + scale * 0.0) + eps * lower * lower
         factor = tl.div_rn(mean * 0.0 + 1.0, tl.sqrt_rn(mean))
-    factor = tl.where(largest == _INFINITE, 0.0, factor)
+    factor = tl.where(largest == _INFINITE, 0.0, factor / _HALF_UP)
     return scale, tl.where(largest > _INFINITE, float("nan"), factor)
 
 

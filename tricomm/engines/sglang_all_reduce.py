@@ -90,6 +90,7 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
         own: Callable[..., Any], input_tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
         *more: Any, **options: Any,
     ) -> Any:  # fmt: skip
+        # SGLang passes what follows by name; if it does not, this is another version, and the hook steps aside.
         member = coordinator(use_attn_tp_group=options.get("use_attn_tp_group", True))[2].ca_comm if not more else None
         if not isinstance(member, SglangAllReduce):
             return own(input_tensor, residual, weight, *more, **options)

@@ -19,7 +19,6 @@ from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, Selection
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 _MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
-_ONE_SHOT = 64 << 10  # bytes up to which one hop takes less time than two with fewer bytes
 _POLLED = 4096  # words of all ranks that a block's registers hold
 _LONG_ROW = 2048  # words that the registers of 8 warps hold beside what they poll
 _LEAST_TILE = 16  # words, of the interpreter
@@ -55,13 +54,16 @@ def choose(
     if not fits:
         asked = f"{algorithm or 'any'}/{protocol or 'any'}"
         return "; ".join(reasons) or f"there is no fused kernel {asked}"
-    short = facts.world_size == 2 or nbytes <= _ONE_SHOT
+    # One block polls a row from all ranks: more than it holds at once takes longer than a second hop.
+    short = facts.world_size * hidden * bits // 64 <= _POLLED
     first = sorted(fits, key=lambda found: (found[0].algorithm == "one_shot") != short)
     kernel, (blocks, warps, tile) = first[0]
     if forced:
         reason = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller"
     else:
-        reason = f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot up to {_ONE_SHOT} bytes or of two ranks"
+        reason = (
+            f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
+        )
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
     runner_up = f"{first[1][0].algorithm}/{first[1][0].protocol}" if len(first) > 1 else ""

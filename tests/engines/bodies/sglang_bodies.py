@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.library import Library
 
 # The wheel of torchvision is built for CUDA, and loads beside torch's CPU build if its operators are known.
-_vision = Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _vision.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+if torch.version.cuda is None:
+    _vision = Library("torchvision", "DEF")
+    for _name in ("nms", "qnms"):
+        _vision.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.layers import flashinfer_comm_fusion, layernorm  # noqa: E402

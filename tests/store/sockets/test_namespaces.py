@@ -59,8 +59,8 @@ def in_namespaces(rank, world_size, tell, url, own_users, killed):
         except BaseException as error:
             tell(repr(error))
         os._exit(0)
-    if rank == 1 and killed:
-        os.read(here, 1)
+    os.close(there)
+    if rank == 1 and killed and os.read(here, 1):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -91,7 +91,7 @@ def work(rank, world_size, url, ready, killed):
 def test_ranks_in_different_pid_namespaces(own_users, killed, tmp_path):
     if not permitted(own_users):
         pytest.skip("namespaces are not permitted here")
-    with ranks.start(2, in_namespaces, f"file://{tmp_path}/store", own_users, killed) as group:
+    with ranks.start(2, in_namespaces, f"file://{tmp_path}/store", own_users, killed, timeout=180) as group:
         told = [group.message(r) for r in range(1 if killed else 2)]
         codes = [outcome.value for outcome in group.results()]
     assert codes == [0, -signal.SIGKILL if killed else 0], told

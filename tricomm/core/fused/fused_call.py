@@ -50,7 +50,16 @@ class Epilogue(NamedTuple):
     norm: bool = True
     quantize: str | None = None
     scale_layout: str = ""
-    own = False  # not a user's
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's own."""
+        return False
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the ranks compare, in values whose text is the same in every process."""
+        return tuple(self)
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
@@ -79,8 +88,22 @@ class UserEpilogue(NamedTuple):
     function: Any
     prepare: Any
     operands: tuple[str, ...]
-    quantize = ""
-    own = True
+
+    @property
+    def quantize(self) -> str | None:
+        """Nothing that is known here."""
+        return None
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's own."""
+        return True
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """As `Epilogue.facts`: the text of a function that is interpreted has its address."""
+        names = tuple(f"{f.fn.__module__}:{f.fn.__qualname__}" for f in (self.function, self.prepare))
+        return (self.hidden, *names, self.operands)
 
     def text(self) -> str:
         """In words, for the record that the peers read."""
