@@ -61,8 +61,8 @@ WIDE = (
     Mutant(
         "W06", "ll128: never cleared", "words of 2^32 epochs ago are taken for new",
         (Edit(MAILBOX, _CLEAR, ""),),
-        (W,), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 150, 150), blocks=2,
-        tile=128, body=bodies.prefilled, schedules=20,
+        (W,), frozenset({"wrong_result", "race"}), first_epoch=_BEFORE_CLEAR, sizes=(1, 1, 150), blocks=2,
+        tile=64, body=bodies.prefilled, schedules=20,
     ),
     Mutant(
         "W07", "ll128: LL does not clear for it", "all calls at that time may be of the other width",
