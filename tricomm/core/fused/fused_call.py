@@ -50,7 +50,11 @@ class Epilogue(NamedTuple):
     norm: bool = True
     quantize: str | None = None
     scale_layout: str = ""
-    own = False  # not a user's
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's."""
+        return False
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
@@ -79,8 +83,16 @@ class UserEpilogue(NamedTuple):
     function: Any
     prepare: Any
     operands: tuple[str, ...]
-    quantize = ""
-    own = True
+
+    @property
+    def quantize(self) -> str:
+        """Nothing that selection has to know."""
+        return ""
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's."""
+        return True
 
     def text(self) -> str:
         """In words, for the record that the peers read."""

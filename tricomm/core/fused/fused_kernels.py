@@ -39,7 +39,7 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
     """The plan of `choice`, as `launch_plan.make`. `aligned`: all tensors of the call begin at multiples of 16."""
-    epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]  # type: ignore[index]
+    epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]
     assert epilogue is not None
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
     values = constexprs(site, choice, kernel) | row_shapes.constexprs(site, choice, epilogue.hidden, aligned)
