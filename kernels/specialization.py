@@ -23,6 +23,7 @@ class Specialization:
     LL           the protocol: True for `ll` and `ll128`, False for `simple`
     WIDE         True for `ll128`
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
+    COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
@@ -41,6 +42,7 @@ class Specialization:
     LL: bool = False
     WIDE: bool = False
     ALIGNED: bool = False
+    COMPACT: bool = False
     ELEMENT: str = ""
     OP: str = ""
     HIDDEN: int = 0

@@ -233,12 +233,12 @@ class ControlPage:
                 raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
 
     def give_up_if_refused(self) -> None:
-        """Raises `GroupAborted` if a rank has come to the next exchange, an `agree`, with an error: in a stage of a
-        set-up, before this rank has come there."""
+        """Raises an error of the same class if a rank has come to the next exchange, an `agree`, with an error: in a
+        stage of a set-up, before this rank has come there."""
         for rank in self.peers:
             theirs = self._page(rank).posted(self._step + 1)
             if theirs is not None and theirs.step == self._step + 1 and theirs.payload:
-                raise GroupAborted(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
+                raise _kind(theirs.payload)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def close(self) -> None:
         """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go.

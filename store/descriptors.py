@@ -35,9 +35,8 @@ from typing import Any
 
 from tricomm import env
 from tricomm.deadline import Deadline, poll
-from tricomm.errors import InvalidArgument, PeerDied, RendezvousError, ResourceError
+from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import process, records
-from tricomm.store.control import ControlPage
 from tricomm.store.records import NAME_BYTES, Delivery, StoreRecord
 
 VARIABLE = "TRICOMM_SOCKET_DIR"
@@ -235,6 +234,8 @@ class DescriptorSocket:
                 raise _Refused("again")
         except BlockingIOError:
             return False
+        except OSError as error:
+            raise ResourceError(f"no descriptors can be received: {error.strerror}") from error
         except _Refused as refusal:
             self.refused[str(refusal)] += 1
         finally:
@@ -245,25 +246,6 @@ class DescriptorSocket:
 
 class _Refused(Exception):
     """A message is not believed, for this reason."""
-
-
-def pass_descriptors(
-    control: ControlPage, passing: DescriptorSocket, names: Sequence[bytes], mine: Sequence[int],
-    take: Callable[[int, list[int]], None], what: str, deadline: Deadline,
-) -> None:  # fmt: skip
-    """`DescriptorSocket.exchange` in a stage of a set-up of a group that has a control page, for what `what` names.
-
-    Raises also `PeerDied` if a rank has ended, `GroupAborted` if the stage has failed on another rank.
-    """
-
-    def look() -> None:
-        control.give_up_if_refused()
-        ended = [rank for rank in control.peers if not control.alive(rank)]
-        if ended:
-            raise PeerDied(f"rank(s) {ended} died")
-
-    sender = Sender(control.rank, control.world_size, control.nonce, what)
-    passing.exchange(sender, names, mine, take, deadline, look)
 
 
 def base() -> str:

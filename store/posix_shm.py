@@ -15,9 +15,9 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, RendezvousError, ResourceError
-from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
-from tricomm.store.descriptors import DescriptorSocket, pass_descriptors
+from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.local_arena import check_view
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import Segment
@@ -51,6 +51,7 @@ class PosixShmArena:
     """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
 
     kind = "posix_shm"
+    reason = ""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes

@@ -177,7 +177,7 @@ def _check_attached(fd: int, nbytes: int) -> None:
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
-        raise ResourceError("what was passed is not shared memory") from error
+        raise ResourceError(f"what was passed is not shared memory ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
         raise ResourceError(f"the segment has {status.st_size} bytes, expected {nbytes}: it was replaced")
     if status.st_uid != os.geteuid():

@@ -257,7 +257,7 @@ class Communicator:
 
     @property
     def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_ipc or local; none if NCCL serves every call."""
+        """How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call."""
         return self._group.arena.kind
 
     @property

@@ -1,4 +1,8 @@
-"""Words with flags of their own (protocol LL): each is polled. `n` ranks."""
+"""Words with flags of their own (protocols `ll` and `ll128`): each is polled. `n` ranks.
+
+A word is whatever one access writes and reads, 32 bits of payload and a flag or 96: the model does not see its width,
+only that it is whole. The two widths have mailboxes of their own and share the headers, so their calls may take turns.
+"""
 
 from __future__ import annotations
 
@@ -129,6 +133,8 @@ def cases() -> Iterator[Case]:
     ]
     yield Case("merged and exchange in turn, grids that change", SAFE, calls(2, *turn))
     yield Case("cube mesh three times, 4 ranks", SAFE, calls(4, cube, cube, cube))
+    widths = [partial(merged, chunks=[[word]]) for word in ("n", "w", "w", "n", "n")]  # of another width another slot
+    yield Case("words of two widths in turn, in mailboxes of their own", SAFE, calls(2, *widths))
     headers = partial(exchange, chunks=none)
     yield Case("cube mesh and headers alone in turn, 4 ranks", SAFE, calls(4, cube, headers, cube, headers))
     yield Case("two hops four times", SAFE, calls(2, *[two_hops] * 4))

@@ -1,13 +1,14 @@
 """All-gather, one shot: every rank gets every rank's data. Nothing is summed: a row is a copy.
 
-LL: push to every mailbox, poll one's own, copy it out.
+LL, words of either width: push to every mailbox, poll one's own, copy it out.
 
     rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
     rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 bits of payload | 32 bits of epoch
+    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
     rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
 
-Bytes     2 (N-1) n written to peers per rank (n the bytes of one rank's part; half of them flags).
+Bytes     2 (N-1) n written to peers per rank under `ll` (n the bytes of one rank's part; half of them flags), under
+          `ll128` 4/3 (N-1) n (a quarter of them).
 Hops      1.
 Waits     as in `all_reduce_one_shot`: header for the fingerprint, flag in every word.
 Reuse     as there: the header of e + 1 is sent after all words of e are polled.
@@ -50,8 +51,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
-from tricomm.kernels.device.group import peer_ahead, rank_of
-from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
+from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.packing import load_words, member, store_words
 from tricomm.kernels.device.plain_data import copy_rows, stage
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_rows
@@ -79,12 +80,7 @@ def _stage(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _read(tensors, chunk, status, SPEC: tl.constexpr):
-    x_ptr, y_ptr, numel = tensors
-    rows, stages = (), ()
-    for step in tl.static_range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
-        rows = rows + (y_ptr + (chunk.me + step) % SPEC.WORLD_SIZE * numel,)
-        stages = stages + (simple_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), 0, SPEC),)
-    copy_rows(rows, numel, stages, chunk, SPEC)
+    copy_rows(tensors[1], tensors[2], True, chunk, SPEC)
     return status
 
 

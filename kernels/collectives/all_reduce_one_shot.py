@@ -2,15 +2,16 @@
 
 The order is rank 0 .. N-1 on every rank, so every rank has the same bits.
 
-LL: push to every mailbox, poll one's own.
+LL, words of either width: push to every mailbox, poll one's own.
 
     rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = x0 + x1 + x2 + x3   on every rank
     rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 bits of payload | 32 bits of epoch
+    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
     rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
 
-Bytes     2 (N-1) n written to peers per rank (half of them flags); nothing is read from a peer. A rank's own copy
-          stays in its own memory and spares the poll a special case.
+Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), under `ll128` 4/3 (N-1) n (a quarter of
+          them); nothing is read from a peer. A rank's own copy stays in its own memory and spares the poll a special
+          case.
 Hops      1.
 Waits     one poll (`device/arrival.py`) for both: header: the peer made the same call (its fingerprint) and has left
           the epoch before the last; word: its flag is this epoch, and flag and payload are one access, so a word that
@@ -18,7 +19,11 @@ Waits     one poll (`device/arrival.py`) for both: header: the peer made the sam
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 over epoch e only after it has seen this
           block's header of e + 1, which is sent after this block has polled all of e. That header may be relaxed: a
           poll ends only with words that carry its own epoch, so all reads of e are complete before it is sent.
-Source    push with flags in the data: NCCL's LL protocol and its symmetric kernel AllReduce_AGxLL_R.
+Source    push with flags in the data: NCCL's LL protocol and its symmetric kernel AllReduce_AGxLL_R. The name `ll128`
+          is NCCL's, because the aim is the same, fewer flags; its word is another. NCCL's LL128 has one flag of 64 bits
+          for a line of 128 bytes that a warp stores and loads together: it needs hardware that keeps such lines whole,
+          and lanes that vouch for each other. Here each word of 16 bytes vouches for itself, by what the PTX memory
+          model promises; the price is 4/3 of the bytes instead of 16/15.
 
 simple: stage the input, barrier, read every peer's staged input.
 

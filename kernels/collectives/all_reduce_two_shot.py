@@ -12,9 +12,10 @@ shot.
 A shard is rounded up to 16 bytes. A rank's own shard goes through its own buffer, in its own memory: that spares the
 reduction a special case.
 
-LL: no barrier.
+LL, words of either width: no barrier.
 
-Bytes     4 (N-1)/N n written to peers per rank (half of them flags); nothing is read from a peer.
+Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), under `ll128` 8/3 (N-1)/N n (a quarter
+          of them); nothing is read from a peer. All shards are pushed at one length, the last with padding.
 Hops      2.
 Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before
           the last. The second hop's words of all ranks are polled at once.
@@ -78,7 +79,7 @@ from tricomm.kernels.device.packing import (
     store_tiles,
     store_words,
 )
-from tricomm.kernels.device.plain_data import push_shards, take_shards
+from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
@@ -188,14 +189,21 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
     ours = tl.minimum(chunk.count - me * shard, shard)
     here = chunk.base + me * shard
     limit = end_of(here + ours, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-    given, results = (), ()
-    for r in tl.static_range(WORLD_SIZE):
-        given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
+    results = ()
     for step in tl.static_range(1, WORLD_SIZE):
         results = results + (simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half,)
     for first in range(chunk.own, ours, chunk.stride):
-        total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
-        store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)
+        if SPEC.COMPACT:
+            total = reduce_in_turn(first, ours, chunk, SPEC)
+        else:
+            given = ()
+            for r in tl.static_range(WORLD_SIZE):
+                given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
+            total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
+        if SPEC.COMPACT:
+            pass_on_in_turn(me, first, total, ours, half, chunk, SPEC)
+        else:
+            store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)
         store_words(y_ptr, here + first, total, limit, SPEC.BLOCK, SPEC.ALIGNED)
 
 

@@ -1,4 +1,4 @@
-"""All-to-all with uneven parts, one shot, `ll` or `simple`: any number of rows to each rank, none among them.
+"""All-to-all with uneven parts, one shot, by every protocol: any number of rows to each rank, none among them.
 
     rank 0 [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  = (3, 1, 0, 2)
     rank 1 [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          = (1, 0, 2, 0)
@@ -7,7 +7,7 @@
 Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are parameters of the launch (see
           `device/counts.py`): every call has its own, without memory, a copy or another compiled kernel; a captured
           call keeps those of its capture. A part begins at the sum of those before it.
-Bytes     what goes to others, written to peers; under LL twice that.
+Bytes     what goes to others, written to peers; under `ll` twice that, under `ll128` 4/3.
 Hops      1; under `simple` with a barrier behind it, one a chunk.
 Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
           that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part

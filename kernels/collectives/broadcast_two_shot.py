@@ -26,7 +26,7 @@ from tricomm.kernels.device.chunks import run_two_hops
 from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
-from tricomm.kernels.device.plain_data import push_shards, take_shards
+from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, take_shards
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -54,10 +54,13 @@ def _pass_on(tensors, chunk, SPEC: tl.constexpr):
     given = simple_buffer(chunk, table_of(group), root, SPEC)
     for first in range(chunk.own, ours, chunk.stride):
         part = load_tile(given, first, ours, SPEC.BLOCK)
-        for step in tl.static_range(1, SPEC.WORLD_SIZE):
-            if (me + step) % SPEC.WORLD_SIZE != root:
-                theirs = simple_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, SPEC) + half
-                store_tile(theirs, first, part, ours, SPEC.BLOCK)
+        if SPEC.COMPACT:
+            pass_on_in_turn(root, first, part, ours, half, chunk, SPEC)
+        else:
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                if (me + step) % SPEC.WORLD_SIZE != root:
+                    theirs = simple_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, SPEC) + half
+                    store_tile(theirs, first, part, ours, SPEC.BLOCK)
         if me != root:
             store_words(y_ptr, here + first, part, limit, SPEC.BLOCK, SPEC.ALIGNED)
 

@@ -1,4 +1,4 @@
-"""Reduce-scatter, one shot, `ll` or `simple`: row r of the input to rank r, which reduces what it receives.
+"""Reduce-scatter, one shot, by every protocol: row r of the input to rank r, which reduces what it receives.
 
     rank 0 [a0 b0 c0 d0] ─▶ a0 to 0, b0 to 1, c0 to 2, d0 to 3      rank 0 gets a0 + a1 + a2 + a3
     rank 1 [a1 b1 c1 d1] ─▶ a1 to 0, b1 to 1, c1 to 2, d1 to 3      rank 1 gets b0 + b1 + b2 + b3
@@ -6,7 +6,7 @@
     rank 3 [a3 b3 c3 d3] ─▶ ...                                     rank 3 gets d0 + d1 + d2 + d3
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
-          reduction; under LL twice that.
+          reduction; under `ll` twice that, under `ll128` 4/3.
 Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.device.group import RANK, rank_of, table_of
 from tricomm.kernels.device.push import after_clearing, open_epoch, synchronize
 from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
@@ -62,6 +62,22 @@ def nth(whole, number, chunk_words):
     count = tl.minimum(whole.count - base, chunk_words)
     epoch = advance(whole.epoch, number)
     return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride, whole.owner)
+
+
+@triton.jit
+def unknown(whole, SPEC: tl.constexpr):
+    """The same; COMPACT: of numbers that are read again, so that no address of any phase is made ahead of the loop over
+    chunks and kept in registers through it."""
+    if SPEC.COMPACT:
+        table = table_of(whole.group)
+        nothing = tl.load(table + RANK, volatile=True) - whole.me
+        again = Chunk(
+            table, whole.me + nothing, whole.call, whole.epoch, whole.base, whole.count, whole.own + nothing,
+            whole.stride + nothing, whole.owner,
+        )  # fmt: skip
+    else:
+        again = whole
+    return again
 
 
 @triton.jit
@@ -160,15 +176,16 @@ def run_two_hops(
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks + 2) & (status == 0):
-        ahead = nth(whole, number, chunk_words)
-        behind = nth(whole, number - 1, chunk_words)
         if (number > 0) & (number <= chunks):
-            PASS_ON(tensors, behind, SPEC)
+            PASS_ON(tensors, nth(unknown(whole, SPEC), number - 1, chunk_words), SPEC)
+        again = unknown(whole, SPEC)
+        ahead = nth(again, number, chunk_words)
+        behind = nth(again, number - 1, chunk_words)
         if number < chunks:
             open_epoch(ahead, 2, SPEC)
             PUSH(tensors, ahead, SPEC)
         if number > 1:
-            TAKE(tensors, nth(whole, number - 2, chunk_words), SPEC)
+            TAKE(tensors, nth(unknown(whole, SPEC), number - 2, chunk_words), SPEC)
         if number < chunks:
             status = synchronize(ahead, 0, SPEC)
         elif number == chunks:

@@ -3,6 +3,8 @@
 Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all are loaded
           before the first is stored, because a thread stands at a store until its load has come. The ends of runs that
           are no whole tiles, and misaligned tensors, go one tile after another in the functions named `_ragged`.
+          COMPACT: always UNROLLED tiles of one rank's run, then the next rank's, because it is the addresses of all
+          ranks that take registers.
 Order     every loop over ranks starts at one's own, so that no two ranks write to one, or read from it, at once.
 """
 
@@ -16,6 +18,7 @@ from tricomm.kernels.device.mailbox import simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
     load_tile,
+    load_tiles,
     load_words,
     move_tiles,
     shard_words,
@@ -23,8 +26,10 @@ from tricomm.kernels.device.packing import (
     store_words,
     whole_tile,
 )
+from tricomm.kernels.device.reduction import accumulate, combine, finish
 
-UNROLLED = tl.constexpr(4)  # tiles of a run that are on their way at once
+# Tiles of a run that are on their way at once.
+FULL, FEW = tl.constexpr(4), tl.constexpr(2)
 
 
 @triton.jit
@@ -40,9 +45,10 @@ def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
 
     UNROLLED tiles are on their way at once. `start` is even.
     """
+    UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
-    sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
-    targets = runs(buffer, chunk.stride)
+    sources = runs(x_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride, UNROLLED)
+    targets = runs(buffer, chunk.stride, UNROLLED)
     ahead = (UNROLLED - 1) * chunk.stride
     first = chunk.own
     while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
@@ -63,9 +69,10 @@ def push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.
 @triton.jit
 def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     """the inverse of `push_part`, out of one's own `buffer`."""
+    UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(start + count, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
-    sources = runs(buffer, chunk.stride)
-    targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride)
+    sources = runs(buffer, chunk.stride, UNROLLED)
+    targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride, UNROLLED)
     ahead = (UNROLLED - 1) * chunk.stride
     first = chunk.own
     while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
@@ -84,7 +91,7 @@ def copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.
 
 
 @triton.jit
-def runs(pointer, stride):
+def runs(pointer, stride, UNROLLED: tl.constexpr):
     """`pointer` at UNROLLED of a block's tiles, one behind the other."""
     pointers = ()
     for n in tl.static_range(UNROLLED):
@@ -99,16 +106,22 @@ def push_plain_rows(tensors, chunk, SPEC: tl.constexpr):
     `tensors` is (x_ptr, y_ptr, numel) and whatever else.
     """
     x_ptr, numel, me = tensors[0], tensors[2], chunk.me
-    rows, buffers = (), ()
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        to = (me + n) % SPEC.WORLD_SIZE
-        rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
-        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-        else:
-            push_rows_ragged(x_ptr, numel, first, chunk, SPEC)
+    if SPEC.COMPACT:
+        for step in range(SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            buffer = simple_buffer(chunk, peer(chunk.group, to), me, SPEC)
+            push_part(x_ptr + to * numel, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
+    else:
+        rows, buffers = (), ()
+        for n in tl.static_range(SPEC.WORLD_SIZE):
+            to = (me + n) % SPEC.WORLD_SIZE
+            rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
+            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+        for first in range(chunk.own, chunk.count, chunk.stride):
+            if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+                move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+            else:
+                push_rows_ragged(x_ptr, numel, first, chunk, SPEC)
 
 
 @triton.jit
@@ -122,25 +135,40 @@ def push_rows_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(rows, numel, buffers, chunk, SPEC: tl.constexpr):
-    """copy the chunk's words out of each of WORLD_SIZE buffers, own ones or peers', into its row of `numel`
-    elements; the tiles of all of them are on their way at once."""
-    targets = ()
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        targets = targets + (rows[n].to(tl.pointer_type(tl.int64)) + chunk.base,)
-    for first in range(chunk.own, chunk.count, chunk.stride):
-        if whole_tile(first, chunk.count, chunk.base, numel, rows[0], SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(buffers, targets, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-        else:
-            copy_rows_ragged(rows, numel, buffers, first, chunk, SPEC)
+def row_buffer(chunk, head, source, STAGED: tl.constexpr, SPEC: tl.constexpr):
+    """the buffer with the words of rank `source`: its stage, which begins its arena's mailbox, or one's own of it."""
+    if STAGED:
+        buffer = simple_buffer(chunk, head, 0, SPEC)
+    else:
+        buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC)
+    return buffer
 
 
 @triton.jit
-def copy_rows_ragged(rows, numel, buffers, first, chunk, SPEC: tl.constexpr):
-    """the tile at word `first` of every row, wherever it ends and however it is aligned."""
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        words = load_tile(buffers[n], first, chunk.count, SPEC.BLOCK)
-        store_words(rows[n], chunk.base + first, words, numel, SPEC.BLOCK, SPEC.ALIGNED)
+def copy_rows(y_ptr, numel, STAGED: tl.constexpr, chunk, SPEC: tl.constexpr):
+    """copy the chunk's words of rank r, out of one's own buffer or out of its stage, into row r of
+    y_ptr[0 : WORLD_SIZE * numel]; the tiles of all ranks are on their way at once."""
+    me = chunk.me
+    if SPEC.COMPACT:
+        for step in range(SPEC.WORLD_SIZE):
+            source = (me + step) % SPEC.WORLD_SIZE
+            buffer = row_buffer(chunk, peer(chunk.group, source), source, STAGED, SPEC)
+            copy_part(y_ptr + source * numel, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
+    else:
+        rows, targets, buffers = (), (), ()
+        for n in tl.static_range(SPEC.WORLD_SIZE):
+            source = (me + n) % SPEC.WORLD_SIZE
+            rows = rows + (y_ptr + source * numel,)
+            targets = targets + (rows[n].to(tl.pointer_type(tl.int64)) + chunk.base,)
+            head = peer_ahead(chunk.group, n, SPEC.WORLD_SIZE)
+            buffers = buffers + (row_buffer(chunk, head, source, STAGED, SPEC),)
+        for first in range(chunk.own, chunk.count, chunk.stride):
+            if whole_tile(first, chunk.count, chunk.base, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+                move_tiles(buffers, targets, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+            else:
+                for n in tl.static_range(SPEC.WORLD_SIZE):
+                    words = load_tile(buffers[n], first, chunk.count, SPEC.BLOCK)
+                    store_words(rows[n], chunk.base + first, words, numel, SPEC.BLOCK, SPEC.ALIGNED)
 
 
 @triton.jit
@@ -152,18 +180,25 @@ def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
     """
     me = chunk.me
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
-    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
-    shards, buffers = (), ()
-    for n in tl.static_range(SPEC.WORLD_SIZE):
-        to = (me + n) % SPEC.WORLD_SIZE
-        shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
-        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-    for first in range(chunk.own, shard, chunk.stride):
-        if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
-        else:
-            push_shards_ragged(x_ptr, numel, first, chunk, SPEC)
+    if SPEC.COMPACT:
+        for step in range(SPEC.WORLD_SIZE):
+            to = (me + step) % SPEC.WORLD_SIZE
+            theirs = tl.minimum(chunk.count - to * shard, shard)
+            buffer = simple_buffer(chunk, peer(chunk.group, to), me, SPEC)
+            push_part(x_ptr, numel, chunk.base + to * shard, theirs, buffer, chunk, SPEC)
+    else:
+        behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+        last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
+        shards, buffers = (), ()
+        for n in tl.static_range(SPEC.WORLD_SIZE):
+            to = (me + n) % SPEC.WORLD_SIZE
+            shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
+            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+        for first in range(chunk.own, shard, chunk.stride):
+            if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+                move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
+            else:
+                push_shards_ragged(x_ptr, numel, first, chunk, SPEC)
 
 
 @triton.jit
@@ -183,18 +218,25 @@ def push_shards_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
 def take_shards(y_ptr, numel, half, chunk, SPEC: tl.constexpr):
     """copy the chunk's shards but one's own out of the second halves of the buffers of those that sent them."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
-    last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard
-    shards, buffers = (), ()
-    for n in tl.static_range(1, SPEC.WORLD_SIZE):
-        source = (chunk.me + n) % SPEC.WORLD_SIZE
-        shards = shards + (y_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + source * shard,)
-        buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half,)
-    for first in range(chunk.own, shard, chunk.stride):
-        if whole_tile(first, last, behind, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-            move_tiles(buffers, shards, first, SPEC.WORLD_SIZE - 1, SPEC.BLOCK)
-        else:
-            take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC)
+    if SPEC.COMPACT:
+        for step in range(1, SPEC.WORLD_SIZE):
+            source = (chunk.me + step) % SPEC.WORLD_SIZE
+            theirs = tl.minimum(chunk.count - source * shard, shard)
+            buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half
+            copy_part(y_ptr, numel, chunk.base + source * shard, theirs, buffer, chunk, SPEC)
+    else:
+        behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
+        last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard
+        shards, buffers = (), ()
+        for n in tl.static_range(1, SPEC.WORLD_SIZE):
+            source = (chunk.me + n) % SPEC.WORLD_SIZE
+            shards = shards + (y_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + source * shard,)
+            buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half,)
+        for first in range(chunk.own, shard, chunk.stride):
+            if whole_tile(first, last, behind, numel, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+                move_tiles(buffers, shards, first, SPEC.WORLD_SIZE - 1, SPEC.BLOCK)
+            else:
+                take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC)
 
 
 @triton.jit
@@ -208,3 +250,33 @@ def take_shards_ragged(y_ptr, numel, half, first, chunk, SPEC: tl.constexpr):
         words = load_tile(buffer, first, theirs, SPEC.BLOCK)
         limit = end_of(start + theirs, numel, 64 // y_ptr.dtype.element_ty.primitive_bitwidth)
         store_words(y_ptr, start + first, words, limit, SPEC.BLOCK, SPEC.ALIGNED)
+
+
+@triton.jit
+def pass_on_in_turn(but, first, words, count, half, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of `count` into the second half of this rank's buffer at all others, but at rank `but`,
+    one after another."""
+    for step in range(1, SPEC.WORLD_SIZE):
+        to = (chunk.me + step) % SPEC.WORLD_SIZE
+        if to != but:
+            buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC) + half
+            store_tile(buffer, first, words, count, SPEC.BLOCK)
+
+
+@triton.jit
+def reduce_in_turn(first, count, chunk, SPEC: tl.constexpr):
+    """the tile at word `first` of `count` of one's own buffers of all ranks, reduced in rank order; FEW of them are on
+    their way at once."""
+    sums = ()
+    for begin in tl.static_range(0, SPEC.WORLD_SIZE, FEW):
+        buffers = ()
+        for n in tl.static_range(begin, min(begin + FEW, SPEC.WORLD_SIZE)):
+            buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), n, SPEC),)
+        tiles = load_tiles(buffers, first, count, min(FEW, SPEC.WORLD_SIZE - begin), SPEC.BLOCK)
+        for n in tl.static_range(min(FEW, SPEC.WORLD_SIZE - begin)):
+            one = accumulate((tiles[n],), 1, SPEC)
+            if begin + n == 0:
+                sums = one
+            else:
+                sums = combine(sums, one, SPEC)
+    return finish(sums, SPEC)

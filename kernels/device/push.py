@@ -258,11 +258,7 @@ def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
             first += chunk.stride
             more = (status == 0) & (first < chunk.count)
     else:
-        rows, buffers = (), ()
-        for r in tl.static_range(SPEC.WORLD_SIZE):
-            rows = rows + (y_ptr + r * numel,)
-            buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), r, SPEC),)
-        copy_rows(rows, numel, buffers, chunk, SPEC)
+        copy_rows(y_ptr, numel, False, chunk, SPEC)
     return status
 
 

@@ -120,9 +120,7 @@ class Baselines:
         return fused_bench.offered(library) or _none(f"{library}: it has no all_reduce to put a norm behind")
 
     def group_of(self, library: str) -> Any:
-        """torch's group for `library`; None if it needs none. Raises `Unavailable`."""
-        if library == fused_bench.UNFUSED:
-            return None
+        """torch's group for `library`. Raises `Unavailable`."""
         context = self._joined()
         return _nccl_group(context) if library == "nccl" else context.host
 

@@ -107,8 +107,11 @@ def ours(comm: Communicator, case: Case, made: FusedTensors) -> Callable[[], Any
     return lambda: comm.run_fused(call, *forced)
 
 
-def offered(library: str) -> dict[str, Callable[[Communicator, Case, FusedTensors, Any], Callable[[], Any]]]:
-    """The ways in which `library` makes the call; the last argument is a group of torch.distributed."""
+Join = Callable[[], Any]  # makes the library's group of torch.distributed
+
+
+def offered(library: str) -> dict[str, Callable[[Communicator, Case, FusedTensors, Join], Callable[[], Any]]]:
+    """The ways in which `library` makes the call. They raise `Unavailable`."""
     if library == UNFUSED:
         return {UNFUSED: _unfused}
     if library == "flashinfer":
@@ -116,7 +119,7 @@ def offered(library: str) -> dict[str, Callable[[Communicator, Case, FusedTensor
     return {library: _of_torch} if library in ("nccl", "gloo") else {}
 
 
-def _unfused(comm: Communicator, case: Case, made: FusedTensors, group: Any) -> Callable[[], Any]:
+def _unfused(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
     def run() -> None:
         comm.all_reduce(made.call.x, out=made.total)
         _norm(made)
@@ -124,7 +127,9 @@ def _unfused(comm: Communicator, case: Case, made: FusedTensors, group: Any) -> 
     return run
 
 
-def _of_torch(comm: Communicator, case: Case, made: FusedTensors, group: Any) -> Callable[[], Any]:
+def _of_torch(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
+    group = join()
+
     def run() -> None:
         made.total.copy_(made.call.x)  # as a user's matrix product would have written it
         dist.all_reduce(made.total, group=group)
@@ -144,7 +149,7 @@ def _norm(made: FusedTensors) -> None:
     unfused.quantize(call, norm)
 
 
-def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, group: Any) -> Callable[[], Any]:
+def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
     try:
         flashinfer = importlib.import_module("flashinfer.comm")
     except ImportError as error:
@@ -152,7 +157,7 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, group: Any) 
     call = made.call
     rows, hidden = call.x.shape
     workspace = flashinfer.create_allreduce_fusion_workspace(
-        "auto", comm.world_size, comm.rank, rows, hidden, call.x.dtype, group=dist.group.WORLD
+        "auto", comm.world_size, comm.rank, rows, hidden, call.x.dtype, group=join()
     )
     arguments = {
         "input": call.x, "workspace": workspace, "pattern": _PATTERNS[case.quantize], "launch_with_pdl": True,

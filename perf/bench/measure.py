@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -144,7 +145,7 @@ def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
     for name, make in bench.baselines.offered_fused(case.library).items():
         made = fused_bench.tensors(comm, case, elements)
         try:
-            run = make(comm, case, made, bench.baselines.group_of(case.library))
+            run = make(comm, case, made, partial(bench.baselines.group_of, case.library))
             measured = _timed_fused(bench, row.changed(algorithm=name), made, run)
         except Unavailable as reason:
             bench.skip(str(reason))

@@ -14,6 +14,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
+from tricomm.kernels.wide_words import why_not
 from tricomm.perf import text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
@@ -29,9 +30,9 @@ _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "sc
 
 LEGEND = """\
 spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
-than 128 bits.  tail: element by element, past the last full tile or misaligned.  scalar, control: one word; headers,
-polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
-instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row."""
+than 128 bits (of ll128 64).  tail: element by element, past the last full tile or misaligned.  scalar, control: one
+word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
+instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row (of ll128 24)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Counts:
-    """Global memory instructions by purpose (`access_kinds`); `wide` is 128 bits or more."""
+    """Global memory instructions by purpose (`access_kinds`); `wide` is 128 bits or more, of `ll128` 64."""
 
     body_wide_loads: int
     body_wide_stores: int
@@ -93,7 +94,13 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     kernels = [k for k in registry.ALL if name in (None, k.name)]
     if not kernels:
         raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in registry.ALL)}")
-    return [v for arch in archs for k in kernels for v in _of(k, arch, everything)]
+    return [
+        v
+        for arch in archs
+        for k in kernels
+        if name is not None or not k.wide or why_not(int(arch.removeprefix("sm_"))) is None
+        for v in _of(k, arch, everything)
+    ]
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
@@ -138,8 +145,8 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
     return KernelReport(
         variant,
         code.resources(cubin, sass, int(compiled.metadata.shared)),
-        _count(in_ptx, tiles),
-        _count(in_sass, tiles),
+        _count(in_ptx, tiles, _least_bits(variant)),
+        _count(in_sass, tiles, _least_bits(variant)),
         sum(o in ("acquire", "acq_rel") for o in ordered),
         sum(o in ("release", "acq_rel") for o in ordered),
         sum(o == "relaxed" for o in ordered),
@@ -224,12 +231,12 @@ def check(report: KernelReport) -> list[str]:
         for what, counts in (("PTX", report.ptx), ("SASS", report.sass)):
             if counts.body_narrow:
                 broken.append(
-                    f"{what}: {counts.body_narrow} bulk accesses are narrower than 128 bits: "
+                    f"{what}: {counts.body_narrow} bulk accesses are narrower than {_least_bits(report.variant)} bits: "
                     + "; ".join(counts.narrow_lines)
                 )
             if not counts.body_wide_loads or not counts.body_wide_stores:
                 broken.append(
-                    f"{what}: no 128-bit bulk access among "
+                    f"{what}: no {_least_bits(report.variant)}-bit bulk access among "
                     f"{counts.body_wide_loads} wide loads and {counts.body_wide_stores} wide stores"
                 )
     if report.weak_flags:
@@ -239,7 +246,12 @@ def check(report: KernelReport) -> list[str]:
     return broken
 
 
-def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line]) -> Counts:
+def _least_bits(variant: Variant) -> int:
+    """Of a bulk access. Planes of wide words have one word of a tensor a thread; a mailbox has 128 bits."""
+    return 64 if variant.kernel.endswith("_ll128") else 128
+
+
+def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line], least: int) -> Counts:
     body: list[code.MemoryInstruction] = []
     other = {"tail": 0, "scalar": 0, "control": 0}
     for access in accesses:
@@ -248,8 +260,8 @@ def _count(accesses: list[code.MemoryInstruction], tiles: set[code.Line]) -> Cou
             body.append(access)
         else:
             other[kind] += 1
-    wide = [a for a in body if a.bits >= 128]
-    narrow = [a for a in body if a.bits < 128]
+    wide = [a for a in body if a.bits >= least]
+    narrow = [a for a in body if a.bits < least]
     return Counts(
         sum(not a.store for a in wide),
         sum(a.store for a in wide),

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm import arguments
 from tricomm.core import launch_plan
-from tricomm.core.fused.fused_call import Epilogue
+from tricomm.core.fused.fused_call import Epilogue, UserEpilogue
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, seconds
 from tricomm.policy.selection import Choice
@@ -145,3 +145,10 @@ def test_options_out_of_range(bad, words):
 def test_a_timeout_is_a_positive_number_of_seconds(value):
     with pytest.raises(InvalidArgument, match="positive number of seconds"):
         seconds(value, "timeout")
+
+
+def test_the_facts_of_an_epilogue_have_no_address_in_them():
+    """So they are the same in every process, also of a function that Triton interprets."""
+    function = SimpleNamespace(fn=test_the_facts_of_an_epilogue_have_no_address_in_them)
+    facts = UserEpilogue(8, function, function, ("*i16",)).facts
+    assert repr(facts) == repr((8, *[f"{__name__}:{function.fn.__name__}"] * 2, ("*i16",)))

@@ -189,38 +189,46 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, text):
         engine_group.max_bytes()
 
 
-class Capturing:
-    """A GPU whose stream is, or is not, in a capture."""
-
-    def __init__(self):
-        self.now = False
-
-    def capturing(self):
-        return self.now
+def _pretending(engine, device="cuda", invariant=False):
+    """A group that claims to run on two GPUs; its stream is in a capture if `.comm.gpu.now`."""
+    gpu = types.SimpleNamespace(now=False)
+    gpu.capturing = lambda: gpu.now
+    closed: list[bool] = []
+    group = engine_group.without("tp:0", engine, "", logging.DEBUG)
+    group.comm = types.SimpleNamespace(
+        gpu=gpu, device=torch.device("cpu"), world_size=2, options=tricomm.Options(), close=lambda: closed.append(True)
+    )
+    group._facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant)
+    group._seat = engine_group.Seat(None, 1, 2, torch.device("cpu"), "tp:0")
+    return group, closed
 
 
 def test_a_capture_takes_only_sizes_that_were_called_before_and_keeps_its_memory(caplog):
-    """A group over one rank's communicator that claims a GPU."""
-
-    def body(comm):
-        gpu = Capturing()
-        pretended = types.SimpleNamespace(
-            gpu=gpu, device=comm.device, world_size=2, options=comm.options, close=lambda: closed.append(True)
-        )
-        group = engine_group.without("tp:0", Engine("vLLM", LOG), "")
-        group.comm = pretended
-        group._facts = engine_group.GroupFacts("cpu", 2, 1, None, "nccl")
-        group._seat = engine_group.Seat(None, 1, 2, comm.device, "tp:0")
-        x, y = torch.ones(4), torch.ones(5)
-        assert group.takes("all_reduce", x)
-        gpu.now = True
-        with group.capture():
-            assert group.takes("all_reduce", x)
-            assert not group.takes("all_reduce", y) and not group.takes("all_gather", x)
-        group.suspend()
-        assert closed == [] and group.comm is pretended
-
-    closed: list[bool] = []
-    tricomm.simulate(body, world_size=1)
+    group, closed = _pretending(Engine("vLLM", LOG))
+    x, y = torch.ones(4), torch.ones(5)
+    comm = group.comm
+    assert group.takes("all_reduce", x)
+    comm.gpu.now = True
+    with group.capture():
+        assert not group.takes("all_reduce", y) and not group.takes("all_gather", x)
+        assert not group._captured and group.takes("all_reduce", x)
+    group.suspend()
+    assert closed == [] and group.comm is comm
     assert "captured without a call of that size before" in caplog.text
     assert "CUDA graphs hold their addresses" in caplog.text
+    group.close()
+    assert closed == [True] and not group.takes("all_reduce", x)
+    with pytest.raises(InvalidArgument, match="it is closed"):
+        group.all_reduce(x)
+
+
+def test_the_table_limits_sizes_unless_reductions_are_batch_invariant():
+    largest, larger = torch.empty(8 << 20, dtype=torch.uint8), torch.empty((8 << 20) + 2, dtype=torch.uint8)
+    group, _ = _pretending(Engine("vLLM", LOG))
+    assert group.takes("all_reduce", largest) and not group.takes("all_reduce", larger)
+    assert group.takes("reduce_scatter", largest) and not group.takes("reduce_scatter", torch.ones(3))
+    for engine, own in ((Engine("vLLM", LOG, invariant=True), False), (Engine("vLLM", LOG), True)):
+        group, _ = _pretending(engine, invariant=own)
+        assert group.takes("all_reduce", larger)
+    with pytest.raises(InvalidArgument, match="refused in a batch-invariant group"):
+        group.takes("all_reduce", torch.ones(2, dtype=torch.uint16))

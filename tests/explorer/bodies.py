@@ -58,12 +58,14 @@ def differing(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) 
 
 
 def prefilled(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """The LL mailboxes hold what a counter of 32 bits leaves when it comes round: words of the next epochs but one."""
-    nbytes = 2 * comm.world_size * comm.arena_layout.ll_buffer
-    words = comm._group.arena.tensor(comm.rank, comm.arena_layout.ll, (2, nbytes // 16), torch.int64)
-    for ahead in (3, 4):
-        epoch = mutant.first_epoch + ahead
-        words[epoch & 1].fill_(epoch << 32 | 77)
+    """The mailboxes of words with flags hold what a counter of 32 bits leaves when it comes round: words of the next
+    epochs but one."""
+    memory = comm.arena_layout
+    for start, buffer in ((memory.ll, memory.ll_buffer), (memory.wide, memory.wide_buffer)):
+        words = comm._group.arena.tensor(comm.rank, start, (2, comm.world_size * buffer // 8), torch.int64)
+        for ahead in (3, 4):
+            epoch = mutant.first_epoch + ahead
+            words[epoch & 1].fill_(epoch << 32 | 77)
     comm.barrier()
     yield from in_turn(comm, mutant, pads, calls)
 

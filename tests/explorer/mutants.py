@@ -12,6 +12,7 @@ from tests.explorer.mutant_tables.message import MESSAGES
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
+from tests.explorer.mutant_tables.wide import WIDE
 from tests.explorer.mutation import Edit, Mutant
 
 S = ("all_reduce", "one_shot", "simple")
@@ -22,7 +23,6 @@ B = ("barrier", "one_shot", "simple")
 PRIMITIVES = "kernels/primitives.py"
 CHUNKS = "kernels/device/chunks.py"
 TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
-GATHER = "kernels/collectives/all_gather_one_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
 MAILBOX = "kernels/device/mailbox.py"
 PLAIN = "kernels/device/plain_data.py"
@@ -40,7 +40,7 @@ _SECOND = "status = synchronize(behind, 1, SPEC)"
 _STRIDE = "own, tl.num_programs(0) * SPEC.TILE, owner)"
 _SECOND_HALF = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
-_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
+_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half\n        words"
 _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    offset = simple_base(group)"
 _RESULTS = "store_tiles(results, first, total, ours, WORLD_SIZE - 1, SPEC.BLOCK)\n        "
 _GRID_WAIT = """\
@@ -173,8 +173,8 @@ REAL = (
     ),
     Mutant(
         "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
-        (Edit(GATHER, "simple_buffer(chunk, peer_ahead(",
-              "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), peer_ahead("),),
+        (Edit(PLAIN, "simple_buffer(chunk, head, 0, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), head, 0, SPEC)"),),
         (G,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
@@ -202,7 +202,7 @@ REAL = (
         (
             Edit(TWO_SHOT, _SECOND_HALF, _SECOND_HALF.removesuffix(" + half")),
             Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),
-            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.replace(" + half", "")),
         ),
         (T,), RACE,
     ),
@@ -265,4 +265,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE)}

@@ -1,9 +1,12 @@
 """Selection is a pure function: equal inputs, equal choices, and a reason that names what decided."""
 
+import re
+from unittest.mock import patch
+
 import pytest
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import layout
+from tricomm.kernels import layout, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
@@ -55,8 +58,8 @@ def test_the_reason_names_table_and_row_or_who_forced_it():
     ("collective", "algorithm", "protocol", "words"),
     [
         ("all_reduce", "ring", None, "no ring/any kernel; there is one_shot/ll"),
-        ("all_reduce", None, "ll128", "no any/ll128 kernel"),
-        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/simple"),
+        ("all_reduce", None, "ll256", "no any/ll256 kernel"),
+        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/ll128, one_shot/s"),
         ("all_to_nobody", None, None, "unknown; there is all_reduce"),
     ],
 )
@@ -159,3 +162,22 @@ def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
     assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
     small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
     assert (small.block, small.warps) == (512, 16)  # a word a thread: every thread has a part of each tile
+
+
+def test_wide_words_are_refused_by_name_where_there_are_none():
+    for device, version in (("sm_90", "3.8.0"), ("sm_70", "3.9.0")):
+        reason = wide_words.why_not(int(device[3:]), version)
+        with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
+            with pytest.raises(InvalidArgument, match=re.escape(f"{reason}; LL words")):
+                choose(site(device), "all_gather", 1024, protocol="ll128")
+            fits = {choose(site(device), "all_reduce", 1 << n, algorithm="two_shot").protocol for n in range(4, 26)}
+            assert "ll128" not in fits
+
+
+def test_forced_wide_words_have_planes_that_span_all_threads():
+    for kernel in (k for k in registry.KERNELS if k.wide):
+        ranks = registry.CUBE_RANKS if kernel.needs_cube else 3
+        for power in range(3, 26):
+            for device in ("cpu",) if wide_words.why_not(90) else ("cpu", "sm_90"):
+                choice = choose(site(device, ranks), kernel.collective, 1 << power, kernel.algorithm, "ll128")
+                assert device == "cpu" or choice.block // 2 >= 32 * choice.warps

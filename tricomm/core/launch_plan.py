@@ -129,7 +129,8 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     fingerprint = arguments.fingerprint(
         collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, request.handle.number if request.handle is not None else 0, epilogue,
+        choice.block, mode, request.handle.number if request.handle is not None else 0,
+        None if epilogue is None else epilogue.facts,
     )  # fmt: skip
     descriptor = Descriptor(
         sequence=0, fingerprint=fingerprint, collective=collective, op=op, dtype=dtype,

@@ -214,15 +214,20 @@ class Planner:
         form = collective_specs.find(collective)
         request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
         if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return self._choice(request, nbytes, mode)
+            return self._with_memory(self._choice(request, nbytes, mode))
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
         route = backend_choice.decide(self.routes, collective, dtype, op_name, size, request.forced)
         if route.backend != NCCL:
-            return self._choice(request, nbytes, mode)
+            return self._with_memory(self._choice(request, nbytes, mode))
         if form.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
+
+    def _with_memory(self, choice: Choice) -> Choice:
+        """With the reason for the kind of memory, if it is not the usual one."""
+        memory = self._group.arena.reason
+        return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.

@@ -33,6 +33,7 @@ from tricomm.store.bounded_store import first_line
 MEETING_SECONDS = 60.0
 _MOST_SHAPES = 4096
 _ALIGNMENT = 16
+_NORMED = (torch.float32, torch.float16, torch.bfloat16)
 _SUSPENDED = "it is suspended"
 _LEFT = "tricomm: %s: every call is left to %s: %s"
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
@@ -42,11 +43,13 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine: its `name`, the `log` that its users see, and whether they ask for batch-invariant reductions."""
+    """An engine: its `name`, the `log` that its users see, whether they ask for batch-invariant reductions, and which
+    collectives its adapter offers."""
 
     name: str
     log: logging.Logger
     invariant: bool = False
+    collectives: tuple[str, ...] = _COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class EngineGroup:
         if self.comm is None:
             log.warning(_LEFT, self._text, engine, self.why_not)
         elif self.comm.rank == 0:
-            sizes = [f"{collective} {self._up_to(collective)}" for collective in _COLLECTIVES]
+            sizes = [f"{collective} {self._up_to(collective)}" for collective in self._engine.collectives]
             log.info(
                 "tricomm %s: %s on %s: %s go to tricomm's kernels%s, every other call is left to %s",
                 "runs" if self._opened == 1 else "is back",
@@ -195,7 +198,19 @@ class EngineGroup:
             return False
         if collective == "reduce_scatter" and x.shape[dim] % comm.world_size:
             return False
-        key = (collective, x.dtype, x.numel())
+        return self._takes(comm, (collective, x.dtype, x.numel()), collective, x)
+
+    def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether `all_reduce_rms_norm` is for this call; the same on all ranks. Sizes are those of all_reduce."""
+        comm = self.comm
+        if comm is None or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
+            return False
+        if x.dtype not in _NORMED or weight.dtype not in (x.dtype, torch.float32):
+            return False
+        key = (f"all_reduce_rms_norm of rows of {x.shape[-1]}: {weight.dtype}", x.dtype, x.numel())
+        return self._takes(comm, key, "all_reduce", x)
+
+    def _takes(self, comm: Communicator, key: tuple[str, torch.dtype, int], collective: str, x: torch.Tensor) -> bool:
         route = self._routes.get(key)
         if route is None:
             if len(self._routes) >= _MOST_SHAPES:
@@ -242,6 +257,15 @@ class EngineGroup:
             _packed(x), out=torch.empty_like(x, memory_format=torch.contiguous_format)
         )
         return out
+
+    def all_reduce_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm, new residual) as of `Communicator.all_reduce_rms_norm`, in new tensors."""
+        normed: tuple[torch.Tensor, torch.Tensor] = self._running.all_reduce_rms_norm(
+            _packed(x), _packed(residual), _packed(weight.detach()), eps
+        )
+        return normed
 
     def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Every rank's `x`, concatenated along `dim`, in a new contiguous tensor."""

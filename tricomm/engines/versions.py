@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Minor versions, as (0, 32), from `first` to `last`, both included."""
+    """From `first` to `last`, both included, as (0, 32) for all of 0.32, or as (0, 5, 23)."""
 
-    first: tuple[int, int]
-    last: tuple[int, int]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
 
     def refusal(self, engine: str, version: str) -> str | None:
         """Why an adapter leaves this version of `engine` alone; None if it is inside the range."""
-        found = re.match(r"(\d+)\.(\d+)", version)
-        if found is not None and self.first <= (int(found[1]), int(found[2])) <= self.last:
+        found = re.match(r"\d+(\.\d+)*", version)
+        numbers = tuple(map(int, found[0].split("."))) if found is not None else ()
+        if self.first <= numbers[: len(self.first)] <= self.last:
             return None
-        first, last = ("{}.{}".format(*bound) for bound in (self.first, self.last))
+        first, last = (".".join(map(str, bound)) for bound in (self.first, self.last))
         return (
             f"{engine} {version} is outside the range that this version of tricomm was tested with, {first} to {last}; "
             "install one of those, or a newer tricomm"

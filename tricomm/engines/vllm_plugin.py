@@ -1,6 +1,6 @@
 """vLLM's entry point: with VLLM_TRICOMM=1 its communicators become tricomm's, otherwise nothing happens.
 
-vLLM loads it in every process whenever tricomm is installed, so it imports nothing before it has looked.
+vLLM loads it in every process whenever tricomm is installed, so it imports nothing but tricomm before it has looked.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,12 +57,27 @@ def explore(key: Key, schedules: int = 4, world_size: int = 2, blocks: int = 1, 
 
 def text_of(key: Key, world_size: int = 2, blocks: int = 1, sizes: Sequence[int] = SIZES) -> str:
     """The PTX that `explore` executes for the first of `sizes`: tile and warps of others may differ."""
-    texts: dict[str, str] = {}
+    texts = launched(lambda: explore(key, 1, world_size, blocks, sizes=sizes, faults=()))
+    return texts[registry.find(*key).function.__name__][0]
+
+
+def launched(run: Callable[[], Any]) -> dict[str, list[str]]:
+    """The different PTX texts of each kernel that `run` launches, in order."""
+    texts: dict[str, list[str]] = {}
 
     def code_of(launch: KernelLaunch) -> PtxKernel:
-        texts.setdefault(launch.loaded.name, launch.loaded.text)
+        known = texts.setdefault(launch.loaded.name, [])
+        if launch.loaded.text not in known:
+            known.append(launch.loaded.text)
         return launch.loaded.kernel
 
     with patch.object(launches, "code_of", code_of):
-        explore(key, 1, world_size, blocks, sizes=sizes, faults=())
-    return texts[registry.find(*key).function.__name__]
+        run()
+    return texts
+
+
+def instructions(text: str) -> str:
+    """A PTX text without what no execution depends on: version, target, lines of the source, debug sections."""
+    lines = (line.partition("//")[0].strip() for line in re.split(r"\n\s*\.section", text)[0].splitlines())
+    unused = (".version", ".target", ".loc", ".file", "$L__tmp")
+    return "\n".join(line for line in lines if line and not line.startswith(unused))

@@ -35,10 +35,10 @@ _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    if SPEC.WIDE:"
 _SAME = "ahead._replace(epoch=ahead.epoch * 0)"
 _AHEAD = "PUSH(tensors, ahead, SPEC)\n"
 _MET = "status = synchronize(ahead, 0, SPEC)\n"
-_TWO_BACK = "nth(whole, number - 2, chunk_words)"
+_ONE_BACK, _TWO_BACK = (f"nth(unknown(whole, SPEC), number - {n}, chunk_words)" for n in (1, 2))
 _SHARD = """\
-        buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-    for first in range(chunk.own, shard"""
+            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+        for first in range(chunk.own, shard"""
 _TO = "\n            buffer"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
@@ -213,7 +213,7 @@ OWN = (
     Mutant(
         "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
         (
-            Edit(CHUNKS, "PASS_ON(tensors, behind,", "PASS_ON(tensors, behind._replace(epoch=behind.epoch * 0),"),
+            Edit(CHUNKS, f"{_ONE_BACK}, SPEC)", f"{_ONE_BACK}._replace(epoch=number * 0), SPEC)"),
             Edit(CHUNKS, f"2, SPEC)\n            {_AHEAD}", f"2, SPEC)\n            {_AHEAD.replace('ahead', _SAME)}"),
             Edit(CHUNKS, f"{_TWO_BACK}, SPEC)", f"{_TWO_BACK}._replace(epoch=number * 0), SPEC)"),
         ),

@@ -36,7 +36,7 @@ _SIGNAL_ONLY = """\
         number"""
 _IMPORT = "from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
-_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
+_TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half\n        words"
 _BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
 _HEADERS = """\
         tl.debug_barrier()
@@ -117,7 +117,7 @@ PUSHES = (
     ),
     Mutant(
         "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
-        (Edit(FILE, "tensors[0] + (chunk.me + step) % SPEC.WORLD_SIZE * tensors[2]", "tensors[0] + step * tensors[2]"),),
+        (Edit(FILE, f"tensors[0] + {_TO} * tensors[2]", "tensors[0] + step * tensors[2]"),),
         (AL,), WRONG,
     ),
     Mutant(
@@ -151,7 +151,7 @@ PUSHES = (
         (
             Edit(TWO_SHOT, "me, SPEC) + half", "me, SPEC)"),
             Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),
-            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.removesuffix(" + half")),
+            Edit(PLAIN, _TAKEN_LAST, _TAKEN_LAST.replace(" + half", "")),
         ),
         (BT,), RACE,
     ),

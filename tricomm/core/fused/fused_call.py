@@ -53,8 +53,13 @@ class Epilogue(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether it is a user's."""
+        """Whether it is a user's own."""
         return False
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What the ranks compare, in values whose text is the same in every process."""
+        return tuple(self)
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
@@ -85,14 +90,20 @@ class UserEpilogue(NamedTuple):
     operands: tuple[str, ...]
 
     @property
-    def quantize(self) -> str:
-        """Nothing that selection has to know."""
-        return ""
+    def quantize(self) -> str | None:
+        """Nothing that is known here."""
+        return None
 
     @property
     def own(self) -> bool:
-        """Whether it is a user's."""
+        """Whether it is a user's own."""
         return True
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """As `Epilogue.facts`: the text of a function that is interpreted has its address."""
+        names = tuple(f"{f.fn.__module__}:{f.fn.__qualname__}" for f in (self.function, self.prepare))
+        return (self.hidden, *names, self.operands)
 
     def text(self) -> str:
         """In words, for the record that the peers read."""

@@ -1,7 +1,7 @@
 """What follows the all-reduce of a fused call, in torch: for calls that no fused kernel takes, and to compare with.
 
-The arithmetic is that of `fused_call`. The factor of a row may differ from a fused kernel's in its last bits of fp32,
-and so, rarely, a norm in its last bit. On a GPU nothing here waits for the device, so a graph can hold it.
+The arithmetic is that of the fused kernels, step by step, and each step is exact or rounded as IEEE 754 says. So a call
+gives the same bits fused and unfused. On a GPU nothing here waits for the device, so a graph can hold it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from tricomm.core.fused.fused_call import FP8_MAX, LEAST_FP8_SCALE, NVFP4_BLOCK,
 
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NAN_CODE = 7  # what a GPU converts a NaN to
+_INFINITE = 0x7F800000  # fp32's bits of infinity
 
 
 def total_of(call: FusedCall) -> torch.Tensor:
@@ -41,11 +42,34 @@ def quantize(call: FusedCall, norm: torch.Tensor) -> None:
 
 
 def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
-    """The norm of each row of `x`, in its type. The squares are added in fp64, in which none of them overflows."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64).square()
-    factor = torch.rsqrt(squares / epilogue.hidden + epilogue.eps)
-    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
-    return (x.to(wide) * factor.to(wide)).mul_(weight.to(wide) + epilogue.weight_bias).to(x.dtype)
+    """The norm of each row of `x`, in its type, in the steps of `kernels/device/epilogue.py`."""
+    wide = x.float()
+    scale, factor = _factor(wide, x.dtype == torch.float32, epilogue)
+    gain = weight.float() + epilogue.weight_bias
+    return ((wide * scale).to(factor.dtype) * factor).mul_(gain.to(factor.dtype)).float().to(x.dtype)
+
+
+def _factor(wide: torch.Tensor, double: bool, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, factor) of each row: an element of the norm is (element * scale) * factor.
+
+    The scale is a power of two, and the squares are added as integers, so that no order of addition shows.
+    """
+    eps = _number(epilogue.eps, wide)
+    largest = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # NaN above all
+    least = (eps.view(torch.int32) >> 23) + 127 >> 1
+    exponent = torch.maximum(largest >> 23, least).clamp_(1, 253)
+    scale = (254 - exponent << 23).view(torch.float32)
+    up = 44 - max(
+        0, (epilogue.hidden - 1).bit_length() - 14
+    )  # longer rows, which no kernel takes, have fewer bits each
+    value = (wide * scale).to(torch.float64 if double else torch.float32)
+    total = (value * value).mul_(2.0**up).to(torch.int64).sum(-1, keepdim=True)
+    mean = total.to(value.dtype) * 2.0**-up / _number(epilogue.hidden, value)
+    mean = mean + eps.to(value.dtype) * scale.to(value.dtype) * scale.to(value.dtype)
+    root = mean.double().sqrt().to(value.dtype)  # torch's root of an fp32 is not always the nearest
+    factor = (mean * 0.0 + 1.0) / root
+    factor = torch.where(largest == _INFINITE, 0.0, factor)
+    return scale, torch.where(largest > _INFINITE, torch.nan, factor)
 
 
 def _fp8(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
@@ -55,7 +79,7 @@ def _fp8(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
 
 def _fp8_per_token(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
     assert call.scale_out is not None, "checked before the call"
-    scale = (_largest(norm) / FP8_MAX).clamp_(min=LEAST_FP8_SCALE)
+    scale = (_largest(norm) / _number(FP8_MAX, norm)).clamp_(min=LEAST_FP8_SCALE)
     call.scale_out.copy_(scale)
     out.copy_(_e4m3(norm / scale))
 
@@ -64,8 +88,7 @@ def _nvfp4(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
     assert call.scale is not None and call.scale_out is not None, "checked before the call"
     rows, hidden = norm.shape
     blocks = norm.view(rows, hidden // NVFP4_BLOCK, NVFP4_BLOCK)
-    sixth = torch.full((), 1 / 6, dtype=torch.float32, device=norm.device)
-    scales = _e4m3(call.scale * (_largest(blocks) * sixth))
+    scales = _e4m3(call.scale * (_largest(blocks) * _number(1 / 6, norm)))
     wide = scales.float()
     codes = _e2m1(blocks * torch.where(wide != 0, call.scale / wide, 0.0)).view(rows, hidden)
     out.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
@@ -77,6 +100,11 @@ def _nvfp4(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
 
 
 _QUANTIZED = {"fp8": _fp8, "fp8_per_token": _fp8_per_token, "nvfp4": _nvfp4}
+
+
+def _number(value: float, like: torch.Tensor) -> torch.Tensor:
+    """In memory: by a number of Python's torch would multiply by its reciprocal on a GPU, in place of a division."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tricomm.explorer.compiled.events import Event
 from tricomm.explorer.compiled.thread_clocks import SCOPES, includes
 from tricomm.explorer.compiled.thread_epochs import UnorderedPair
+from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Finding
 
 Pair = tuple[Event, Event]
@@ -96,14 +97,4 @@ def _flag_needed(first: Event, second: Event, clash: UnorderedPair) -> str:
     a, b = (f"rank {first.rank}", f"rank {second.rank}")
     if first.rank == second.rank:
         a, b = f"{a}, block {first.block},", f"{b}, block {second.block},"
-    if clash.written and second.kind == "load":
-        return (
-            f"no flag tells {b} that {a} has written: let {a} release one after its store (tl.debug_barrier(), then a "
-            f"store with sem='release', scope='sys') and {b} acquire it before its load"
-        )
-    if clash.written:
-        return f"no flag tells {b} that {a} has finished with this memory: let {a} release one that {b} acquires first"
-    return (
-        f"no flag tells {b} that {a} has read: a trailing barrier would, or two buffers used in turn, so that {b} "
-        "writes only after it has acquired a flag that was released after the read"
-    )
+    return diagnosis.flag_needed(clash.written, second.kind, a, b)

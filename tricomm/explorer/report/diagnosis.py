@@ -30,7 +30,7 @@ def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tup
         return "scope", _wider(first, second)
     join = next((j for j in thread.joins if j.seen[slot] >= time), None)
     if join is None or time > thread.now[SEEN][slot]:
-        return "race", _flag_needed(clash, first, second)
+        return "race", flag_needed(clash.written, second.kind, f"rank {first.rank}", f"rank {second.rank}")
     part = next((p for p in join.parts if p.slot == slot), join.parts[-1])
     flag = (
         f"the flag stored at {part.site.short} ({part.sem}, .{part.scope}) and read at {join.site.short} "
@@ -75,14 +75,14 @@ def _wider(first: Record, second: Record) -> str:
     )
 
 
-def _flag_needed(clash: Clash, first: Record, second: Record) -> str:
-    a, b = f"rank {first.rank}", f"rank {second.rank}"
-    if clash.written and second.kind == "load":
+def flag_needed(written: bool, kind: str, a: str, b: str) -> str:
+    """Advice for an access of `kind` by `b` that nothing orders after one by `a`, which has `written`, or read."""
+    if written and kind == "load":
         return (
             f"no flag tells {b} that {a} has written: let {a} release one after its store (tl.debug_barrier(), then a "
             f"store with sem='release', scope='sys') and {b} acquire it before its load"
         )
-    if clash.written:
+    if written:
         return f"no flag tells {b} that {a} has finished with this memory: let {a} release one that {b} acquires first"
     return (
         f"no flag tells {b} that {a} has read: a trailing barrier would, or two buffers used in turn, so that {b} "

@@ -13,6 +13,7 @@ import torch
 import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import communicator, leftovers
+from tests.marks import some
 
 _NEWNS, _NEWUSER, _NEWPID = 0x00020000, 0x10000000, 0x20000000
 _PRIVATE = 0x4000 | 1 << 18  # MS_REC | MS_PRIVATE
@@ -58,8 +59,8 @@ def in_namespaces(rank, world_size, tell, url, own_users, killed):
         except BaseException as error:
             tell(repr(error))
         os._exit(0)
-    if rank == 1 and killed:
-        os.read(here, 1)
+    os.close(there)
+    if rank == 1 and killed and os.read(here, 1):
         os.kill(child, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -86,12 +87,11 @@ def work(rank, world_size, url, ready, killed):
     return found, {name: more for name, now in leftovers().items() if (more := now - before[name])}
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["to the end", "killed"])
-@pytest.mark.parametrize("own_users", [False, True], ids=["same users", "users of their own"])
+@pytest.mark.parametrize("own_users,killed", some([(True, True), (True, False), (False, True), (False, False)], 4))
 def test_ranks_in_different_pid_namespaces(own_users, killed, tmp_path):
     if not permitted(own_users):
         pytest.skip("namespaces are not permitted here")
-    with ranks.start(2, in_namespaces, f"file://{tmp_path}/store", own_users, killed) as group:
+    with ranks.start(2, in_namespaces, f"file://{tmp_path}/store", own_users, killed, timeout=180) as group:
         told = [group.message(r) for r in range(1 if killed else 2)]
         codes = [outcome.value for outcome in group.results()]
     assert codes == [0, -signal.SIGKILL if killed else 0], told

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests import ranks
-from tests.store.hostile_peers import KINDS, RIGHT, Hostile, attack
+from tests.store.sockets.hostile_peers import KINDS, RIGHT, Hostile, attack
 from tests.store.store_ranks import in_threads, nothing_left, succeed
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
