@@ -38,7 +38,7 @@ _CALL = 1 << 32 | 1
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Blocks, warps of a block, words of a tile, and registers of a thread; few of them mean a kernel's compact form."""
+    """Blocks, warps of a block, words of a tile, registers of a thread; few registers mean a kernel's compact form."""
 
     blocks: int
     warps: int
