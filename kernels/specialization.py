@@ -25,6 +25,14 @@ class Specialization:
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
+
+    Of an all-reduce of rows with an epilogue (`device/rows.py`):
+    HIDDEN       elements of a row, a multiple of 8
+    SHARDS       equal parts of a row: one a rank if two shots reduce it
+    OPERANDS     Triton's types of what the epilogue takes besides the row
+    EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
+    WEIGHT, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether there
+                 is a residual, whether the norm is written, the quantisation, and whether its scales are in tiles
     """
 
     WORLD_SIZE: int
@@ -37,6 +45,16 @@ class Specialization:
     COMPACT: bool = False
     ELEMENT: str = ""
     OP: str = ""
+    HIDDEN: int = 0
+    SHARDS: int = 1
+    OPERANDS: tuple[str, ...] = ()
+    EPILOGUE: Any = None
+    PREPARE: Any = None
+    WEIGHT: str = ""
+    RESIDUAL: bool = False
+    NORM: bool = False
+    QUANTIZE: str = ""
+    SWIZZLED: bool = False
 
     @cached_property
     def PLANES(self) -> int:
@@ -72,12 +90,98 @@ class Specialization:
         """The 32-bit type that narrower elements accumulate in."""
         return "float32" if "float" in self.ELEMENT else "int32"
 
+    # Rows with an epilogue
+
+    @cached_property
+    def PACK(self) -> int:
+        """Elements of a word."""
+        return 64 // self.BITS
+
+    @cached_property
+    def ROW(self) -> int:
+        """Words of a row."""
+        return self.HIDDEN * self.BITS // 64
+
+    @cached_property
+    def SHARD(self) -> int:
+        """Words of a row's shard: each begins at 16 bytes, and with a block of elements that share a scale."""
+        unit = self.SCALED if self.QUANTIZE == "nvfp4" else 2
+        return -(-self.ROW // (unit * self.SHARDS)) * unit
+
+    @cached_property
+    def STEPS(self) -> int:
+        """Tiles of a shard."""
+        return -(-self.SHARD // self.TILE)
+
+    @cached_property
+    def PITCH(self) -> int:
+        """Words of a shard's room in a mailbox: whole tiles."""
+        return self.STEPS * self.TILE
+
+    @cached_property
+    def ROW_TILES(self) -> int:
+        return self.SHARDS * self.STEPS
+
+    @cached_property
+    def STARTS(self) -> tuple[int, ...]:
+        """The first word of each of a row's tiles."""
+        return tuple(i % self.SHARDS * self.SHARD + i // self.SHARDS * self.TILE for i in range(self.ROW_TILES))
+
+    @cached_property
+    def LEFTS(self) -> tuple[int, ...]:
+        """Words from there to the end of its shard; none if the row ends before it."""
+        ends = (min((i % self.SHARDS + 1) * self.SHARD, self.ROW) for i in range(self.ROW_TILES))
+        return tuple(max(0, end - start) for start, end in zip(self.STARTS, ends, strict=True))
+
+    @cached_property
+    def ROW_PLANES(self) -> int:
+        return self.ROW_TILES * self.PLANES
+
+    @cached_property
+    def FIRSTS(self) -> tuple[int, ...]:
+        """The first word of each of a row's planes."""
+        return tuple(start + k * length for start, length in self._planes for k in range(self.PLANES))
+
+    @cached_property
+    def LENGTHS(self) -> tuple[int, ...]:
+        """Words of each of a row's planes."""
+        lefts = zip(self.LEFTS, self._planes, strict=True)
+        return tuple(max(0, min(n, left - k * n)) for left, (_, n) in lefts for k in range(self.PLANES))
+
+    @cached_property
+    def _planes(self) -> list[tuple[int, int]]:
+        """Of each of a row's tiles: its first word, and the most words of a plane (`wide_words.plane_words`)."""
+        most = [min(-(-left // 6) * 2 if self.WIDE else left, self.PLANE) for left in self.LEFTS]
+        return list(zip(self.STARTS, most, strict=True))
+
+    @cached_property
+    def SCALED(self) -> int:
+        """Words of 16 elements, which share a scale of nvfp4."""
+        return 16 * self.BITS // 64
+
+    @cached_property
+    def EARLY(self) -> bool:
+        """Whether an epilogue's operands are loaded before the row is there: if the registers hold all of them."""
+        return self.ROW_PLANES * self.PLANE <= 8 * self.LANES
+
+    @cached_property
+    def OWNED(self) -> int:
+        """Tiles of a mailbox that a block owns side by side."""
+        return self.STEPS if self.HIDDEN else 1
+
 
 @dataclass(frozen=True)
 class CompiledSpecialization:
     """A specialization for Triton's compiler: each attribute is a `tl.constexpr`, as if it were a parameter itself."""
 
     plain: Specialization
+
+    @property
+    def cache_key(self) -> str:
+        """What Triton's cache knows it by. A function counts with its source, which Triton looks for among the names
+        of the kernel's module only."""
+        functions = (self.plain.EPILOGUE, self.plain.PREPARE)
+        return repr(self) + "".join(function.cache_key for function in functions if function is not None)
 
     def __getattr__(self, name: str) -> tl.constexpr:
         if not name.isupper():

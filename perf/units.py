@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collective_specs import COLLECTIVES, FUSED
 from tricomm.kernels.collectives.registry import Kernel
 
 DATA_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "barrier")
@@ -43,7 +43,8 @@ def bus_factor(collective: str, world_size: int) -> float:
     """Bus bandwidth over algorithm bandwidth, as nccl-tests defines it."""
     if collective in ("broadcast", "reduce"):
         return 1.0
-    return (2.0 if collective == "all_reduce" else 1.0) * (world_size - 1) / world_size
+    twice = collective.startswith("all_reduce")  # also if a norm follows
+    return (2.0 if twice else 1.0) * (world_size - 1) / world_size
 
 
 def moved(kernel: Kernel, world_size: int) -> Fraction:
@@ -58,7 +59,7 @@ def least(collective: str, world_size: int) -> Fraction:
     """The least that the busiest rank must send per byte of input, without in-network reduction, over any links."""
     others = Fraction(world_size - 1)
     factor = {
-        "all_reduce": 2 * others / world_size,
+        **dict.fromkeys(("all_reduce", *FUSED), 2 * others / world_size),
         "all_gather": others,
         "barrier": Fraction(0),
         **dict.fromkeys(("broadcast", "reduce", "gather", "send"), Fraction(1)),

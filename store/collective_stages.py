@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from tricomm.deadline import Deadline
-from tricomm.errors import ResourceError, TricommError
+from tricomm.errors import PeerDied, ResourceError, TricommError
 from tricomm.store.control import ControlPage
+from tricomm.store.descriptors import DescriptorSocket, Sender
 
 _T = TypeVar("_T")
 _EXPECTED = (TricommError, OSError, RuntimeError, ValueError, TypeError, MemoryError)
@@ -40,3 +41,22 @@ class CollectiveStages:
             raise
         self._control.agree(None, what, self._deadline.left)
         return result
+
+
+def pass_descriptors(
+    control: ControlPage, passing: DescriptorSocket, names: Sequence[bytes], mine: Sequence[int],
+    take: Callable[[int, list[int]], None], what: str, deadline: Deadline,
+) -> None:  # fmt: skip
+    """`DescriptorSocket.exchange` in a stage of a set-up of a group that has a control page, for what `what` names.
+
+    Raises also `PeerDied` if a rank has ended, `GroupAborted` if the stage has failed on another rank.
+    """
+
+    def look() -> None:
+        control.give_up_if_refused()
+        ended = [rank for rank in control.peers if not control.alive(rank)]
+        if ended:
+            raise PeerDied(f"rank(s) {ended} died")
+
+    sender = Sender(control.rank, control.world_size, control.nonce, what)
+    passing.exchange(sender, names, mine, take, deadline, look)

@@ -36,11 +36,13 @@ _KIND_BYTES = 32
 
 @dataclass(frozen=True)
 class RankSegment:
-    """One rank: its control segment as mapped here, and its process."""
+    """One rank: its control segment as mapped here, and its process as it calls itself. `watched` watches that; None:
+    it is a process of this PID namespace."""
 
     segment: Segment
     pid: int
     start_time: int
+    watched: process.Watched | None = None
 
 
 class Host(TimeSource, Protocol):
@@ -62,7 +64,7 @@ class LocalHost:
         time.sleep(seconds)
 
     def watch(self, rank: int, member: RankSegment) -> process.Watched:
-        return process.watch(member.pid, member.start_time)
+        return member.watched or process.watch(member.pid, member.start_time)
 
     def changed(self) -> None:
         pass
@@ -118,9 +120,11 @@ class ControlPage:
     def pid(self, rank: int) -> int:
         return self._member(rank).pid
 
-    def start_time(self, rank: int) -> int:
-        """In clock ticks since boot."""
-        return self._member(rank).start_time
+    def stopped(self, rank: int) -> bool:
+        """True if the rank's process is known to be stopped; that is not known of another PID namespace."""
+        watched = self._watched
+        self._check(rank)
+        return bool(watched) and watched[rank].stopped()
 
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count. Without shared
@@ -227,6 +231,14 @@ class ControlPage:
             if theirs != answers[0]:
                 first, other = (answer[_DIGEST_BYTES:].decode(errors="ignore") for answer in (answers[0], theirs))
                 raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
+
+    def give_up_if_refused(self) -> None:
+        """Raises an error of the same class if a rank has come to the next exchange, an `agree`, with an error: in a
+        stage of a set-up, before this rank has come there."""
+        for rank in self.peers:
+            theirs = self._page(rank).posted(self._step + 1)
+            if theirs is not None and theirs.step == self._step + 1 and theirs.payload:
+                raise _kind(theirs.payload)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def close(self) -> None:
         """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go.

@@ -49,6 +49,7 @@ _HELP_FOR_CALL = {
     "cuInit": INSTALL,
     "cuIpcGetMemHandle": _IPC_HELP,
     "cuIpcOpenMemHandle": _IPC_HELP,
+    "cuMemImportFromShareableHandle": "all GPUs of a group must be of one driver, and MIG instances of one GPU",
     "cuMemHostRegister": "look at `ulimit -l` (locked memory)",
 }
 
@@ -150,6 +151,75 @@ class Driver:
     def ipc_close_handle(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
 
+    # Memory whose physical pages, addresses and access are made apart (virtual memory management).
+
+    def vmm_refusal(self, ordinal: int) -> str | None:
+        """Why memory of this GPU cannot be shared by file descriptors; None if it can."""
+        for name in (
+            "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+            "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+        ):
+            attribute = getattr(self._bindings.CUdevice_attribute, name)
+            if not int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
+                return f"{name} is 0 for GPU {self.device_bus_id(ordinal)}"
+        return None
+
+    def granularity(self, ordinal: int) -> int:
+        """Of sizes and addresses, in bytes."""
+        recommended = self._bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        return int(self._call("cuMemGetAllocationGranularity", self._shareable(ordinal), recommended))
+
+    def mem_create(self, ordinal: int, nbytes: int) -> int:
+        """Handle of memory of a GPU, which lives until all its handles are released, descriptors closed and mappings
+        gone; needs its `mem_release`."""
+        return int(self._call("cuMemCreate", nbytes, self._shareable(ordinal), 0))
+
+    def mem_release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def export_descriptor(self, handle: int) -> int:
+        """A new file descriptor, the caller's to close, with which any process that gets it can map the memory."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
+
+    def import_descriptor(self, fd: int) -> int:
+        """Handle of the memory behind a descriptor, which stays the caller's; needs its `mem_release`."""
+        return int(self._call("cuMemImportFromShareableHandle", fd, self._by_descriptor))
+
+    def address_reserve(self, nbytes: int, alignment: int) -> int:
+        """A range of addresses with nothing behind it; needs its `address_free`."""
+        return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
+
+    def address_free(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def mem_map(self, address: int, nbytes: int, handle: int) -> None:
+        """Put memory behind a reserved range; needs `mem_allow` before use, and its `mem_unmap`."""
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+
+    def mem_unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
+
+    def mem_allow(self, address: int, nbytes: int, ordinal: int) -> None:
+        """Kernels of GPU `ordinal` may read and write the mapped range from now on."""
+        access = self._bindings.CUmemAccessDesc()
+        access.location.type = self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = int(self._device(ordinal))
+        access.flags = self._bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    @property
+    def _by_descriptor(self) -> Any:
+        return self._bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _shareable(self, ordinal: int) -> Any:
+        """Properties of memory of a GPU that is shared by file descriptors."""
+        properties = self._bindings.CUmemAllocationProp()
+        properties.type = self._bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self._device(ordinal))
+        properties.requestedHandleTypes = self._by_descriptor
+        return properties
+
     def host_register(self, address: int, nbytes: int) -> int:
         """Pins host memory and gives its device address; needs its `host_unregister` before the memory goes."""
         self._call("cuMemHostRegister", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
@@ -198,7 +268,7 @@ class Cleanup:
         self.failures: list[ResourceError] = []
         self._driver, self._context = driver, context
 
-    def attempt(self, call: Callable[[int], None] | Callable[[], None], *arguments: int) -> bool:
+    def attempt(self, call: Callable[..., None], *arguments: int) -> bool:
         try:
             with self._driver.current(self._context):
                 call(*arguments)

@@ -1,8 +1,9 @@
 """How the ranks of a group connect: once, through a Store that is not needed afterwards.
 
     add  tricomm/handshake/<rank>/generation             which handshake on this store is this rank's next one
-    set  tricomm/handshake/<generation>/rank/<rank>      this rank's process, and its control segment
-    ...  the records of all other ranks are read, checked, and their segments mapped
+    set  tricomm/handshake/<generation>/rank/<rank>      this rank's process, and the name of its socket
+    ...  the records of all other ranks are read and checked
+    ...  each rank sends every other one its control segment and its pidfd, over their sockets, and maps what it gets
     set  tricomm/handshake/<rank>/done                   this rank needs the store no more for this generation
     confirm through the segments                         every rank has mapped every other, and all are of one group
 
@@ -21,11 +22,12 @@ from contextlib import ExitStack, suppress
 
 from torch.distributed.distributed_c10d import Store
 
-from tricomm.deadline import Deadline, poll
+from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
-from tricomm.store import process
+from tricomm.store import descriptors, process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState
+from tricomm.store.descriptors import DescriptorSocket, Sender
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.page import NBYTES, Page
 from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
@@ -33,7 +35,6 @@ from tricomm.store.segments import Segment
 
 _GRACE_SECONDS = 0.25  # to publish a failure, after the deadline
 _LOOK_SECONDS = 0.05
-_DYING_SECONDS = 0.5
 _WHAT = "rank"
 
 
@@ -95,8 +96,10 @@ class _Handshake:
         self._layout_hash, self._check_interrupt = layout_hash, check_interrupt
         self._timeout, self._deadline = timeout, Deadline(timeout)
         self._segments: list[Segment] = []
+        self._socket = DescriptorSocket()
         self._page: Page | None = None
         self._control: ControlPage | None = None
+        self._connected = False
         self._retracted = 0
         self._next_look = time.monotonic() + _LOOK_SECONDS
 
@@ -105,22 +108,25 @@ class _Handshake:
         records = self._gathering.exchange(
             _WHAT, self._introduce(), self._deadline, self._late, self._check, self._look
         )
-        members = [self._attach(record) for record in records]
+        members = self._meet(records)
         self._store.set(self._done_key(self._rank), str(self._gathering.generation).encode())
         control = ControlPage(self._rank, records[0].nonce, members)
         self._control = control
         control.beat()
         control.set_state(RankState.READY)  # before the confirmation, so that all are ready on return
         self._confirm(control)
-        members[self._rank].segment.close_fd()  # all ranks have attached
         self._segments.clear()
-        self._control = None
+        self._control, self._connected = None, True
         return control
 
     def release(self) -> None:
         """Let go of what has not become part of a control page."""
         if self._control is not None:
             self._control.unwatch()
+        if self._connected:
+            self._socket.close()
+        else:
+            self._socket.abandon()
         for segment in self._segments:
             segment.close()
 
@@ -170,8 +176,10 @@ class _Handshake:
     def _introduce(self) -> RankRecord:
         """Fill in this rank's control segment. Raises `ResourceError` if /proc is not mounted."""
         self._raise_if_aborted()
-        segment = Segment.create("tricomm-control", NBYTES)
+        segment = Segment.create("tricomm-control", NBYTES, shared=False)
         self._segments.append(segment)
+        if self._world_size > 1:
+            self._socket.bind()
         pid = os.getpid()
         started = process.start_time(pid)
         if started is None:
@@ -180,9 +188,9 @@ class _Handshake:
         page.identify(self._rank, self._world_size, self._gathering.nonce, pid, started)
         page.state = RankState.CONNECTING
         self._page = page
-        node = (process.pid_namespace(), process.node_id(), os.geteuid())
-        memory = (segment.fd, segment.nbytes, self._layout_hash)
-        return RankRecord(pid, started, *node, *memory, RankState.CONNECTING, socket.gethostname())
+        place = (process.pid_namespace(), process.user_namespace(), process.node_id(), os.geteuid())
+        memory = (segment.nbytes, self._layout_hash, RankState.CONNECTING)
+        return RankRecord(pid, started, *place, *memory, self._socket.name, socket.gethostname())
 
     def _look(self, arrived: Arrived[RankRecord]) -> None:
         self._raise_if_aborted()
@@ -190,38 +198,80 @@ class _Handshake:
         if time.monotonic() >= self._next_look:
             self._check_interrupt()
             for record in arrived.values():
-                if not process.alive(record.body.pid, record.body.start_time):
+                if record.rank != self._rank and descriptors.died(record.body.socket):
                     raise _died(record)
             self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def _check(self, record: StoreRecord[RankRecord]) -> None:
         check(record, self._rank, self._world_size, self._layout_hash)
+        self._socket.peers.append(record.body.socket)
 
-    def _attach(self, record: StoreRecord[RankRecord]) -> RankSegment:
+    def _meet(self, records: list[StoreRecord[RankRecord]]) -> list[RankSegment]:
+        """Pass this rank's segment and pidfd to all others, and map what they pass."""
+        own = self._segments[0]
+        members = {self._rank: RankSegment(own, os.getpid(), records[self._rank].body.start_time)}
+        arrived = {record.rank: record for record in records}
+
+        def take(rank: int, held: list[int]) -> None:
+            members[rank] = self._attach(records[rank], held)
+
+        def look() -> None:
+            self._next_look = 0.0
+            self._look(arrived)
+
+        sender = Sender(self._rank, self._world_size, records[0].nonce, "handshake", self._gathering.generation)
+        mine: list[int] = []
+        try:
+            _open_pidfd(mine)
+            passed = [own.fd, mine[0] if mine else own.fd]
+            names = [record.body.socket for record in records]
+            self._socket.exchange(sender, names, passed, take, self._deadline, look)
+        finally:
+            while mine:
+                os.close(mine.pop())
+        self._socket.close()
+        own.close_fd()
+        return [members[rank] for rank in range(self._world_size)]
+
+    def _attach(self, record: StoreRecord[RankRecord], held: list[int]) -> RankSegment:
+        """The rank of `record`, by the pidfd and the segment that `held` has in the end, which are taken out."""
         rank, theirs = record.rank, record.body
-        if rank == self._rank:
-            segment = self._segments[0]
-        else:
-            try:
-                segment = Segment.attach(theirs.pid, theirs.start_time, theirs.fd, theirs.nbytes, readonly=True)
-            except ResourceError as error:
-                self._raise_if_aborted()  # it may have aborted since, and published the reason
-                self._raise_if_dying(record)
-                raise ResourceError(f"rank {rank}'s control page: {error}") from error
-            self._segments.append(segment)
+        watched = self._watch(record, held)
+        try:
+            segment = Segment.attach(held, theirs.nbytes, readonly=True)
+        except ResourceError as error:
+            raise ResourceError(f"rank {rank}'s control page: {error}") from error
+        self._segments.append(segment)
         page = Page(segment.buffer, segment.address)
         page.check(rank, self._world_size, record.nonce, theirs.pid, theirs.start_time)
-        return RankSegment(segment, theirs.pid, theirs.start_time)
+        return RankSegment(segment, theirs.pid, theirs.start_time, watched)
+
+    def _watch(self, record: StoreRecord[RankRecord], held: list[int]) -> process.Watched:
+        theirs, pidfd = record.body, []
+        pidfd.append(held.pop())
+        try:
+            known = process.is_pidfd(pidfd[0])
+            if not known and theirs.pid_namespace != process.pid_namespace():
+                raise ResourceError(
+                    f"rank {record.rank} has no pidfd of itself and lives in another PID namespace, so its end would "
+                    "not be seen: allow pidfd_open (Linux 5.3; seccomp), or share the namespace (docker: --pid=host)"
+                )
+            return process.watch(theirs.pid, theirs.start_time, theirs.pid_namespace, pidfd if known else None)
+        finally:
+            while pidfd:
+                os.close(pidfd.pop())
 
     def _confirm(self, control: ControlPage) -> None:
         group = hashlib.sha256(control.nonce).hexdigest()  # not the nonce: it is a secret
         try:
             control.require_equal(f"group {group}", "handshake", self._deadline.left)
         except TricommError as error:
+            with suppress(RendezvousError):  # this rank has its own account of those
+                self._raise_if_aborted()
             raise RendezvousError(f"not confirmed: {error}") from error
 
     def _raise_if_aborted(self) -> None:
-        self._gathering.raise_if_aborted("handshake", (ResourceError, SpansNodes))
+        self._gathering.raise_if_aborted("handshake", (ResourceError, SpansNodes, InvalidArgument))
 
     def _look_for_duplicate(self) -> None:
         """A process that takes a rank's number while another one with that number connects is one too many."""
@@ -243,8 +293,9 @@ class _Handshake:
         if record is None:
             return None
         other = record.body
-        ended = other.boot_id == process.node_id() and not process.alive(other.pid, other.start_time)
-        return None if ended else other
+        if (other.boot_id, other.pid_namespace) == (process.node_id(), process.pid_namespace()):
+            return other if process.alive(other.pid, other.start_time) else None
+        return None if descriptors.died(other.socket) else other
 
     def _late(self, arrived: Arrived[RankRecord]) -> RendezvousError:
         came = ", ".join(
@@ -258,12 +309,6 @@ class _Handshake:
             self._gathering.generation, self._retracted = 0, self._gathering.generation
             text += f"; pid {other.pid}, which connected as rank {self._rank} before, still runs: is the number taken?"
         return RendezvousError(text)
-
-    def _raise_if_dying(self, record: StoreRecord[RankRecord]) -> None:
-        """A process that was killed lets go of its files before it counts as ended."""
-        pid, started = record.body.pid, record.body.start_time
-        if poll(lambda: not process.alive(pid, started), min(_DYING_SECONDS, self._deadline.left), 0.01):
-            raise _died(record)
 
     def _done_key(self, rank: int) -> str:
         return f"tricomm/handshake/{rank}/done"
@@ -280,18 +325,19 @@ def check(record: StoreRecord[RankRecord], rank: int, world_size: int, layout_ha
     if theirs.boot_id != process.node_id():
         here = socket.gethostname()
         raise SpansNodes(f"{who} is on another host than rank {rank} (on {here}): they share no memory")
-    if theirs.uid != os.geteuid():
+    if theirs.uid != os.geteuid() and theirs.user_namespace == process.user_namespace():
         raise RendezvousError(f"{who} runs as uid {theirs.uid}, rank {rank} as uid {os.geteuid()}: use one user")
-    if theirs.pid_namespace != process.pid_namespace():
-        raise ResourceError(
-            f"{who} lives in another PID namespace than rank {rank}: share it (docker: --pid=host, or one container "
-            "for all ranks)"
-        )
     if theirs.layout_hash != layout_hash or theirs.nbytes != NBYTES:
         raise RendezvousError(
             f"{who} has other options than rank {rank} (memory layout {theirs.layout_hash:x}, here {layout_hash:x}): "
             "use the same tricomm, device kind, options and TRICOMM_* variables on every rank"
         )
+
+
+def _open_pidfd(held: list[int]) -> None:
+    """Add a descriptor of this process, by which others see its end, unless the system has none."""
+    with suppress(OSError):
+        held.append(os.pidfd_open(os.getpid()))
 
 
 def _died(record: StoreRecord[RankRecord]) -> RendezvousError:

@@ -92,6 +92,7 @@ class LocalArena:
     """One rank's end of the shared blocks. `bases[r]` is the address of rank r's block, the same in all arenas."""
 
     kind = "local"
+    reason = ""
 
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device

@@ -34,10 +34,10 @@ MESSAGE_BYTES = 1024
 RING = 8
 WORDS = 512
 
-_MAGIC = b"TRICTRL\x02"
+_MAGIC = b"TRICTRL\x03"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
-_DESCRIPTOR = struct.Struct("<Q16s16s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
+_DESCRIPTOR = struct.Struct("<Q24s72s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
 _NUMBERED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descriptor
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC

@@ -1,13 +1,12 @@
 """Memory that the ranks' processes share on the CPU.
 
-    rank 0: memfd, sealed ── pid, descriptor, size ──▶ rank 1: opens /proc/<pid>/fd/<n>, maps it
+    rank 0: memfd, sealed ── size, and over a Unix socket its descriptor ──▶ rank 1: maps it
 
 Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,29 +15,33 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, RendezvousError, ResourceError
-from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
+from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.local_arena import check_view
+from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import Segment
 
-_MAGIC = b"TCSHM\x00\x00\x01"
-_RECORD = struct.Struct("<8siqiQ")  # magic, rank, pid, descriptor, bytes
+_MAGIC = b"TCSHM\x00\x00\x02"
+_RECORD = struct.Struct(f"<8siQ{NAME_BYTES}s")  # magic, rank, bytes, name of the socket
 
 
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
     """A block of `nbytes` bytes, zeroed, of each rank, mapped by all ranks; called by all ranks together.
 
     Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` if
-    memory or a descriptor is refused, `InvalidArgument` for a bad size, `RendezvousError` if the ranks' records do not
-    fit together; and as `ControlPage.exchange` does if a rank is gone.
+    memory or a descriptor is refused, `InvalidArgument` for a bad size or a bad TRICOMM_SOCKET_DIR,
+    `RendezvousError` if the ranks' records do not fit together; and as `ControlPage.exchange` does if a rank is gone.
     """
     deadline = Deadline(timeout)
     stage = CollectiveStages(control, "posix_shm", deadline)
     with ExitStack() as undo:
-        mine = stage("allocate memory", lambda: _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
-        record = _RECORD.pack(_MAGIC, control.rank, os.getpid(), mine.fd, nbytes)
+        passing = DescriptorSocket()
+        undo.callback(passing.abandon)
+        mine = stage("allocate memory", lambda: _allocate(control, nbytes, passing, undo))
+        record = _RECORD.pack(_MAGIC, control.rank, nbytes, passing.name)
         records = control.exchange(record, "posix_shm: records", deadline.left)
-        segments = stage("map peers' memory", lambda: _attach_all(control, records, mine, undo))
+        segments = stage("map peers' memory", lambda: _attach_all(control, passing, records, mine, deadline, undo))
         mine.close_fd()
         undo.pop_all()
     return PosixShmArena(segments)
@@ -48,6 +51,7 @@ class PosixShmArena:
     """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
 
     kind = "posix_shm"
+    reason = ""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes
@@ -76,25 +80,41 @@ class PosixShmArena:
         """In place of `close`: all blocks stay mapped."""
 
 
-def _attach_all(control: ControlPage, records: Sequence[bytes], mine: Segment, undo: ExitStack) -> list[Segment]:
-    return [
-        mine if rank == control.rank else _kept(undo, _attach(control, rank, record, mine.nbytes))
-        for rank, record in enumerate(records)
-    ]
+def _allocate(control: ControlPage, nbytes: int, passing: DescriptorSocket, undo: ExitStack) -> Segment:
+    segment = _kept(undo, Segment.create(f"tricomm-{control.group}", nbytes))
+    if control.world_size > 1:
+        passing.bind()
+    return segment
 
 
-def _attach(control: ControlPage, rank: int, record: bytes, nbytes: int) -> Segment:
+def _name(rank: int, record: bytes, nbytes: int) -> bytes:
+    """The name of rank `rank`'s socket. Raises `RendezvousError` if its memory does not fit to blocks of `nbytes`."""
     if len(record) != _RECORD.size:
         raise RendezvousError(f"rank {rank}'s memory record has {len(record)} bytes, expected {_RECORD.size}")
-    magic, sender, pid, fd, size = _RECORD.unpack(record)
-    if magic != _MAGIC or sender != rank or pid != control.pid(rank) or fd < 0:
+    magic, sender, size, name = _RECORD.unpack(record)
+    if magic != _MAGIC or sender != rank:
         raise RendezvousError(f"rank {rank}'s memory record is not one that this rank would write: mixed versions?")
     if size != nbytes:
         raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
-    try:
-        return Segment.attach(pid, control.start_time(rank), fd, nbytes, readonly=False)
-    except ResourceError as error:
-        raise ResourceError(f"rank {rank}'s memory cannot be mapped: {error}") from error
+    return bytes(name)
+
+
+def _attach_all(
+    control: ControlPage, passing: DescriptorSocket, records: Sequence[bytes], mine: Segment, deadline: Deadline,
+    undo: ExitStack,
+) -> list[Segment]:  # fmt: skip
+    names = [_name(rank, record, mine.nbytes) for rank, record in enumerate(records)]
+    segments = {control.rank: mine}
+
+    def take(rank: int, held: list[int]) -> None:
+        try:
+            segments[rank] = _kept(undo, Segment.attach(held, mine.nbytes, readonly=False))
+        except ResourceError as error:
+            raise ResourceError(f"rank {rank}'s memory cannot be mapped: {error}") from error
+
+    pass_descriptors(control, passing, names, [mine.fd], take, "posix_shm", deadline)
+    passing.close()
+    return [segments[rank] for rank in range(control.world_size)]
 
 
 def _kept(undo: ExitStack, segment: Segment) -> Segment:

@@ -86,10 +86,14 @@ class Watched:
     with the last reference.
     """
 
-    def __init__(self, pid: int, started: int) -> None:
-        self._pid, self._started = pid, started
+    def __init__(self, pid: int, started: int, pidfd: list[int] | None = None, near: bool = True) -> None:
+        """`pidfd`: taken out of the list if there is one. `near`: it is a process of this PID namespace."""
+        self._pid, self._started, self._near = pid, started, near
         self._ended = False
         self._fds: list[int] = []
+        if pidfd:
+            self._fds.append(pidfd.pop())
+            return
         try:
             self._fds.append(os.pidfd_open(pid))  # on one line: it has its owner even if interrupted
         except ProcessLookupError:
@@ -108,19 +112,29 @@ class Watched:
             self._ended = self._readable() if self._fds else not alive(self._pid, self._started)
         return not self._ended
 
+    def stopped(self) -> bool:
+        """True if the process is known to be stopped; nothing is known of another PID namespace."""
+        return self._near and state(self._pid, self._started) == STOPPED
+
     def _readable(self) -> bool:
         poll = select.poll()  # a new one, because two threads cannot wait on one at the same time
         poll.register(self._fds[0], select.POLLIN)
         return bool(poll.poll(0))
 
 
-_watched: weakref.WeakValueDictionary[tuple[int, int], Watched] = weakref.WeakValueDictionary()
+_watched: weakref.WeakValueDictionary[tuple[int, int, int], Watched] = weakref.WeakValueDictionary()
 
 
-def watch(pid: int, started: int) -> Watched:
-    """The process, watched through one pidfd for all callers."""
-    watched = _watched.get((pid, started))
-    return watched if watched is not None else _watched.setdefault((pid, started), Watched(pid, started))
+def watch(pid: int, started: int, namespace: int | None = None, pidfd: list[int] | None = None) -> Watched:
+    """The process, watched through one pidfd for all callers.
+
+    `pid` is its number in the PID namespace `namespace` (None: this one). `pidfd`, a list of at most one, becomes
+    empty if the descriptor in it is the one that is needed.
+    """
+    here = pid_namespace()
+    key = (here if namespace is None else namespace, pid, started)
+    watched = _watched.get(key)
+    return watched if watched is not None else _watched.setdefault(key, Watched(pid, started, pidfd, key[0] == here))
 
 
 def ended() -> int:
@@ -166,7 +180,30 @@ def node_id() -> bytes:
 
 def pid_namespace() -> int:
     """Number of the PID namespace, or 0 if it is unknown."""
+    return _namespace("pid")
+
+
+def user_namespace() -> int:
+    """Number of the user namespace, or 0 if it is unknown."""
+    return _namespace("user")
+
+
+def _namespace(kind: str) -> int:
     try:
-        return os.stat("/proc/self/ns/pid").st_ino
+        return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
         return 0
+
+
+def outside_user(uid: int) -> bool:
+    """True if `uid` is what this user namespace shows for all users that it does not have: nothing can be told then."""
+    try:
+        spans = [tuple(map(int, line.split())) for line in read("/proc/self/uid_map").splitlines()]
+    except (OSError, ValueError):
+        return False
+    return not any(first <= uid < first + count for first, _, count in spans)
+
+
+def is_pidfd(fd: int) -> bool:
+    """True if the descriptor `fd` of this process refers to a process."""
+    return b"\nPid:" in read(f"/proc/self/fdinfo/{fd}")

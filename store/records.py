@@ -1,10 +1,10 @@
-"""Fixed-size binary records that cross the Store, and the one function that decides whether to believe them.
+"""Fixed-size binary records that cross the Store or a socket, and the one function that decides what to believe.
 
     magic 8 | version 2 | kind 2 | payload bytes 4 | generation 8 | rank 4 | world size 4 | seal kind 4 | nonce 16
     payload (a fixed size for each kind)
     seal 32: SHA-256 of all before it, or HMAC-SHA256 under TRICOMM_TOKEN
 
-Any process that can write to the Store can write anything: nothing is used before `parse` has checked all of it.
+Any process that can write there can write anything: nothing is used before `parse` has checked all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from tricomm.errors import RendezvousError
@@ -20,14 +20,14 @@ from tricomm.errors import RendezvousError
 MAX_WORLD_SIZE = 1 << 16
 MAX_GENERATION = 1 << 62
 NONCE_BYTES = 16
+NAME_BYTES = 8
 SEAL_BYTES = 32
 
 _MAGIC = b"TRICOMM\x00"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_START = 1 << 62
-_MAX_FD = 1 << 30
 _MAX_SEGMENT = 1 << 30
 _PLAIN, _KEYED = 1, 2
 
@@ -51,35 +51,37 @@ B_co = TypeVar("B_co", bound=Body, covariant=True)
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank of a handshake: its process, its node (`boot_id`), and its control segment."""
+    """One rank of a handshake: its process, its node (`boot_id`), the size of its control segment, and the name of the
+    socket at which it takes the descriptors of the others'. `pid` and `uid` are those in its namespaces."""
 
     KIND: ClassVar[int] = 1
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<QQQ16sIIQQI64s")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"<QQQQ16sIQQI{NAME_BYTES}s64s")
 
     pid: int
     start_time: int
     pid_namespace: int
+    user_namespace: int
     boot_id: bytes
     uid: int
-    fd: int
     nbytes: int
     layout_hash: int
     state: int
+    socket: bytes
     hostname: str
 
     def pack(self) -> bytes:
         host = self.hostname.encode(errors="replace")[:64]
-        process = (self.pid, self.start_time, self.pid_namespace, self.boot_id, self.uid)
-        return self.LAYOUT.pack(*process, self.fd, self.nbytes, self.layout_hash, self.state, host)
+        process = (self.pid, self.start_time, self.pid_namespace, self.user_namespace, self.boot_id, self.uid)
+        return self.LAYOUT.pack(*process, self.nbytes, self.layout_hash, self.state, self.socket, host)
 
     @classmethod
     def unpack(cls, payload: bytes, whose: str) -> RankRecord:
-        pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, host = cls.LAYOUT.unpack(payload)
-        _check_range(whose, "pid", pid, 1, _MAX_PID)
-        _check_range(whose, "start time", started, 1, _MAX_START)
-        _check_range(whose, "descriptor", fd, 0, _MAX_FD)
-        _check_range(whose, "segment size", nbytes, 1, _MAX_SEGMENT)
-        return cls(pid, started, namespace, boot, uid, fd, nbytes, layout_hash, state, _text(host))
+        fields = cls.LAYOUT.unpack(payload)
+        record = replace(cls(*fields), hostname=_text(fields[-1]))
+        _check_range(whose, "pid", record.pid, 1, _MAX_PID)
+        _check_range(whose, "start time", record.start_time, 1, _MAX_START)
+        _check_range(whose, "segment size", record.nbytes, 1, _MAX_SEGMENT)
+        return record
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,25 @@ class Capabilities:
         _check_range(whose, "pid", pid, 1, _MAX_PID)
         _check_range(whose, "start time", started, 0, _MAX_START)
         return cls(pid, started, namespace, node, switches, descriptors)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What goes with descriptors to rank `to`: what they are for."""
+
+    KIND: ClassVar[int] = 5
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<i64s")
+
+    to: int
+    what: str
+
+    def pack(self) -> bytes:
+        return self.LAYOUT.pack(self.to, self.what.encode()[:64])
+
+    @classmethod
+    def unpack(cls, payload: bytes, whose: str) -> Delivery:
+        to, what = cls.LAYOUT.unpack(payload)
+        return cls(to, _text(what))
 
 
 @dataclass(frozen=True)

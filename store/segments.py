@@ -1,8 +1,8 @@
-"""Memory that processes of one user share, and that nothing outlives: sealed memfds, reached through /proc.
+"""Memory that processes of one user share, and that nothing outlives: sealed memfds, passed from process to process.
 
 There is no name in a file system: nothing to guess, and nothing left behind when the whole job is killed. Space is
 taken when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every
-process from shrinking it afterwards.
+process from shrinking it afterwards, and other processes from writing to what only its maker may write.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from tricomm.store import process
 MAX_NBYTES = 1 << 46
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not know it yet
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; the os module does not know it yet
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_REACH = (
-    "the ranks must run as the same user and share a PID namespace (docker: --pid=host, or one container for all ranks)"
-)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -44,8 +42,9 @@ class Segment:
         self._buffer: memoryview | None = None
 
     @classmethod
-    def create(cls, name: str, nbytes: int) -> Segment:
-        """Zeroed memory of `nbytes` bytes; `name` shows up in /proc/<pid>/maps and nowhere else.
+    def create(cls, name: str, nbytes: int, shared: bool = True) -> Segment:
+        """Zeroed memory of `nbytes` bytes; `name` shows up in /proc/<pid>/maps and nowhere else. If it is not `shared`,
+        others can only read it.
 
         Raises `InvalidArgument` for a bad size, `ResourceError` if memory or a descriptor is refused.
         """
@@ -57,8 +56,8 @@ class Segment:
             os.fchmod(segment.fd, 0o600)
             _refuse_if_short(nbytes)
             os.posix_fallocate(segment.fd, 0, nbytes)
-            fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
             segment._map(segment.fd, readonly=False)
+            _seal(segment.fd, shared)
         except BaseException as error:
             segment.close()
             if isinstance(error, OSError):
@@ -67,32 +66,21 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, pid: int, start_time: int, fd: int, nbytes: int, readonly: bool) -> Segment:
-        """Map the segment that process `pid` (started at `start_time`) holds as descriptor `fd`.
+    def attach(cls, descriptors: list[int], nbytes: int, readonly: bool) -> Segment:
+        """Map the segment behind the last of `descriptors`, which is taken out of the list and closed.
 
-        Raises `ResourceError` if it cannot be reached or differs from its record: another process by now, another
-        size, owner, or no seals. Keeps no descriptor.
+        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals.
         """
-        _check_size(nbytes)
         segment = cls(nbytes)
-        what = f"segment {fd} of pid {pid}"
-        path = f"/proc/{'self' if pid == os.getpid() else pid}/fd/{fd}"
-        access = os.O_RDONLY if readonly else os.O_RDWR
         try:
-            if not os.readlink(path).startswith("/memfd:"):
-                raise ResourceError(f"{what} is not shared memory: it was closed, or its number is reused")
-            segment._fds.append(os.open(path, access | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY))
-            _check_attached(segment.fd, nbytes, what)
-            # Looked at after the open: a pid recycled before or while we opened shows here.
-            if not process.alive(pid, start_time):
-                raise ResourceError(f"{what}: that process has ended, or lives in another PID namespace; {_REACH}")
+            segment._fds.append(descriptors.pop())
+            _check_size(nbytes)
+            _check_attached(segment.fd, nbytes)
             segment._map(segment.fd, readonly)
             segment.close_fd()
         except BaseException as error:
             segment.close()
             if isinstance(error, OSError):
-                if error.errno in (errno.ENOENT, errno.ESRCH, errno.EACCES, errno.EPERM):
-                    raise ResourceError(f"{what} cannot be opened ({error.strerror}): {_REACH}") from error
                 raise _refused(error, nbytes) from error
             raise
         return segment
@@ -130,11 +118,11 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor that others attach by; -1 for an attached segment and after `close_fd` or `close`."""
+        """The descriptor to pass to others; -1 for an attached segment and after `close_fd` or `close`."""
         return self._fds[0] if self._fds else -1
 
     def close_fd(self) -> None:
-        """From now on no process can attach any more; those that have attached keep their mapping."""
+        """From now on nothing more can be passed; processes that have attached keep their mapping."""
         while self._fds:
             os.close(self._fds.pop())
 
@@ -174,14 +162,30 @@ def _check_size(nbytes: int) -> None:
         raise InvalidArgument(f"a shared segment of {nbytes} bytes; allowed are 1 to {MAX_NBYTES}")
 
 
-def _check_attached(fd: int, nbytes: int, what: str) -> None:
+def _seal(fd: int, shared: bool) -> None:
+    seals = _SEALS | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals if shared else seals | _SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if shared or error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _check_attached(fd: int, nbytes: int) -> None:
     status = os.fstat(fd)
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError as error:
+        raise ResourceError(f"what was passed is not shared memory ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
-        raise ResourceError(f"{what} has {status.st_size} bytes, expected {nbytes}: it was replaced")
+        raise ResourceError(f"the segment has {status.st_size} bytes, expected {nbytes}: it was replaced")
     if status.st_uid != os.geteuid():
-        raise ResourceError(f"{what} belongs to uid {status.st_uid}, this process runs as {os.geteuid()}; {_REACH}")
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ResourceError(f"{what} is not sealed: its owner could shrink it under us")
+        raise ResourceError(
+            f"the segment belongs to uid {status.st_uid}, this process runs as {os.geteuid()}: use one user"
+        )
+    if not sealed:
+        raise ResourceError("the segment is not sealed: its owner could shrink it under us")
 
 
 def _refuse_if_short(nbytes: int) -> None:

@@ -1,7 +1,9 @@
 """What has to be set before any test imports torch, and what processes that tests start inherit."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
@@ -11,9 +13,18 @@ def pytest_configure(config):
     if "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # A directory of their own: tests look for what is left in /dev/shm, and others run at the same time.
+    if "TRICOMM_SOCKET_DIR" not in os.environ:
+        os.environ["TRICOMM_SOCKET_DIR"] = config.sockets = tempfile.mkdtemp(prefix="tc")
+        os.chmod(config.sockets, 0o1777)  # some tests are another user
     # A shell's background jobs ignore Ctrl-C, and so would all processes that they start. A handler ends with exec.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
+
+
+def pytest_unconfigure(config):
+    if folder := getattr(config, "sockets", None):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 # A file runs in one worker. Those that take longest begin first, so that none of them ends alone.
@@ -45,7 +56,8 @@ def unshrunk(monkeypatch):
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Workers of tricomm.perf.workers are forked: each would import torch."""
+    """Workers of tricomm.perf.workers and the evidence kit's processes are forked: each would import torch."""
     from tests import forked
 
-    monkeypatch.setattr("tricomm.perf.workers.subprocess", forked.for_workers())
+    for module in ("workers", "evidence.stage_process"):
+        monkeypatch.setattr(f"tricomm.perf.{module}.subprocess", forked.for_workers())

@@ -1,6 +1,7 @@
 """Commands and scripts whose processes a fork server starts: as new Pythons, without seconds of imports in each.
 
-Not for what depends on how a process begins, on its command line, or on its parent.
+Not for what depends on how a process begins, on its command line, or on its parent, which is the fork server; only the
+Pythons that such a process starts itself are its own children.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from multiprocessing import reduction
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 from unittest.mock import patch
 
 from tests import ranks
@@ -61,31 +62,58 @@ def command(*arguments: str, env: Mapping[str, str] | None = None, started: list
 
 
 def script(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Any:
-    """A file with these arguments, as `python FILE ...` runs it; the Pythons that it starts are forked, too."""
+    """What `python ARGUMENTS` does, to its end; the Pythons that it starts are forked, too. As of `subprocess.run`."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = _Process(ranks.CONTEXT, _script, arguments, out.fileno(), err.fileno(), env)
-        try:
+        with Popen([sys.executable, *arguments], stdout=out, stderr=err, env=env) as process:
             code = process.wait(timeout)
-        finally:
-            process.kill()
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
-class _Process:
-    """What tricomm uses of `subprocess.Popen`, for a process of the fork server."""
+def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
+    """In place of the module `subprocess` of tricomm.perf.workers. The processes are added to `started`."""
+
+    def popen(arguments: Sequence[str], **given: Any) -> Popen:
+        process = Popen(arguments, **given)
+        if started is not None:
+            started.append(process)
+        return process
+
+    return SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+
+
+class Popen:
+    """What tricomm and tests use of `subprocess.Popen`, for a Python that is forked."""
 
     def __init__(
-        self, context: Any, body: Callable[[], None], arguments: Sequence[str], out: int, err: int,
-        env: Mapping[str, str] | None, stdout: IO[str] | None = None,
+        self, args: Sequence[str], *, stdin: Any = None, stdout: Any = None, stderr: Any = None,
+        env: Mapping[str, str] | None = None, start_new_session: bool = False, text: bool = True, context: Any = None,
     ) -> None:  # fmt: skip
-        self.stdout = stdout
-        environment = dict(os.environ if env is None else env)
-        given = (body, list(arguments), _Descriptor(out), _Descriptor(err), environment, os.getcwd())
-        self._process = context.Process(target=_main, args=given)
-        self._process.start()
+        self.stdin = self.stdout = None
+        ends = [os.open(os.devnull, os.O_RDONLY), _opened(stdout, 1), _opened(stderr, 2)]
+        if stdin == subprocess.PIPE:
+            os.close(ends[0])
+            ends[0], mine = os.pipe()
+            self.stdin = os.fdopen(mine, "w")
+        if stdout == subprocess.PIPE:
+            os.close(ends[1])
+            mine, ends[1] = os.pipe()
+            self.stdout = os.fdopen(mine, "r")
+        if stderr == subprocess.STDOUT:
+            os.dup2(ends[1], ends[2])
+        try:
+            given = ([_Descriptor(fd) for fd in ends], dict(os.environ if env is None else env), os.getcwd())
+            self._process = (context or ranks.CONTEXT).Process(target=_main, args=(args[1:], *given, start_new_session))
+            self._process.start()
+        finally:
+            for fd in ends:
+                os.close(fd)
         self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -96,53 +124,53 @@ class _Process:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return int(self._process.exitcode)
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join(10)
 
+    def __enter__(self) -> Popen:
+        return self
 
-def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
-    """In place of the module `subprocess` of tricomm.perf.workers. The processes are added to `started`."""
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self.stdin, self.stdout):
+            if pipe is not None:
+                pipe.close()
 
-    def popen(arguments: list[str], *, stderr: Any, **_: Any) -> _Process:
-        here, there = os.pipe()
-        try:
-            given = (arguments[2:], there, stderr.fileno(), None, os.fdopen(here, "r"))
-            process = _Process(ranks.CONTEXT, _worker, *given)
-        finally:
-            os.close(there)
-        if started is not None:
-            started.append(process)
-        return process
 
-    return SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)
+def _opened(stream: Any, default: int) -> int:
+    if stream == subprocess.DEVNULL:
+        return os.open(os.devnull, os.O_WRONLY)
+    if stream is None or stream in (subprocess.PIPE, subprocess.STDOUT):
+        stream = default
+    return os.dup(stream if isinstance(stream, int) else stream.fileno())
 
 
 def _main(
-    body: Any, arguments: list[str], out: _Descriptor, err: _Descriptor, env: dict[str, str], folder: str
+    arguments: Sequence[str], streams: list[_Descriptor], env: dict[str, str], folder: str, own_session: bool
 ) -> None:
-    os.dup2(out.fd, 1)
-    os.dup2(err.fd, 2)
-    os.close(out.fd)
-    os.close(err.fd)
+    if own_session:
+        os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream.fd, number)
+    for stream in streams:
+        os.close(stream.fd)
+    sys.stdin = open(0, closefd=False)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.argv = arguments
     try:
-        body()
+        _python(list(arguments))
     finally:
         atexit._run_exitfuncs()  # which a process of multiprocessing ends without
 
 
-def _worker() -> None:
-    from tricomm.perf import workers
-
-    os.setsid()
-    raise SystemExit(workers._work())
-
-
-def _script() -> None:
+def _python(words: list[str]) -> None:
+    """Be `python WORDS`: `-m MODULE`, `-c CODE` or a file; with the Pythons forked that it starts."""
     import torch.multiprocessing
 
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read once, by the server
@@ -153,11 +181,20 @@ def _script() -> None:
     torch.multiprocessing.spawn = spawn
     start = subprocess.Popen
 
-    def popen(asked: Any, *rest: Any, **more: Any) -> Any:
-        if asked[0] != sys.executable or rest or more:
-            return start(asked, *rest, **more)
-        return _Process(mp.get_context("fork"), _script, asked[1:], os.dup(1), os.dup(2), None)
+    def popen(args: Any, *rest: Any, **given: Any) -> Any:
+        if args[0] == sys.executable and not rest:
+            return Popen(args, context=mp.get_context("fork"), **given)
+        return start(args, *rest, **given)
 
     subprocess.Popen = popen  # type: ignore[assignment, misc]
-    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    words = [word for word in words if word != "-u"]
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], {"__name__": "__main__"})
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")

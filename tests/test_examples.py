@@ -23,16 +23,21 @@ SAYS = {
     "cross_job": [f"job {j} rank {r}: weights [0.0, 1.0, 2.0, 3.0], ranks in my job 2" for j in (0, 1) for r in (0, 1)],
     "ddp": ["the reference's bits: True"],
     "fsdp2": ["this rank holds 512 of 1024 elements"],
+    "fsdp2_in_place": ["AllGather: 2584 bytes of symmetric memory", "to the bit: True"],
     "tensor_parallel": ["close to the whole model: True"],
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }  # fmt: skip
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ["hello", pytest.param("ddp", marks=pytest.mark.soak)]
+TORCHRUN = [
+    ("hello", False), pytest.param("hello", True, marks=pytest.mark.exhaustive),
+    pytest.param("ddp", True, marks=pytest.mark.soak),
+]  # fmt: skip
 
 
-def run(command: list[str], **more: str) -> str:
+def run(command: list[str], real: bool = False, **more: str) -> str:
+    """`real`: by a Python that starts as a user's does."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
-    if command[0].endswith("hello.py") or command[0] == "-m":
+    if real:
         command = [sys.executable, *command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=ROOT)
     else:
@@ -47,18 +52,18 @@ def test_every_example_is_tested():
 
 @pytest.mark.parametrize("name", SAYS)
 def test_example(name):
-    said = run([f"examples/{name}.py"])
+    said = run([f"examples/{name}.py"], real=name == "hello")
     for line in SAYS[name]:
         assert line in said
 
 
-@pytest.mark.parametrize("name", TORCHRUN)
-def test_example_under_torchrun(name):
+@pytest.mark.parametrize(("name", "real"), TORCHRUN)
+def test_example_under_torchrun(name, real):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    said = run([*command, f"examples/{name}.py"])
+    said = run([*command, f"examples/{name}.py"], real)
     for line in SAYS[name]:
         assert line in said
 

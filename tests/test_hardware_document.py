@@ -24,9 +24,9 @@ ELSEWHERE = {
     "copy_ in tricomm.core.rows.unpack", "copy_ in tricomm.core.point_to_point.PointToPoint.recv",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
     "synchronize in tricomm.core.group.Group._write_table",
-    "synchronize in store.cuda_ipc.CudaIpcArena._allocate", "synchronize in store.cuda_ipc.CudaIpcArena._write_probe",
-    "synchronize in store.cuda_ipc.CudaIpcArena._clear_probe", "synchronize in store.local_arena._GpuBlocks.__init__",
-    "synchronize in store.local_arena._GpuBlocks.free",
+    "synchronize in store.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda_vmm.VmmBlocks.allocate",
+    "synchronize in store.cuda_arena.CudaArena._write_probe", "synchronize in store.cuda_arena.CudaArena._clear_probe",
+    "synchronize in store.local_arena._GpuBlocks.__init__", "synchronize in store.local_arena._GpuBlocks.free",
     # the interpreter's own, on the CPU
     "item in kernels.launch.triton_adapter._atomic_poll",
 }  # fmt: skip

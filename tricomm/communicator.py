@@ -22,6 +22,8 @@ from tricomm.core.bootstrap import pick_device
 from tricomm.core.collectives import Collectives
 from tricomm.core.entry_guard import by_hand, entry, guarded, set_up
 from tricomm.core.faults import Faults
+from tricomm.core.fused.fused_collectives import FusedCollectives
+from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import PlansOfShape
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
@@ -38,7 +40,6 @@ from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy import user_tables
 from tricomm.policy.backend_choice import BackendChoice
-from tricomm.policy.selection import Choice
 from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, RankState
@@ -124,6 +125,8 @@ class Communicator:
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
         self._collectives = Collectives(group, faults, planner, launcher)
+        self._fused = FusedCollectives(group, faults, planner, launcher)
+        self._rows = RowCollectives(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
         monitor.start(self._messages.describe)
@@ -132,6 +135,10 @@ class Communicator:
     # Collectives, messages, a user's own kernels
 
     all_reduce = entry(Collectives.all_reduce, "_collectives")
+    all_reduce_rms_norm = entry(FusedCollectives.all_reduce_rms_norm, "_fused")
+    all_reduce_rms_norm_quantized = entry(FusedCollectives.all_reduce_rms_norm_quantized, "_fused")
+    all_reduce_rows = entry(RowCollectives.all_reduce_rows, "_rows")
+    run_fused = entry(FusedCollectives.run_checked, "_fused")
     all_gather = entry(Collectives.all_gather, "_collectives")
     reduce_scatter = entry(Collectives.reduce_scatter, "_collectives")
     broadcast = entry(Collectives.broadcast, "_collectives")
@@ -150,23 +157,13 @@ class Communicator:
     synchronize = entry(Launcher.synchronize, "_launcher")
     announce = entry(Launcher.announce, "_launcher")
     withdraw = entry(Launcher.withdraw, "_launcher")
+    explain = entry(Planner.explain, "_planner")
     use_table = entry(Planner.use_table, "_planner")
     time_calls = entry(Planner.time_calls, "_planner")
 
     def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
         """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
         return self._collectives.known(op, dtype, count)
-
-    def explain(
-        self, collective: str, nbytes: int, dtype: torch.dtype | None = None, op: Any = "sum", *,
-        algorithm: str | None = None, protocol: str | None = None, mode: str = "eager",
-    ) -> Choice:  # fmt: skip
-        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
-
-        The input is a rank's, of a root's if there is one; `dtype` is float32 if none is given; `mode` is eager, or
-        graph for a captured call. Whether NCCL can be used at all shows when a call first goes there.
-        """
-        return self._planner.explain(collective, nbytes, dtype, op, algorithm=algorithm, protocol=protocol, mode=mode)
 
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -260,7 +257,7 @@ class Communicator:
 
     @property
     def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_ipc or local; none if NCCL serves every call."""
+        """How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call."""
         return self._group.arena.kind
 
     @property

@@ -60,6 +60,11 @@ def peer_access_disabled() -> bool:
     return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
 
 
+def memory_by_descriptor() -> bool:
+    """False where the user wants GPU memory to be shared by legacy CUDA IPC alone."""
+    return text("TRICOMM_CUDA_VMM") is None or flag("TRICOMM_CUDA_VMM")
+
+
 def share_device() -> bool:
     """True where the user wants several ranks on one GPU (NCCL's variable is honoured beside our own)."""
     return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")

@@ -33,10 +33,15 @@ Zero copy, out of symmetric memory: barrier, copy every rank's input from its pl
     rank 2 [w2] ◀─ read by 0, 1, 3
     rank 3 [w3] ◀─ read by 0, 1, 2
 
+In place, out of the output: a rank's input is its own row of the symmetric output, and only that row is read by peers.
+
+    rank 0 [w0 .  .  . ]  reads w1, w2, w3 from their rows at 1, 2, 3       w = [w0 w1 w2 w3]   on every rank
+    rank 1 [.  w1 .  . ]  reads w0, w2, w3 from their rows at 0, 2, 3
+
 Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); nothing is staged.
 Hops      a barrier, a round trip, a barrier.
 Waits     as in `all_reduce_one_shot_zero_copy`.
-Reuse     as there: the second barrier.
+Reuse     as there: the second barrier. In place a rank never writes its own row, which the others read meanwhile.
 """
 
 from __future__ import annotations
@@ -86,10 +91,12 @@ def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     if status == 0:
         words = packed_words(x_ptr, numel)
-        for step in range(SPEC.WORLD_SIZE):  # from the own rank on: no two ranks read from one at the same time
+        in_place = x_ptr.to(tl.int64) == (y_ptr + me * numel).to(tl.int64)
+        aligned = SPEC.ALIGNED | ~in_place  # the beginning of symmetric memory always is
+        for step in range(in_place.to(tl.int32), SPEC.WORLD_SIZE):  # no two ranks read from one at the same time
             source = (me + step) % SPEC.WORLD_SIZE
             for first in range(tl.program_id(0).to(tl.int64) * SPEC.BLOCK, words, tl.num_programs(0) * SPEC.BLOCK):
-                part = load_words(member(table, source, x_ptr), first, numel, SPEC.BLOCK, True)
+                part = load_words(member(table, source, x_ptr), first, numel, SPEC.BLOCK, aligned)
                 store_words(y_ptr + source * numel, first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     leave(group, start, owner, call, 1, status)

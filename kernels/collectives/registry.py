@@ -15,6 +15,8 @@ from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot,
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
 from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
+from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
+from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
 from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot, all_reduce_two_shot_zero_copy
 from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
 from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
@@ -24,7 +26,10 @@ from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
 from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
 from tricomm.kernels.collectives.recv import recv
 from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
-from tricomm.kernels.collectives.reduce_scatter_one_shot import reduce_scatter_one_shot
+from tricomm.kernels.collectives.reduce_scatter_one_shot import (
+    reduce_scatter_one_shot,
+    reduce_scatter_one_shot_zero_copy,
+)
 from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
 
@@ -186,6 +191,19 @@ ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
     Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
+    Kernel(
+        "reduce_scatter", "one_shot", "simple", reduce_scatter_one_shot_zero_copy, _none, _rows, 4, 2, zero_copy=True
+    ),
+)
+
+# With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
+FUSED = tuple(
+    kernel
+    for name in collective_specs.FUSED
+    for kernel in (
+        *_flagged(name, "one_shot", all_reduce_rows_one_shot, _peers, 1),
+        *_flagged(name, "two_shot", all_reduce_rows_two_shot, _shards, 2),
+    )
 )
 
 # Between two ranks: costs of the busier one.
@@ -198,7 +216,7 @@ MESSAGES = (
 
 ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
 
-_BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in ALL}
+_BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*ALL, *FUSED)}
 
 
 def of(collective: str, world_size: int) -> list[Kernel]:

@@ -78,10 +78,10 @@ def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """Every 2^30 epochs, before its header: zero this block's share of the mailboxes that this epoch does not use.
 
     A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
-    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, tile
-    t for block t % grid), and a peer's same block writes there only after it has seen the header sent after this. Of a
-    mailbox that this launch does not use any share will do. The zeros are words like those that they replace, LL or
-    wide: strong stores, so that old and new ones have one order.
+    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, OWNED
+    of them for each block in turn), and a peer's same block writes there only after it has seen the header sent after
+    this. Of a mailbox that this launch does not use any share will do. The zeros are words like those that they
+    replace, LL or wide: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
         table = table_of(group)
@@ -109,11 +109,14 @@ def clear_runs(mailboxes, words, idle, RUNS: tl.constexpr, WIDE: tl.constexpr, S
     """This block's tiles of RUNS equal runs of mailbox `idle`, which has `words` words of 64 bits. A tile of either
     width takes 2 BLOCK of them."""
     STEP: tl.constexpr = 2 * SPEC.BLOCK
+    OWNED: tl.constexpr = SPEC.OWNED * STEP
     run = words // RUNS
     for part in range(RUNS):
         start = mailboxes + idle * words + part * run
-        for first in range(tl.program_id(0).to(tl.int64) * STEP, run, tl.num_programs(0).to(tl.int64) * STEP):
-            if WIDE:
-                clear_wide(start + first, (run - first) // 2, SPEC.BLOCK)
-            else:
-                put_ll(start + first, tl.zeros([SPEC.BLOCK], tl.int64), 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)
+        for own in range(tl.program_id(0).to(tl.int64) * OWNED, run, tl.num_programs(0).to(tl.int64) * OWNED):
+            for first in range(own, tl.minimum(own + OWNED, run), STEP):
+                if WIDE:
+                    clear_wide(start + first, (run - first) // 2, SPEC.BLOCK)
+                else:
+                    zeros = tl.zeros([SPEC.BLOCK], tl.int64)
+                    put_ll(start + first, zeros, 0, (run - first) // 2, SPEC.BLOCK, SPEC.PTX)

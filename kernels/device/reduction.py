@@ -47,11 +47,11 @@ def accumulate(parts, SOURCES: tl.constexpr, SPEC: tl.constexpr):
         accumulators = accumulators + (total.to(tl.int64, bitcast=True),)
     else:
         for part in tl.static_range(32 // BITS):
-            low = _element(parts[0], 2 * part, ELEMENT, BITS)
-            high = _element(parts[0], 2 * part + 1, ELEMENT, BITS)
+            low = element(parts[0], 2 * part, ELEMENT, BITS)
+            high = element(parts[0], 2 * part + 1, ELEMENT, BITS)
             for r in tl.static_range(1, SOURCES):
-                low = _arithmetic(low, _element(parts[r], 2 * part, ELEMENT, BITS), OP)
-                high = _arithmetic(high, _element(parts[r], 2 * part + 1, ELEMENT, BITS), OP)
+                low = _arithmetic(low, element(parts[r], 2 * part, ELEMENT, BITS), OP)
+                high = _arithmetic(high, element(parts[r], 2 * part + 1, ELEMENT, BITS), OP)
             accumulators = accumulators + (_pair(low, high),)
     return accumulators
 
@@ -95,7 +95,7 @@ def finish(totals, SPEC: tl.constexpr):
             value = _half(totals[j // 2], j % 2, HALF)
             if SPEC.OP == "avg":
                 value = _divide(value, SPEC.WORLD_SIZE)
-            result |= _raw(value, ELEMENT, BITS) << (BITS * j)
+            result |= raw_bits(value, ELEMENT, BITS) << (BITS * j)
     return result
 
 
@@ -124,7 +124,7 @@ def _pair(low, high):
 
 
 @triton.jit
-def _element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
+def element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
     """Element j of a word in its accumulator's type, exactly."""
     if ELEMENT == "float32":
         value = (words >> (32 * j)).to(tl.int32).to(tl.float32, bitcast=True)
@@ -137,7 +137,7 @@ def _element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
     elif ELEMENT == "float8_e5m2":
         value = ((words >> (8 * j)) << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     elif ELEMENT == "float8_e4m3fn":
-        value = _from_e4m3((words >> (8 * j)).to(tl.int32) & 0xFF)
+        value = from_e4m3((words >> (8 * j)).to(tl.int32) & 0xFF)
     elif ELEMENT == "uint8":
         value = (words >> (8 * j)).to(tl.int32) & 0xFF
     elif BITS == 32:
@@ -150,16 +150,16 @@ def _element(words, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _raw(value, ELEMENT: tl.constexpr, BITS: tl.constexpr):
+def raw_bits(value, ELEMENT: tl.constexpr, BITS: tl.constexpr):
     """An accumulator rounded to its element's type, in the low BITS of an int64."""
     if ELEMENT == "float16":
         bits = value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
     elif ELEMENT == "bfloat16":
         bits = value.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
     elif ELEMENT == "float8_e5m2":
-        bits = _to_fp8(value, 21, 134, 113, -112, 0x7C).to(tl.int64)
+        bits = to_fp8(value, 21, 134, 113, -112, 0x7C).to(tl.int64)
     elif ELEMENT == "float8_e4m3fn":
-        bits = _to_fp8(value, 20, 141, 121, -120, 0x7E).to(tl.int64)
+        bits = to_fp8(value, 20, 141, 121, -120, 0x7E).to(tl.int64)
     elif ELEMENT == "float32":
         bits = value.to(tl.int32, bitcast=True).to(tl.int64) & _LOW
     else:
@@ -168,7 +168,7 @@ def _raw(value, ELEMENT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _from_e4m3(code):
+def from_e4m3(code):
     """fp32 of an e4m3 code (int32, 0 to 255): its bits at fp32's place, then the bias put right by a power of two."""
     magnitude = code & 0x7F
     value = (magnitude << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2**120
@@ -177,7 +177,7 @@ def _from_e4m3(code):
 
 
 @triton.jit
-def _to_fp8(
+def to_fp8(
     value, SHIFT: tl.constexpr, STEP: tl.constexpr, NORMAL: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr
 ):
     """fp8 code (int32) of an fp32, to nearest even. By hand: sm_80 has no e4m3, and the interpreter truncates.

@@ -18,6 +18,7 @@ COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLE, _GROUP = "table", "group"
 _COUNTS = ("send_counts", "recv_counts")
+_OPERANDS = "operands"
 _by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
 
@@ -33,7 +34,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
 
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
     `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
-    for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`.
+    for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`, and the
+    operands of an epilogue are of the types of the constexpr OPERANDS.
     `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError`
     if `refused()`.
     """
@@ -55,6 +57,10 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
             signature[name] = f"*i{bits}"
         elif name in _COUNTS:
             signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
+        elif name == _OPERANDS:
+            signature[name] = constexprs["OPERANDS"]
+            pointers = [n for n, kind in enumerate(constexprs["OPERANDS"]) if kind[0] == "*" and aligned]
+            hints |= {(i, n): [["tt.divisibility", 16]] for n in pointers}
         elif name == _GROUP:
             signature[name] = ("*i64",) + ("i64",) * (layout.group_words(constexprs["WORLD_SIZE"]) - 1)
             hints[(i, 0)] = [["tt.divisibility", 16]]
@@ -96,7 +102,7 @@ def _digest(cubin: bytes) -> bytes:
 def takes_data(kernel: Any) -> bool:
     """True for a kernel of (x_ptr, y_ptr, group, numel, call), as all are but the barrier: of (group, call).
 
-    The counts of uneven rows may follow (`takes_counts`), then `extras`.
+    The counts of uneven rows (`takes_counts`) or an epilogue's operands (`takes_operands`) may follow, then `extras`.
     """
     return bool(triton_adapter.parameters(kernel)[0].name == _TENSORS[0])
 
@@ -106,7 +112,13 @@ def takes_counts(kernel: Any) -> bool:
     return any(p.name in _COUNTS for p in triton_adapter.parameters(kernel))
 
 
+def takes_operands(kernel: Any) -> bool:
+    """True for a kernel that takes, behind `call`, a tuple of what its epilogue works on, others in every call."""
+    return any(p.name == _OPERANDS for p in triton_adapter.parameters(kernel))
+
+
 def extras(kernel: Any) -> list[str]:
     """Names of the 64-bit arguments at the end, the same in every launch of a plan: the root of a broadcast."""
-    names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in _COUNTS]
+    others = (*_COUNTS, _OPERANDS)
+    names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in others]
     return names[names.index("call") + 1 :]

@@ -4,13 +4,15 @@ Triton's own dispatch looks at every argument of every launch to choose a compil
 host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
 launch packs 64-bit words into memory that the driver already has a pointer to.
 
-Every argument of our kernels is one 64-bit word, or a tuple of them: addresses and int64 numbers. Triton adds two
+Every argument of our kernels is one 64-bit word, or a tuple of them: addresses and int64 numbers, and fp32 numbers in
+the lower half of one. Triton adds two
 pointers to scratch memory at the end, which our kernels do not use.
 """
 
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,9 +23,10 @@ import torch
 
 from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
-from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_data
+from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_data, takes_operands
 
 _SCRATCH = 2
+_WORD = (1 << 64) - 1
 _MOST_STATIC_SHARED = 48 * 1024
 # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: results of a launch in another device's context,
 # or in a thread that has used no device yet.
@@ -102,10 +105,11 @@ def make_launcher(
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
-    data, uneven = takes_data(kernel), takes_counts(kernel)
-    # The words of one launch alone lie in front: x, y, count, call, and rows to and from each rank; without data: call.
+    data, uneven, operands = takes_data(kernel), takes_counts(kernel), takes_operands(kernel)
+    # The words of one launch alone lie in front: x, y, count, call, and rows to and from each rank, or the operands of
+    # an epilogue; without data: call.
     count_at, call_at = (2, 3) if data else (0, 0)
-    own = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else 0)
+    own = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else len(constexprs["OPERANDS"]) if operands else 0)
     fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
     words = (ctypes.c_uint64 * (own + len(fixed) + _SCRATCH))()
     words[own : own + len(fixed)] = fixed
@@ -131,6 +135,8 @@ def make_launcher(
             word[count_at] = count
             if uneven:
                 words[call_at + 1 : own] = [*rows[0], *rows[1]]
+            elif operands:
+                words[call_at + 1 : own] = [_word(value) for value in rows[0]]
         word[call_at] = call
         if (raw := current()) != used:
             follow(raw)
@@ -166,6 +172,13 @@ def make_launcher(
     run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
     run.in_place = in_place  # type: ignore[attr-defined]
     return run
+
+
+def _word(value: Any) -> int:
+    """An operand of an epilogue as 64 bits: a tensor's address, a whole number, or an fp32 number in the lower half."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return value & _WORD if isinstance(value, int) else int.from_bytes(struct.pack("<f", value), "little")
 
 
 def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:

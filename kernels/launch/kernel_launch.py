@@ -14,7 +14,9 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
 from tricomm.kernels.specialization import specialized
 
 GroupArgument = tuple[Any, ...]  # `layout.group_argument`
-Rows = tuple[tuple[int, ...], ...]  # how many go to each rank, and how many come from it; empty if they are even
+# What one call alone has besides its two tensors, a tuple for each parameter: of uneven rows, how many go to each rank,
+# and how many come from it; of an epilogue, its operands. Empty if the kernel takes neither.
+Rows = tuple[tuple[Any, ...], ...]
 
 
 # A compiled kernel's launch of a shape in place: of the address, the call's number and the handle of the stream.

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import Communicator
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.perf.bench import check_data, collective_calls
+from tricomm.perf.bench import check_data, collective_calls, fused_bench
 from tricomm.perf.bench.collective_calls import TORCH_IN_PLACE, Unavailable
 
 MULTI_RANK_NCCL = (2, 30)  # the first that takes several ranks on one device (NCCL_MULTI_RANK_GPU_ENABLE=1)
@@ -111,6 +111,19 @@ class Baselines:
         """Ready to be called, with rank 0 as the root. Raises `Unavailable`."""
         return how(ComparedCall(self._joined(), collective, dtype, count))
 
+    def offered_fused(self, library: str) -> dict[str, Any]:
+        """Ways in which `library` makes an all_reduce_rms_norm, by name; those of `fused_bench.offered`."""
+        if library != fused_bench.UNFUSED:
+            refused = self.offered(library, "all_reduce")
+            if "none" in refused:
+                return refused
+        return fused_bench.offered(library) or _none(f"{library}: it has no all_reduce to put a norm behind")
+
+    def group_of(self, library: str) -> Any:
+        """torch's group for `library`. Raises `Unavailable`."""
+        context = self._joined()
+        return _nccl_group(context) if library == "nccl" else context.host
+
     def close(self) -> None:
         """Destroy torch's groups, if there are any."""
         if self._context is not None:
@@ -127,7 +140,7 @@ class Baselines:
 
 
 def _none(why: str) -> dict[str, Make]:
-    def refused(call: ComparedCall) -> Implementation:
+    def refused(*call: Any) -> Implementation:
         raise Unavailable(why)
 
     return {"none": refused}
@@ -161,12 +174,16 @@ def gloo(call: ComparedCall) -> Implementation:
 
 def nccl(call: ComparedCall) -> Implementation:
     """The call of torch's NCCL backend."""
-    missing = no_nccl(call.context.one_gpu)
+    return _of_torch(call, _nccl_group(call.context))
+
+
+def _nccl_group(context: BenchContext) -> Any:
+    missing = no_nccl(context.one_gpu)
     if missing is not None:
         raise Unavailable(missing)
-    if call.context.nccl is None:
-        call.context.nccl = dist.new_group(backend="nccl")
-    return _of_torch(call, call.context.nccl)
+    if context.nccl is None:
+        context.nccl = dist.new_group(backend="nccl")
+    return context.nccl
 
 
 def no_nccl(one_gpu: bool) -> str | None:

@@ -8,16 +8,18 @@ checked in the same way, in the one place that the library knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from tricomm import Communicator
+from tricomm import Choice, Communicator
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import ResourceError
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.bench import check_data, collective_calls, timing
+from tricomm.perf.bench import check_data, collective_calls, fused_bench, timing
 from tricomm.perf.bench.baselines import Baselines, Make
 from tricomm.perf.bench.collective_calls import TORCH_IN_PLACE, Unavailable
 from tricomm.perf.bench.request import Case, Settings
@@ -62,7 +64,9 @@ def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: 
     for case in settings.cases:
         for size in settings.sizes:
             for mode in settings.modes:
-                if case.library == OURS:
+                if case.collective == FUSED:
+                    yield from _fused(bench, case, size, mode)
+                elif case.library == OURS:
                     yield _ours(bench, case, size, mode)
                 else:
                     yield from _theirs(bench, case, size, mode)
@@ -82,7 +86,8 @@ def _row(bench: Bench, case: Case, size: int, mode: str, algorithm: str, protoco
     elements = units.row_elements(case.collective, size, item, world_size)
     op = bench.settings.op if COLLECTIVES[case.collective].reduces else "none"
     nbytes = units.total_bytes(case.collective, elements, item, world_size)
-    simulated = bench.comm.simulated and case.library == OURS  # the times of another library on a CPU are its own
+    # The times of another library on a CPU are its own.
+    simulated = bench.comm.simulated and case.library in (OURS, fused_bench.UNFUSED)
     measured = Measurement(
         case.library, case.collective, algorithm, protocol, case.dtype, op, mode, "", nbytes, 0, 0, 0, 0, simulated
     )
@@ -100,20 +105,69 @@ def _ours(bench: Bench, case: Case, size: int, mode: str) -> Rows:
         protocol=case.protocol,
         mode="eager" if mode == "eager" else "graph",
     )
-    kernel = registry.find(case.collective, choice.algorithm, choice.protocol)
-    row = row.changed(
+    row = _of_kernel(row, choice, registry.find(case.collective, choice.algorithm, choice.protocol), case.collective)
+    return tuple(_in_place_or_not(bench, case, row.changed(place=place)) for place in PLACES)
+
+
+def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: str) -> BenchRow:
+    """`row` with what follows from its kernel; the least that it has to move is that of the collective `moves`."""
+    return row.changed(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
         reason=choice.reason,
         blocks=choice.blocks,
         warps=choice.warps,
         tile=choice.block,
-        moved_bytes=float(units.moved(kernel, comm.world_size) * row.input_bytes),
-        least_bytes=float(units.least(case.collective, comm.world_size) * row.input_bytes),
+        moved_bytes=float(units.moved(kernel, row.ranks) * row.input_bytes),
+        least_bytes=float(units.least(moves, row.ranks) * row.input_bytes),
         hops=kernel.hops,
         barriers=kernel.barriers,
     )
-    return tuple(_in_place_or_not(bench, case, row.changed(place=place)) for place in PLACES)
+
+
+def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
+    """The rows of an all_reduce_rms_norm: tricomm's, or another's all-reduce and torch's norm."""
+    comm, elements = bench.comm, fused_bench.elements(case, size)
+    row = _row(
+        bench, replace(case, collective="all_reduce"), elements * getattr(torch, case.dtype).itemsize, mode, "", ""
+    )
+    row = row.changed(collective=FUSED, op=fused_bench.operation(case), place="out_of_place", protocol="-")
+    if case.library == OURS:
+        choice = comm.explain(
+            FUSED, row.input_bytes, getattr(torch, case.dtype), algorithm=case.algorithm, protocol=case.protocol,
+            mode="eager" if mode == "eager" else "graph", hidden=case.hidden, quantize=case.quantize or None,
+        )  # fmt: skip
+        kernel = registry.find(FUSED if choice.fused else "all_reduce", choice.algorithm, choice.protocol)
+        row = _of_kernel(row, replace(choice, algorithm=choice.counted_as), kernel, "all_reduce")
+        made = fused_bench.tensors(comm, case, elements)
+        yield (_timed_fused(bench, row, made, fused_bench.ours(comm, case, made)),)
+        return
+    for name, make in bench.baselines.offered_fused(case.library).items():
+        made = fused_bench.tensors(comm, case, elements)
+        try:
+            run = make(comm, case, made, partial(bench.baselines.group_of, case.library))
+            measured = _timed_fused(bench, row.changed(algorithm=name), made, run)
+        except Unavailable as reason:
+            bench.skip(str(reason))
+        except (RuntimeError, TypeError, ValueError) as error:
+            bench.skip(f"{name}: no {FUSED} of {case.dtype} here: {str(error).splitlines()[0]}")
+        else:
+            yield (measured,)
+
+
+def _timed_fused(
+    bench: Bench, row: BenchRow, made: fused_bench.FusedTensors, run: Callable[[], object]
+) -> BenchRow:  # fmt: skip
+    times = _timed(bench, run, row.measured.mode)
+    wrong = 0
+    for _ in range(2 if bench.settings.check else 0):
+        number = bench.next_call()
+        made.load(bench.comm, number)
+        bench.comm.barrier()
+        run()
+        bench.comm.synchronize()
+        wrong += made.wrong(bench.comm, number)
+    return with_times(row, [times], wrong if bench.settings.check else None)
 
 
 def _in_place_or_not(bench: Bench, case: Case, row: BenchRow) -> BenchRow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tricomm import env
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
@@ -13,7 +14,8 @@ from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
 from tricomm.perf.units import DATA_COLLECTIVES
 
-LIBRARIES = ("nccl", "gloo", "symm_mem")
+LIBRARIES = ("nccl", "gloo", "symm_mem", "flashinfer")
+FUSED_DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("eager", "graph", "kernel")
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
@@ -23,7 +25,8 @@ PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collec
 class Case:
     """One collective of one type with the kernel that is asked for; None leaves the choice to selection.
 
-    `library` is tricomm, or the library that makes the call instead.
+    `library` is tricomm, or the library that makes the call instead. `hidden` (elements of a row) and `quantize` are
+    those of an all_reduce_rms_norm.
     """
 
     collective: str
@@ -31,6 +34,8 @@ class Case:
     protocol: str | None
     dtype: str = "float32"
     library: str = OURS
+    hidden: int = 0
+    quantize: str = ""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str,
     """
     parse_name(op, OPS, "op")
     names = parse_names(text, tuple(DTYPES), "dtype")
+    if FUSED in collectives:
+        return parse_names(text, FUSED_DTYPES, f"dtype of {FUSED}")
     if not any(COLLECTIVES[name].reduces for name in collectives):
         return names
     if text == "all":
@@ -80,10 +87,12 @@ def cases(
     world_size: int,
     dtypes: tuple[str, ...] = ("float32",),
     against: tuple[str, ...] = (),
+    row: tuple[int, str] = (0, ""),
 ) -> tuple[Case, ...]:
     """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
-    None for a list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
+    `row` is (hidden, quantize) of an all_reduce_rms_norm, beside which its unfused form is always measured. None for a
+    list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
     list of its kernels.
     """
     allowed_algorithms = ALGORITHMS if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
@@ -91,7 +100,9 @@ def cases(
     chosen: list[Case] = []
     for collective in collectives:
         ordered = env.batch_invariant()
-        kernels = [k for k in registry.of(collective, world_size) if k.rank_order or not ordered]
+        fused = collective == FUSED
+        known = [k for k in registry.FUSED if k.collective == FUSED] if fused else registry.of(collective, world_size)
+        kernels = [k for k in known if k.rank_order or not ordered]
         shipped = [(k.algorithm, k.protocol) for k in kernels]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:
@@ -100,7 +111,9 @@ def cases(
                 f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
             )
         forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
+        hidden, quantize = row if fused else (0, "")
+        libraries = ("unfused", *against) if fused else against
         for dtype in dtypes:
-            chosen += [Case(collective, algorithm, protocol, dtype) for algorithm, protocol in forced]
-            chosen += [Case(collective, None, None, dtype, library) for library in against]
+            chosen += [Case(collective, a, p, dtype, OURS, hidden, quantize) for a, p in forced]
+            chosen += [Case(collective, None, None, dtype, library, hidden, quantize) for library in libraries]
     return tuple(dict.fromkeys(chosen))

@@ -102,7 +102,7 @@ def _line(scene: Record, line: _Key, points: dict[int, _Point], dates: list[str]
 def _moved(scene: Record, algorithm: str, protocol: str) -> float | None:
     """Bytes to and from peers over the least that any algorithm needs."""
     world_size, collective = scene["world_size"], scene["collective"]
-    kernels = (registry.KERNELS + registry.ZERO_COPY) if 2 <= world_size <= 16 else ()
+    kernels = (registry.KERNELS + registry.ZERO_COPY + registry.FUSED) if 2 <= world_size <= 16 else ()
     for kernel in kernels:
         if (kernel.collective, kernel.algorithm, kernel.protocol) == (collective, algorithm, protocol):
             least = units.least(collective, world_size)

@@ -149,7 +149,8 @@ def _errors(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Checke
     with comm.device:  # on a CPU, a row for each of eight ranks would take seconds
         data = check_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
         exact = check_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
-    source = target = _Symmetric(comm, dtype, call) if kernel.zero_copy else _Memory(comm, dtype, data.numel(), call)
+    memory = _Symmetric if kernel.zero_copy else _Memory
+    source = target = memory(comm, dtype, data.numel(), call)
     if not collective_calls.in_place(name, kernel):
         target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
     source.inside.copy_(data)
@@ -229,9 +230,9 @@ class _Memory:
 class _Symmetric(_Memory):
     """The whole of a symmetric tensor, because a handle has no offset."""
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype, call: CheckedCall) -> None:
-        self._handle = self.argument = comm.symmetric((call.count,), dtype)
-        self._over(self._handle.local, call.count, 0)
+    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: CheckedCall) -> None:
+        self._handle = self.argument = comm.symmetric((count,), dtype)
+        self._over(self._handle.local, count, 0)
 
     def close(self) -> None:
         self._handle.close()

@@ -25,6 +25,10 @@ from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
+from tricomm.store import descriptors
+from tricomm.store.arena import expected_kind
+from tricomm.store.descriptors import DescriptorSocket
+from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml
 
 PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
@@ -72,6 +76,7 @@ def _devices() -> Iterator[ProbeResult]:
         count = torch.cuda.device_count()
         yield ProbeResult("devices", PASS, f"{count} CUDA devices, {torch.cuda.get_device_name(0)}")
         yield from _bindings()
+        yield from _gpu_memory(count)
         yield from _peers(count)
         yield from _links()
     elif Path("/dev/nvidiactl").exists():
@@ -101,6 +106,15 @@ def _bindings() -> Iterator[ProbeResult]:
         yield ProbeResult("driver", FAIL, reason, cuda_bindings.REMEDY)
     else:
         yield ProbeResult("driver", PASS, f"cuda-bindings {version} is installed; {cuda_bindings.NEEDED} is needed")
+
+
+def _gpu_memory(count: int) -> Iterator[ProbeResult]:
+    kind, reason = expected_kind(count)
+    if reason:
+        remedy = "containers need --ipc=host and one PID namespace for it; a newer driver shares by descriptors"
+        yield ProbeResult("GPU memory", WARN, f"{kind}: {reason}", remedy)
+    else:
+        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by descriptors")
 
 
 def _peers(count: int) -> Iterator[ProbeResult]:
@@ -138,23 +152,20 @@ def _links() -> Iterator[ProbeResult]:
 
 
 def _memory() -> Iterator[ProbeResult]:
+    passing = DescriptorSocket()
     try:
-        fd = os.memfd_create("tricomm-doctor")
-        try:
-            os.posix_fallocate(fd, 0, 1 << 20)
-            with open(f"/proc/{os.getpid()}/fd/{fd}", "rb") as again:
-                whole = os.fstat(again.fileno()).st_size == 1 << 20
-        finally:
-            os.close(fd)
-    except OSError as error:
-        whole, text = False, f"{error}"
-    else:
-        text = "it is not reached through /proc"
-    if not whole:
-        remedy = "raise the memory limit of the container; let ranks share one PID namespace (--pid=host)"
-        yield ProbeResult("shared memory", FAIL, f"memory for the ranks cannot be shared: {text}", remedy)
-    else:
-        yield ProbeResult("shared memory", PASS, "sealed memory is shared through /proc")
+        segment = Segment.create("tricomm-doctor", 1 << 20)
+        segment.close()
+    except TricommError as error:
+        yield ProbeResult("shared memory", FAIL, str(error), "raise the memory limit of the container")
+        return
+    try:
+        passing.bind()
+        yield ProbeResult("shared memory", PASS, f"sealed memory is passed over sockets in {descriptors.base()}")
+    except TricommError as error:
+        yield ProbeResult("shared memory", FAIL, str(error), f"{descriptors.VARIABLE} names another directory")
+    finally:
+        passing.close()
 
 
 def _limits() -> Iterator[ProbeResult]:
@@ -168,7 +179,8 @@ def _limits() -> Iterator[ProbeResult]:
         yield ProbeResult("pidfd", PASS, "a dead peer is seen at once")
     except OSError as error:
         remedy = "a kernel from 5.3 on, and a seccomp profile that allows pidfd_open"
-        yield ProbeResult("pidfd", WARN, f"{error}: a dead peer is looked for in /proc instead", remedy)
+        text = "a dead peer is looked for in /proc instead, and ranks must share a PID namespace"
+        yield ProbeResult("pidfd", WARN, f"{error}: {text}", remedy)
 
 
 def _tables() -> Iterator[ProbeResult]:
@@ -206,6 +218,8 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
+        "TRICOMM_CUDA_VMM": env.memory_by_descriptor,
+        descriptors.VARIABLE: descriptors.base,
     }
     bad = False
     for name, probe in probes.items():

@@ -24,6 +24,8 @@ from tricomm.perf import provenance
 from tricomm.perf.history import database
 from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
+from tricomm.store import descriptors
+from tricomm.store.arena import expected_kind
 from tricomm.topology import discovery
 from tricomm.topology.nvml import Nvml, load_nvml
 
@@ -47,6 +49,7 @@ def collect() -> dict[str, Any]:
         "links": guarded(_links),
         "peer_access": guarded(_peer_access),
         "topology": guarded(_topology),
+        "memory": guarded(_memory),
         "interpreter": guarded(lambda: interpreter.supported() or "available: this Triton is one that was tested"),
         "simulated": guarded(lambda: not torch.cuda.is_available()),
         "batch_invariant": guarded(_batch_invariant),
@@ -56,6 +59,11 @@ def collect() -> dict[str, Any]:
         "selection": guarded(_selection),
         "ranges": guarded(_ranges),
     }
+
+
+def _memory() -> str:
+    kind, reason = expected_kind(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}, because {reason}"
 
 
 def _batch_invariant() -> str:

@@ -2,13 +2,11 @@
 
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests import forked, ranks
 from tests.c10d.bodies import group_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 
@@ -66,8 +64,8 @@ def test_torchrun(tmp_path):
         'print(f"sum {x[0].item()}\\n", end="", flush=True)\n'
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, timeout=200, env=env)
+    done = forked.script(*command, str(script), timeout=200, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2

@@ -48,15 +48,15 @@ def remove(names: list[str]) -> None:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
-def start(host: tuple[str, str], rank: int, folder: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+def start(host: tuple[str, str], rank: int, folders: list[Path]) -> subprocess.Popen[str]:
     name, cable = host
-    # Both ranks of a host in one PID namespace: one process starts them, and ends when both have.
+    # Both ranks of a host in one PID namespace: one process starts them.
     command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child"]
     command += [sys.executable, "-m", "tests.c10d.bodies.host_rank"]
     more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable, "TRICOMM_CPU": "kernels", "OMP_NUM_THREADS": "1"}
     more["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
-    command += [str(rank), "4", f"tcp://{ADDRESSES[0]}:29511", str(folder)]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **more, **env})
+    command += [str(rank), "4", ADDRESSES[0], *map(str, folders)]
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **more})
 
 
 def wait_for(folder: Path, what: str, seconds: float) -> None:
@@ -67,30 +67,38 @@ def wait_for(folder: Path, what: str, seconds: float) -> None:
         time.sleep(0.1)
 
 
-def seen(hosts, folder: Path, node_ids: bool) -> list[dict]:
+def seen(hosts, folder: Path) -> list[dict]:
+    """The reports of the ranks of `folder`, between which the cable is cut."""
+    (folder / "begin").touch()
+    wait_for(folder, "ready", 120)
+    cable = ("-n", hosts[1][0], "link", "set", hosts[1][1])
+    ip(*cable, "down")
+    (folder / "cut").touch()
+    wait_for(folder, "found", 120)
+    ip(*cable, "up")
+    return [json.loads((folder / f"found{rank}").read_text()) for rank in range(4)]
+
+
+def test_two_hosts(hosts, tmp_path):
+    """With ids of the nodes; then without: a boot id that they share stands for one node, and the shared-memory
+    handshake finds that it is not."""
+    folders = [tmp_path / "ids", tmp_path / "boot"]
     started = []
+    for folder in folders:
+        folder.mkdir()
     try:
         for side, host in enumerate(hosts):
-            env = {"TRICOMM_NODE_ID": f"host {side}"} if node_ids else {}
-            started.append(start(host, 2 * side, folder, env))
-        wait_for(folder, "ready", 120)
-        ip("-n", hosts[1][0], "link", "set", hosts[1][1], "down")
-        (folder / "cut").touch()
-        wait_for(folder, "found", 120)
-        return [json.loads((folder / f"found{rank}").read_text()) for rank in range(4)]
+            started.append(start(host, 2 * side, folders))
+        for folder in folders:
+            for rank_seen in seen(hosts, folder):
+                ids = folder.name == "ids"
+                assert (rank_seen["whole"], rank_seen["part"], rank_seen["after"]) == (4.0, 2.0, 2.0)
+                assert rank_seen["gloo"] == {"all_reduce": 1} and rank_seen["kernels"] == {"all_reduce": 1}
+                assert rank_seen["nodes"] == (2 if ids else 1)
+                assert ids or "cannot share memory" in rank_seen["why"] and "TRICOMM_SOCKET_DIR" in rank_seen["why"]
+                assert rank_seen["error"] in ("CollectiveTimeout", "GroupAborted"), rank_seen
+                assert "all_reduce" in rank_seen["text"] and rank_seen["seconds"] < LIMIT + 10
     finally:
         for process in started:
             process.kill()
             process.wait(20)
-
-
-@pytest.mark.parametrize("node_ids", [True, False], ids=["node ids", "shared boot id"])
-def test_two_hosts(hosts, tmp_path, node_ids):
-    for rank_seen in seen(hosts, tmp_path, node_ids):
-        assert (rank_seen["whole"], rank_seen["part"], rank_seen["after"]) == (4.0, 2.0, 2.0)
-        assert rank_seen["gloo"] == {"all_reduce": 1} and rank_seen["kernels"] == {"all_reduce": 1}
-        # Without ids one boot id stands for one node, and the shared-memory handshake finds that it is not.
-        assert rank_seen["nodes"] == (2 if node_ids else 1)
-        assert node_ids or "cannot share memory" in rank_seen["why"] and "PID namespace" in rank_seen["why"]
-        assert rank_seen["error"] in ("CollectiveTimeout", "GroupAborted"), rank_seen
-        assert "all_reduce" in rank_seen["text"] and rank_seen["seconds"] < LIMIT + 10

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm import arguments
 from tricomm.core import launch_plan
+from tricomm.core.fused.fused_call import Epilogue
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, seconds
 from tricomm.policy.selection import Choice
@@ -110,6 +111,11 @@ def test_fingerprints_differ_in_every_fact():
     }.items()]  # fmt: skip
     changes = {"elements": 9, "root": 0, "handle": SimpleNamespace(number=1)}
     others += [("request", request._replace(**{name: other})) for name, other in changes.items()]
+    epilogue = Epilogue(8, torch.float32, 1e-6)
+    changes = {"hidden": 4, "weight": torch.float16, "eps": 1e-5, "weight_bias": 1.0, "residual": False, "norm": False,
+               "quantize": "fp8", "scale_layout": "linear"}  # fmt: skip
+    others += [("request", request._replace(epilogue=epilogue))]
+    others += [("request", request._replace(epilogue=epilogue._replace(**{n: v}))) for n, v in changes.items()]
     others += [("op", "max"), ("dtype", "int32"), ("mode", "graph")]
     seen = {launch_plan.announced(**facts)[0]} | {
         launch_plan.announced(**{**facts, name: other})[0] for name, other in others

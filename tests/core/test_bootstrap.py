@@ -17,7 +17,7 @@ from tricomm.core import bootstrap
 from tricomm.kernels import layout
 from tricomm.metrics.counters import NCCL
 from tricomm.policy import backend_choice
-from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.arena import open_cuda
 
 NBYTES = 2 << 20
 
@@ -35,7 +35,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
     drivers = [world.process() for _ in range(world_size)]
 
     def open_arena(control, nbytes, device, timeout, reach=None):
-        return open_cuda_ipc(control, nbytes, torch.device("cuda", control.rank), timeout, drivers[control.rank], reach)
+        return open_cuda(control, nbytes, torch.device("cuda", control.rank), timeout, drivers[control.rank], reach)
 
     monkeypatch.setattr(bootstrap, "open_arena", open_arena)
     monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, "") if nccl else (None, "no NCCL"))
@@ -61,7 +61,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 def test_gpus_that_reach_each_other_share_memory(monkeypatch, core):
     world = FakeCuda(2)
     for found in everywhere(monkeypatch, world):
-        assert found.arena.kind == "cuda_ipc" and found.routes.no_kernels is None and found.routes.fallback == "nccl"
+        assert found.arena.kind == "cuda_vmm" and found.routes.no_kernels is None and found.routes.fallback == "nccl"
     world.verify()
 
 

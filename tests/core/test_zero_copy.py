@@ -42,6 +42,17 @@ def test_in_place_out_of_place_and_gathered(name, world_size):
             wrong += [] if exact(comm.all_reduce(w, out=out), total) else [(shape, "out")]
             wrong += [] if exact(gathered, torch.cat(parts)) else [(shape, "gather")]
             wrong += [] if comm.all_reduce(w) is w and exact(w.local, total) else [(shape, "in place")]
+            rows = comm.symmetric((world_size * len(parts[0]), *shape[1:]), dtype)
+            row = slice(comm.rank * len(parts[0]), (comm.rank + 1) * len(parts[0]))
+            rows.local[row] = parts[comm.rank]
+            wrong += [] if comm.all_gather(rows.local[row], out=rows) is rows else [(shape, "not the handle")]
+            wrong += [] if exact(rows.local, torch.cat(parts)) else [(shape, "gather in place")]
+            whole = [values(r, turn + 1, tuple(rows.shape), dtype) for r in range(world_size)]
+            rows.local.copy_(whole[comm.rank])
+            mine = reference.reduced("sum", whole)[row]
+            wrong += [] if exact(comm.reduce_scatter(rows), mine) else [(shape, "reduce_scatter")]
+            comm.reduce_scatter(rows, out=rows.local[row])
+            wrong += [] if exact(rows.local[row], mine) else [(shape, "reduce_scatter in place")]
         return wrong
 
     assert tricomm.simulate(body, world_size, options=OPTIONS) == [[]] * world_size
@@ -51,7 +62,13 @@ CALLS = {
     "all_reduce_one_shot_zero_copy": lambda comm, w: comm.all_reduce(w, out=torch.empty(40, dtype=torch.int64)),
     "all_reduce_two_shot_zero_copy": lambda comm, w: comm.all_reduce(w).local.clone(),
     "all_gather_one_shot_zero_copy": lambda comm, w: comm.all_gather(w),
+    "all_gather_one_shot_zero_copy, in place": lambda comm, w: comm.all_gather(_own(comm, w), out=w).local.clone(),
+    "reduce_scatter_one_shot_zero_copy": lambda comm, w: comm.reduce_scatter(w),
 }
+
+
+def _own(comm, w):
+    return w.local.view(comm.world_size, -1)[comm.rank]
 
 
 def check(kernel, **more):
@@ -79,9 +96,18 @@ def test_no_schedule_shows_a_race(kernel):
 def test_each_barrier_is_needed(kernel, phase, unshrunk):
     """Without the first, memory is read before it is written; without the second, written while it is still read."""
     line = f"status = barrier(group, start, call, {phase}, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)"
-    with loaded((Edit(f"kernels/collectives/{kernel.removesuffix('_zero_copy')}.py", line, "status = 0"),)):
+    name = kernel.partition("_zero_copy")[0]
+    with loaded((Edit(f"kernels/collectives/{name}.py", line, "status = 0"),)):
         report = check(kernel, schedules=40)
     assert {f.kind for f in report.findings} & {"race", "wrong_result", "rank_mismatch"}, str(report)
+
+
+def test_a_row_that_peers_read_is_not_written(unshrunk):
+    """In place, a rank that copied its own row too would write what the others read."""
+    edit = Edit("kernels/collectives/all_gather_one_shot.py", "range(in_place.to(tl.int32), SPEC", "range(0, SPEC")
+    with loaded((edit,)):
+        report = check("all_gather_one_shot_zero_copy, in place", schedules=40)
+    assert "race" in {f.kind for f in report.findings}, str(report)
 
 
 def test_a_plain_tensor_against_a_handle_is_another_call():
@@ -103,6 +129,10 @@ def test_what_a_handle_cannot_do_is_refused_with_what_can():
             comm.all_gather(w, protocol="ll")
         with pytest.raises(InvalidArgument, match="not defined for float32"):
             comm.all_reduce(w, "bor")
+        with pytest.raises(InvalidArgument, match=f"x has to be its row {comm.rank}.*pass out=handle.local"):
+            comm.all_gather(torch.zeros(4), out=w)
+        with pytest.raises(InvalidArgument, match="not a multiple of the world size 2"):
+            comm.reduce_scatter(comm.symmetric((3,), torch.float32))
         return comm.broadcast(w, 1).local.tolist(), comm.all_reduce(w.local, protocol="ll").tolist()
 
     assert tricomm.simulate(body, 2, options=replace(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2
@@ -133,7 +163,7 @@ def test_a_handle_of_another_communicator_is_refused():
     def body(comm):
         w = comm.symmetric((4,), torch.int64)
         w.group = "0123abcd"
-        for call in (comm.all_reduce, comm.all_gather):
+        for call in (comm.all_reduce, comm.all_gather, comm.reduce_scatter):
             with pytest.raises(InvalidArgument, match="this handle is of communicator 0123abcd"):
                 call(w)
 

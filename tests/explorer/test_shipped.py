@@ -23,7 +23,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
-KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 6), ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 8), ids=lambda k: k.name)
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [
@@ -37,7 +37,7 @@ SOME = [
     else pytest.param(k, marks=pytest.mark.soak)
     for k in CHECKED
 ]
-SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 2), ids=lambda k: k.name)
+SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 4), ids=lambda k: k.name)
 FALSE_ALARMS = 2000
 SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
 FEW = (5, 1)  # of tiles of four words
@@ -107,7 +107,7 @@ def test_a_rank_that_stops_or_dies_at_any_step(kernel):
 
 
 @pytest.mark.parametrize(
-    "kernel", some([k for k in registry.KERNELS if k.collective != "barrier"], 4), ids=lambda k: k.name
+    "kernel", some([k for k in registry.KERNELS if k.collective != "barrier"], 7), ids=lambda k: k.name
 )
 def test_messages_of_several_chunks(kernel):
     """Two mailboxes and a half in one launch: the rotation within a launch."""
@@ -165,7 +165,7 @@ def test_a_cube_whose_ranks_lie_otherwise(kernel):
 
 
 @pytest.mark.parametrize("kernel", [k for k in CUBE if k.reduces], ids=lambda k: k.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))
 def test_a_cube_adds_quad_by_quad(kernel, dtype):
     """Numbers whose sum depends on the order, and on where it is rounded; the oracle knows what is promised."""
 

@@ -105,8 +105,8 @@ def test_a_late_wide_word_reaches_memory_before_an_access_to_its_second_half():
 def test_whoever_polls_half_of_a_wide_word_is_woken_by_a_store_of_all_of_it():
     task = _task(0)
     task.note_read(_access("load", 4096 + 8, 8), NOWHERE, np.zeros(1, np.int64), 1)
-    assert task.watches(np.array([4096], np.uint64))
-    assert not task.watches(np.array([4096 + 16], np.uint64))
+    assert task.watches(4096, 4096)
+    assert not task.watches(4096 + 16, 4096 + 16)
 
 
 def test_blocks_that_access_the_two_halves_of_a_wide_word_contend():

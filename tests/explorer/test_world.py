@@ -17,6 +17,7 @@ from tests.core.bodies.user_kernel import rotate
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied
+from tricomm.explorer.world import host_state
 from tricomm.kernels.launch import triton_adapter
 
 
@@ -216,3 +217,8 @@ def test_results_outlive_the_ranks_and_a_late_call_is_refused():
     assert [r.tolist() for r in results] == [[1.0] * 4, [2.0] * 4]
     with pytest.raises(tricomm.GroupAborted, match="closed"):
         kept[0].barrier()
+
+
+def test_a_check_does_not_import_torchs_compiler():
+    """Which torch does, for seconds, at the first operation under a mode whose method it has wrapped."""
+    assert not hasattr(host_state._Watch.__torch_dispatch__, "__wrapped__")

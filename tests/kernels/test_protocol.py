@@ -97,7 +97,7 @@ WORLDS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 4))
+@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 7))
 def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
     with block(world_size) as where:
         results = ranks.run(world_size, back_to_back, where, name, CASES)
@@ -159,7 +159,7 @@ EDGES = {"2^30": EVERY - 2, "2^31": 2 * EVERY - 2, "3*2^30": 3 * EVERY - 3}
 STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_shot" in name else ["2^31"])]
 
 
-@pytest.mark.parametrize(("name", "edge"), some(STALE, 5))
+@pytest.mark.parametrize(("name", "edge"), some(STALE, 8))
 def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
     first = EDGES[edge]
     with block(2, 64 * 1024) as where:
@@ -200,7 +200,7 @@ def over_the_limit(rank, world_size, tell, where, name):
     return wrong, epochs
 
 
-@pytest.mark.parametrize("name", some(NAMES, 6))
+@pytest.mark.parametrize("name", some(NAMES, 10))
 def test_the_epoch_goes_over_2_to_the_32(name):
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, over_the_limit, where, name)
@@ -303,7 +303,7 @@ def alone(rank, world_size, tell, where, name):
     return time.monotonic() - began, me.epoch, os.getpid()
 
 
-@pytest.mark.parametrize("name", some(NAMES, 3))
+@pytest.mark.parametrize("name", some(NAMES, 5))
 def test_the_abort_word_ends_every_wait(name):
     with block(2) as where, ranks.start(1, alone, where, name) as started:
         (outcome,) = started.results()

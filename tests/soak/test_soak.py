@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import some
 from tests.soak import growth, soak
 from tests.soak.__main__ import main
 from tests.soak.calls import CALLS
@@ -29,6 +30,7 @@ def run(tmp_path, *arguments):
     return code, json.loads(file.read_text())
 
 
+@pytest.mark.exhaustive  # tests/core/faults and tests/c10d make each of them, too
 def test_one_of_each_fault(tmp_path):
     code, found = run(tmp_path, "--minutes", "3", "--every", "1", "--rounds", str(len(FAULTS)), "--seed", "14")
     assert code == 0, found["problems"]
@@ -52,15 +54,15 @@ def test_mistakes_are_found(tmp_path, capfd):
     assert "/dev/null" in str(found["problems"]) and "memory (MiB)" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("mistake", "kind"), [("hang", "hang"), ("lost", "lost")])
-def test_a_rank_that_hangs_or_is_lost_is_found(mistake, kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mistake", some(["hang", "lost"], 2))
+def test_a_rank_that_hangs_or_is_lost_is_found(mistake, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "ENDING", 6.0)
     monkeypatch.setattr(soak, "TIMEOUT", 3.0)
     code, found = run(
         tmp_path, "--minutes", "2", "--every", "1", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
         "--inject", mistake,
     )  # fmt: skip
-    assert code == 1 and found[kind] == 1
+    assert code == 1 and found[mistake] == 1
     assert "ranks [1] did not end" in str(found["problems"]) or mistake == "lost"
 
 

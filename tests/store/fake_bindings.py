@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tests.store import fake_vmm
 from tests.store.fake_host import PinnedPages
+from tests.store.fake_vmm import Physical, VirtualMemory
 
 if TYPE_CHECKING:
     from tests.store.fake_driver import CudaRuleBroken, FakeCuda
@@ -95,12 +97,25 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return recorded
 
 
+def _of_vmm(name: str) -> Callable[..., tuple[Any, ...]]:
+    def call(self: Bindings, *arguments: Any) -> Any:
+        return getattr(self.vmm, name)(*arguments)
+
+    call.__name__ = name
+    return _call(call)
+
+
 class Bindings:
     """What one process sees as the module `cuda.bindings.driver`."""
 
     CUresult = CUresult
     CUipcMemHandle = CUipcMemHandle
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+    CUmemAllocationProp, CUmemAccessDesc = fake_vmm.CUmemAllocationProp, fake_vmm.CUmemAccessDesc
+    locals().update(fake_vmm.NAMES)
+    for _name in vars(VirtualMemory):
+        if _name.startswith("cu"):
+            locals()[_name] = _of_vmm(_name)
 
     def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
         self.world, self.number, self.visible = world, number, visible
@@ -117,6 +132,7 @@ class Bindings:
         self._blocks: list[Block] = []
         self._mappings: list[Mapping] = []
         self.pinned = PinnedPages(self._complain)
+        self.vmm = VirtualMemory(self, _Refused)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -126,6 +142,7 @@ class Bindings:
             + [f"{me} mapping {mapping.base:#x}" for mapping in self._mappings if mapping.live]
             + [f"{me} pinned page {page.address:#x}" + " (gone)" * (not page.there) for page in self.pinned.all]
             + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
+            + self.vmm.holds()
         )
 
     def die(self) -> None:
@@ -133,6 +150,7 @@ class Bindings:
         for mapping in self._mappings:
             if mapping.live:
                 mapping.block.mappings[self.number] -= 1
+        self.vmm.die()
 
     @_call
     def cuInit(self, flags: int) -> None:
@@ -184,7 +202,7 @@ class Bindings:
         blocks = [block for block in self._blocks if block.live and block.gpu == gpu]
         mappings = [mapping for mapping in self._mappings if mapping.live and mapping.gpu == gpu]
         pinned = [page for page in self.pinned.all if page.gpu == gpu]
-        if (blocks or mappings or pinned) and not self.failures:
+        if (blocks or mappings or pinned or self.vmm.lose(gpu)) and not self.failures:
             raise self._complain(f"destroyed the context of GPU {gpu} with something in it")
         for mapping in mappings:
             self._unmap(mapping)
@@ -214,8 +232,7 @@ class Bindings:
     @_call
     def cuMemAlloc(self, nbytes: int) -> int:
         gpu = self._current_gpu()
-        live = [block for p in self.world.processes for block in p._blocks if block.live and block.gpu == gpu]
-        if nbytes + sum(len(block.data) for block in live) > self.world.capacity:
+        if nbytes + self.world.used(gpu) > self.world.capacity:
             raise _Refused("CUDA_ERROR_OUT_OF_MEMORY")
         # Poison, since CUDA does not clear what it hands out.
         block = Block(self, gpu, self._fresh_address(nbytes), bytearray(b"\xa5" * nbytes))
@@ -241,6 +258,7 @@ class Bindings:
     @_call
     def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
         block, _ = self._find(address, 1)
+        assert isinstance(block, Block), "no cuMemAlloc"
         return block.base, len(block.data)
 
     @_call
@@ -264,7 +282,8 @@ class Bindings:
             page.write(address, ctypes.string_at(host, nbytes))
             return
         block, start = self._find(address, nbytes)
-        if block.owner is self or not self.loses_writes_to_peers:
+        own = block.owner is self if isinstance(block, Block) else self.vmm.made(block)
+        if own or not self.loses_writes_to_peers:
             block.data[start : start + nbytes] = ctypes.string_at(host, nbytes)
 
     @_call
@@ -355,8 +374,11 @@ class Bindings:
         self._next_address += -(-nbytes // GRANULE) * GRANULE + GRANULE
         return address
 
-    def _find(self, address: int, nbytes: int) -> tuple[Block, int]:
+    def _find(self, address: int, nbytes: int) -> tuple[Block | Physical, int]:
         gpu = self._current_gpu()
+        found = self.vmm.behind(address, nbytes, gpu)
+        if found is not None:
+            return found
         for mapping in self._mappings:
             if mapping.live and mapping.base <= address and address + nbytes <= mapping.base + len(mapping.block.data):
                 if not mapping.block.live:

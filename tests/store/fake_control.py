@@ -34,6 +34,7 @@ class FakeGroup:
 class FakeControl:
     def __init__(self, group: FakeGroup, rank: int) -> None:
         self.group, self.rank, self.world_size = group, rank, group.world_size
+        self.nonce, self.peers = bytes(16), tuple(r for r in range(group.world_size) if r != rank)
         self.host_words = HostWords(group.pages[rank], host_page_address(group.pages[rank]))
         self.tamper: Callable[[str, bytes], bytes] = lambda what, payload: payload
         self._round = 0
@@ -43,6 +44,13 @@ class FakeControl:
 
     def alive(self, rank: int) -> bool:
         return rank not in self.group.dead
+
+    def give_up_if_refused(self) -> None:
+        with self.group.condition:
+            for rank, (_, answer) in self.group.rounds.get(self._round + 1, {}).items():
+                if answer:
+                    kind = answer.decode(errors="replace").partition(" ")[0]
+                    raise getattr(errors, kind)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
         assert len(payload) <= 1024
@@ -64,7 +72,8 @@ class FakeControl:
 
     def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
         mine = b"" if error is None else f"{type(error).__name__} {error}".encode()[:1024]
-        for rank, data in enumerate(self.exchange(mine, what, timeout)):
-            if data:
-                name, _, text = data.decode(errors="replace").partition(" ")
-                raise getattr(errors, name)(f"{what}: rank {rank}: {text}")
+        answers = [data.decode(errors="replace") for data in self.exchange(mine, what, timeout)]
+        failed = [(*data.partition(" ")[::2], rank) for rank, data in enumerate(answers) if data]
+        if failed:
+            reasons = "; ".join(f"rank {rank}: {text}" for _, text, rank in failed)
+            raise getattr(errors, failed[0][0])(f"{what}: {reasons}")

@@ -7,10 +7,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from tests.store.fake_bindings import Bindings, Block
+from tests.store.fake_vmm import Physical
 from tricomm.store.cuda_driver import Driver
 
 
@@ -29,6 +32,8 @@ class FakeCuda:
         self.complaints: list[str] = []
         self.processes: list[Bindings] = []
         self.handles: dict[bytes, Block] = {}
+        self.physical: list[Physical] = []
+        self.exported: dict[int, Physical] = {}  # by the inode of a descriptor
         self.log: list[tuple[int, str]] = []
 
     def process(self, visible: Sequence[int] | None = None) -> FakeDriver:
@@ -37,6 +42,11 @@ class FakeCuda:
         self.processes.append(process)
         return FakeDriver(process)
 
+    def used(self, gpu: int) -> int:
+        """Bytes of a GPU that are in use."""
+        blocks = sum(len(b.data) for p in self.processes for b in p._blocks if b.live and b.gpu == gpu)
+        return blocks + sum(len(memory.data) for memory in self.physical if memory.users and memory.gpu == gpu)
+
     def complain(self, text: str) -> CudaRuleBroken:
         self.complaints.append(text)
         return CudaRuleBroken(text)
@@ -44,7 +54,18 @@ class FakeCuda:
     def verify(self) -> None:
         """Fails where a rule was broken, or a living process still holds something."""
         left = [text for process in self.processes if process.alive for text in process.holds()]
+        left += [f"a descriptor of memory is open: {fd}" for fd in _open_descriptors()]
+        left += [f"memory of GPU {memory.gpu} has {memory.users} users" for memory in self.physical if memory.users]
         assert not self.complaints + left, "; ".join(self.complaints + left)
+
+
+def _open_descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if "fake-cuda" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
+    return found
 
 
 class FakeDriver(Driver):

@@ -157,7 +157,7 @@ def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dic
     if claim.get("patch") == "boot":
         process.boot_id = lambda: b"another host    "
     if claim.get("patch") == "namespace":
-        process.pid_namespace = lambda: 42
+        process.pid_namespace, process.is_pidfd = lambda: 42, lambda fd: False
     if "die" in claim:
         die_at(claim["die"])
     store, _, _ = open_store(url, 1 if url.startswith("tcp") else 0, 2, 10)

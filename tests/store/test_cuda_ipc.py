@@ -19,7 +19,8 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store import cuda_ipc
-from tricomm.store.cuda_ipc import BlockRecord, CudaIpcArena, open_cuda_ipc, parse_record
+from tricomm.store.cuda_arena import CudaArena
+from tricomm.store.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
 
 NBYTES = 4096
 
@@ -32,15 +33,15 @@ class Job:
         self.group = FakeGroup(self.size)
         self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
 
-    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0") -> CudaIpcArena:
+    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0") -> CudaArena:
         return open_cuda_ipc(self.group.controls[rank], nbytes, torch.device(device), 10.0, self.drivers[rank])
 
-    def open_all(self) -> list[CudaIpcArena]:
+    def open_all(self) -> list[CudaArena]:
         arenas = in_threads(self.size, self.open)
-        assert all(isinstance(arena, CudaIpcArena) for arena in arenas), arenas
+        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
         return arenas
 
-    def close_all(self, arenas: list[CudaIpcArena]) -> list[Any]:
+    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
         return in_threads(self.size, lambda rank: arenas[rank].close())
 
     def verify(self) -> None:
@@ -77,14 +78,14 @@ def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> 
 
     for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
         assert (arena.kind, arena.nbytes, len(set(arena.bases))) == ("cuda_ipc", NBYTES, job.size)
-        with driver.current(arena._context):
+        with arena._site.current():
             assert not any(driver.read(arena.bases[writer], 2 << 20)), "no word of the probe, nothing of earlier users"
     for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with driver.current(arena._context):
+        with arena._site.current():
             for target in range(job.size):
                 driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
     for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with driver.current(arena._context):
+        with arena._site.current():
             words = driver.read(arena.bases[target], 8 * job.size).split()
         assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
 

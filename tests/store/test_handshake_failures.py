@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -27,9 +26,9 @@ from tests.store.store_ranks import (
     try_handshake,
     try_in_thread,
 )
-from tricomm.errors import ResourceError
-from tricomm.store import process, records
+from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.handshake import handshake
+from tricomm.store.page import NBYTES
 from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
@@ -76,8 +75,8 @@ from tricomm.store.segments import Segment
         pytest.param(
             [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "namespace"}],
             "ResourceError",
-            ["lives in another PID namespace than rank", "--pid=host"],
-            id="namespace",
+            ["lives in another PID namespace", "pidfd_open", "--pid=host"],
+            id="no pidfd, and another namespace",
         ),
         pytest.param(
             [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "token": "secret"}],
@@ -220,42 +219,30 @@ def test_a_number_that_is_none():
 
 
 def test_another_jobs_record_is_refused():
-    """A record whose segment is gone, as a stale job on the same store leaves it."""
+    """A record whose socket is gone, as a stale job on the same store leaves it."""
     store, fresh = HashStore(), HashStore()
     try_in_thread(store, 1, 2, 0.2)
     fresh.set("tricomm/handshake/1/rank/1", bytes(store.get("tricomm/handshake/1/rank/1")))
     with nothing_left():
         name, text = try_in_thread(fresh, 0, 2, 5.0)
-    assert name == "ResourceError" and "rank 1's" in text and "control page" in text
+    assert name == "ResourceError" and "rank 1's socket is not in" in text and "TRICOMM_SOCKET_DIR" in text
 
 
-def test_a_record_whose_descriptor_is_another_groups_by_now():
-    """A stale record of a process that lives: what has its descriptor's number now is the page of a later group."""
-    store, fresh = HashStore(), HashStore()
-    try_in_thread(store, 1, 2, 0.2)
-    key = "tricomm/handshake/1/rank/1"
-    stale = records.parse(bytes(store.get(key)), records.RankRecord, 1, 1, None)
-    later = Segment.create("tricomm-test", stale.body.nbytes)
-    fresh.set(key, replace(stale, body=replace(stale.body, fd=later.fd)).pack(None))
-    name, text = try_in_thread(fresh, 0, 2, 5.0)
-    later.close()
-    assert name == "ResourceError" and "is not its control page" in text
+def test_the_segment_of_another_group_is_refused(monkeypatch):
+    """A rank that passes a control page, but not the one of its record."""
+    usual = DescriptorSocket.exchange
 
+    def exchange(passing, sender, names, mine, *more):
+        other = Segment.create("tricomm-test", NBYTES, shared=False)
+        usual(passing, sender, names, [other.fd, mine[1]] if sender.rank == 1 else mine, *more)
+        other.close()
 
-def gone(*args, **options):
-    raise ResourceError("segment 6 of pid 7 cannot be opened")
-
-
-def test_a_rank_that_is_just_dying_is_called_dead(monkeypatch):
-    """A killed process has lost its files for a while before it counts as ended."""
-    store, fresh = HashStore(), HashStore()
-    try_in_thread(store, 1, 2, 0.2)
-    fresh.set("tricomm/handshake/1/rank/1", bytes(store.get("tricomm/handshake/1/rank/1")))
-    answers = iter([True, True, True])
-    monkeypatch.setattr(process, "alive", lambda pid, started: next(answers, False))
-    monkeypatch.setattr(Segment, "attach", gone)
-    name, text = try_in_thread(fresh, 0, 2, 5.0)
-    assert name == "RendezvousError" and "died during the handshake" in text and next(answers, None) is None
+    monkeypatch.setattr(DescriptorSocket, "exchange", exchange)
+    with nothing_left():
+        store = HashStore()
+        found = in_threads(2, lambda r: try_in_thread(store, r, 2, 5.0))
+    assert [name for name, _ in found] == ["ResourceError"] * 2
+    assert all("is not its control page" in text for _, text in found), found
 
 
 @pytest.mark.parametrize("point", ["before record", "after record", "attach", "done", "confirm"])

@@ -37,13 +37,15 @@ def guard_methods(*names: str) -> Callable[[type], type]:
 
     def decorate(kind: type) -> type:
         for name in names:
-            setattr(kind, name, _guarded(getattr(kind, name)))
+            setattr(kind, name, guarded_call(getattr(kind, name)))
         return kind
 
     return decorate
 
 
-def _guarded(method: Any) -> Any:
+def guarded_call(method: Any) -> Any:
+    """`method`, whose first argument is a group, as `guard_methods` makes it."""
+
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.

@@ -13,8 +13,11 @@ import torch
 from torch.library import Library, register_autograd, register_fake
 
 from tricomm import arguments, env
+from tricomm.c10d import fused_calls
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
+from tricomm.core.fused.fused_call import FusedCall
+from tricomm.core.fused.fused_checks import FusedArguments, scale_shape
 from tricomm.errors import InvalidArgument
 
 _lib = Library("tricomm", "DEF")
@@ -132,6 +135,79 @@ _define(
     "all_to_all(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str group) -> Tensor",
     _all_to_all,
     lambda x, out_splits, in_splits, group: x.new_empty((sum(out_splits), *x.shape[1:])),
+)
+
+
+# What follows an all-reduce in a transformer: not differentiable, for inference
+
+_FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias"
+_Maybe = torch.Tensor | None
+
+
+def _fused(x: torch.Tensor, residual: _Maybe, *more: Any, group: str, **options: Any) -> FusedCall:
+    residual = None if residual is None else residual.contiguous()
+    return fused_calls.run(_reducing_group(group), FusedArguments(x.contiguous(), residual, *more, **options))
+
+
+def _rms_norm(x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, group: str) -> Any:
+    call = _fused(x, residual, weight, eps, bias, group=group)
+    assert call.norm_out is not None, "the norm is written if nothing else is"
+    return call.norm_out.view(x.shape), call.residual_out.view(x.shape)
+
+
+def _rms_norm_fp8(
+    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, scale: torch.Tensor, group: str
+) -> Any:
+    call = _fused(x, residual, weight, eps, bias, group=group, quantize="fp8", scale=scale)
+    assert call.quant_out is not None, "a quantising call has codes"
+    return call.quant_out.view(x.shape), call.residual_out.view(x.shape)
+
+
+def _rms_norm_per_token(
+    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, group: str
+) -> Any:
+    call = _fused(x, residual, weight, eps, bias, group=group, quantize="fp8_per_token")
+    assert call.quant_out is not None and call.scale_out is not None, "a quantising call has codes and scales"
+    return call.quant_out.view(x.shape), call.scale_out.view(*x.shape[:-1], 1), call.residual_out.view(x.shape)
+
+
+def _rms_norm_nvfp4(
+    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, scale: torch.Tensor,
+    layout: str, group: str,
+) -> Any:  # fmt: skip
+    options = {"quantize": "nvfp4", "scale": scale, "scale_layout": layout}
+    call = _fused(x, residual, weight, eps, bias, group=group, **options)
+    assert call.quant_out is not None and call.scale_out is not None, "a quantising call has codes and scales"
+    codes = call.quant_out.view(*x.shape[:-1], x.shape[-1] // 2)
+    return codes, call.scale_out, call.residual_out.view(x.shape)
+
+
+def _fake_nvfp4(x: torch.Tensor, *given: Any) -> Any:
+    *_, layout, _ = given
+    shape = scale_shape(x.numel() // x.shape[-1], x.shape[-1], layout)
+    codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
+    return codes, x.new_empty(shape, dtype=torch.uint8), _like(x)
+
+
+def _fp8_like(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+
+
+_define(f"all_reduce_rms_norm({_FUSED}, str group) -> (Tensor, Tensor)", _rms_norm, lambda x, *_: (_like(x), _like(x)))
+_define(
+    f"all_reduce_rms_norm_fp8({_FUSED}, Tensor scale, str group) -> (Tensor, Tensor)",
+    _rms_norm_fp8,
+    lambda x, *_: (_fp8_like(x), _like(x)),
+)
+_define(
+    f"all_reduce_rms_norm_fp8_per_token({_FUSED}, str group) -> (Tensor, Tensor, Tensor)",
+    _rms_norm_per_token,
+    lambda x, *_: (_fp8_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), _like(x)),
+)
+_define(
+    f"all_reduce_rms_norm_nvfp4({_FUSED}, Tensor scale, str scale_layout, str group) -> (Tensor, Tensor, Tensor)",
+    _rms_norm_nvfp4,
+    _fake_nvfp4,
 )
 
 

@@ -25,6 +25,7 @@ from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import (
     CollectiveTimeout,
     GroupAborted,
@@ -45,11 +46,21 @@ from tricomm.store.control import PackedDescriptor
 _CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
+
+
+def _all_reduce(comm: Communicator, call: GroupCall) -> None:
+    if call.fused is None:
+        comm.all_reduce(call.x, op=call.op)  # type: ignore[arg-type]  # it has an input
+    else:
+        comm.run_fused(call.fused)
+        call.finish = lambda: None
+
+
 # Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
 _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
-    "all_reduce": lambda comm, call: comm.all_reduce(call.x, op=call.op),
-    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.out),
-    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.x, op=call.op, out=call.out),
+    "all_reduce": _all_reduce,
+    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.handle or call.out),
+    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.handle or call.x, op=call.op, out=call.out),
     "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
     "reduce": lambda comm, call: comm.reduce(call.x, call.root, op=call.op),
     "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
@@ -140,13 +151,7 @@ class Dispatcher:
         key = call.shape
         routed = self._routed.get(key)
         if routed is None:
-            device = call.device
-            site = self.site(device.type)
-            made = device in self._comms or site.no_kernels is not None or site.nodes > 1
-            route = self._decide(site, call)
-            if not made and (route.backend == KERNELS or not _capturing(device)):
-                self._communicator(device)
-                route, made = self._decide(self.site(device.type), call), True
+            route, made = self._decide_finally(call)
             routed = _Routed(route, None if route.backend == KERNELS else call.record(route.backend))
             if made:
                 if len(self._routed) >= _MOST_SHAPES:
@@ -154,6 +159,36 @@ class Dispatcher:
                 self._routed[key] = routed
         self.count_call(call, routed.route)
         return routed
+
+    def _decide_finally(self, call: GroupCall) -> tuple[BackendChoice, bool]:
+        """The route of `call`, and whether it stays: once the kernels' communicator is made, or cannot be."""
+        device = call.device
+        site = self.site(device.type)
+        made = device in self._comms or site.no_kernels is not None or site.nodes > 1
+        route = self._decide(site, call)
+        if not made and (route.backend == KERNELS or not _capturing(device)):
+            self._communicator(device)
+            route, made = self._decide(self.site(device.type), call), True
+        return route, made
+
+    def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
+        """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together.
+
+        None if such calls do not go to the kernels, or if a graph is being captured.
+        """
+        self.check_usable("symmetric")
+        made: list[Symmetric] = []
+
+        def make() -> None:
+            if not _capturing(call.device) and self._decide_finally(call)[0].backend == KERNELS:
+                assert call.dtype is not None, "a call with tensors"
+                made.append(self._comms[call.device].symmetric((numel,), call.dtype))
+
+        if call.device.type == "cpu":
+            self._queue.run(make, f"{self._config}: symmetric", [], False, self.interrupted)
+        else:
+            make()
+        return made[0] if made else None
 
     @staticmethod
     def _decide(site: GroupFacts, call: GroupCall) -> BackendChoice:

@@ -19,6 +19,8 @@ import torch
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
 from tricomm.c10d.dtype_emulation import check_reduction
+from tricomm.core.fused.fused_call import FUSED, FusedCall
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
@@ -31,7 +33,9 @@ class GroupCall:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
 
     `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
-    caller's own tensors. `result` is the value of the future: the caller's list.
+    caller's own tensors. `result` is the value of the future: the caller's list. `fused` is what an all_reduce is a
+    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest. `handle` is
+    symmetric memory that the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it.
     """
 
     collective: str
@@ -48,6 +52,8 @@ class GroupCall:
     count: int = 0
     device: torch.device = torch.device("cpu")
     keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
+    fused: FusedCall | None = None
+    handle: Symmetric | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -64,12 +70,15 @@ class GroupCall:
     @property
     def shape(self) -> tuple[Any, ...]:
         """All that decides the route of the call; equal on all ranks, but for the number of the device."""
-        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes
+        more = None if self.fused is None else self.fused.epilogue
+        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes, more
 
     def text(self) -> str:
         """All that the ranks must agree on, in words."""
         words = [self.collective]
-        if self.op != "none":
+        if self.fused is not None:
+            words = [FUSED, self.fused.epilogue.text()]
+        elif self.op != "none":
             words.append(f"op={self.op}")
         if self.dtype is not None:
             words.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
@@ -81,12 +90,14 @@ class GroupCall:
         return " ".join(word for word in words if word)
 
     def fingerprint(self) -> int:
-        return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes)
+        more = None if self.fused is None else self.fused.epilogue
+        return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes, more)
 
     def record(self, path: str) -> PackedDescriptor:
         """The record on the control page if the call goes to `path`, which is not the kernels."""
         dtype = str(self.dtype).removeprefix("torch.")
-        text = (self.collective, self.op, dtype, path, path)
+        name = (self.collective, self.op) if self.fused is None else (FUSED, self.fused.epilogue.text())
+        text = (*name, dtype, path, path)
         return Descriptor(0, self.fingerprint(), *text, self.count, self.root, 0, "eager").packed()
 
 
@@ -229,7 +240,9 @@ def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result
     )
 
 
-def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> GroupCall:
+def all_gather_single(
+    out: torch.Tensor, x: torch.Tensor, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
     _check_alike(what, x, out)
@@ -239,7 +252,9 @@ def all_gather_single(out: torch.Tensor, x: torch.Tensor, world_size: int) -> Gr
             f"{world_size * x.numel()}"
         )
     flat = _flat_output(out, what)
-    return GroupCall("all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out])
+    return GroupCall(
+        "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
+    )
 
 
 def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
@@ -266,7 +281,9 @@ def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, r
     )
 
 
-def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_size: int) -> GroupCall:
+def reduce_scatter_single(
+    out: torch.Tensor, x: torch.Tensor, op: str, world_size: int, handle: Symmetric | None = None
+) -> GroupCall:
     """reduce_scatter from one tensor."""
     what = "reduce_scatter_tensor"
     _check_alike(what, x, out)
@@ -278,8 +295,9 @@ def reduce_scatter_single(out: torch.Tensor, x: torch.Tensor, op: str, world_siz
         )
     flat = _flat_output(out, what)
     return GroupCall(
-        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out]
-    )
+        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
+        handle=handle,
+    )  # fmt: skip
 
 
 def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:

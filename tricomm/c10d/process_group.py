@@ -32,7 +32,7 @@ from tricomm.policy import backend_choice
     "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
     "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv",
-    "recv_anysource", "barrier", "monitored_barrier",
+    "recv_anysource", "barrier", "monitored_barrier", "symmetric",
 )  # fmt: skip
 class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
@@ -155,10 +155,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             batch.append(group_calls.all_gather_list(rows, given, self.rank(), rows))
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
-    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
+        """`handle`: the `symmetric` memory that `out` lies in."""
         opts = opts or c10d.AllgatherOptions()
         x, y = (group_calls.checked_tensor(t, "all_gather_into_tensor") for t in (x, out))
-        call = group_calls.all_gather_single(y, x, self.size())
+        call = group_calls.all_gather_single(y, x, self.size(), handle)
         return self._submit([call], opts, ("all_gather_single", "_allgather_base"), out, x, opts)
 
     _allgather_base = all_gather_single
@@ -195,10 +196,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         )
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
-    def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
+        """`handle`: the `symmetric` memory that `x` lies in."""
         opts = opts or c10d.ReduceScatterOptions()
         x, y = (group_calls.checked_tensor(t, "reduce_scatter_tensor") for t in (x, out))
-        call = group_calls.reduce_scatter_single(y, x, group_calls.operation(opts.reduceOp), self.size())
+        call = group_calls.reduce_scatter_single(y, x, group_calls.operation(opts.reduceOp), self.size(), handle)
         return self._submit([call], opts, ("reduce_scatter_single", "_reduce_scatter_base"), out, x, opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -215,6 +217,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._coalesced(list(zip(outs, xs, strict=True)), opts, make, self.reduce_scatter_single)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def symmetric(self, call: GroupCall, numel: int) -> Any:
+        """As `Dispatcher.symmetric`: the memory to pass as `handle`, or None."""
+        return self._dispatcher.symmetric(call, numel)
 
     # All to all
 

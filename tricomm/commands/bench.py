@@ -20,9 +20,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--protocol", help="ll, simple, a list, or all [default: what selection picks].")
 @click.option("--dtype", default="float32", show_default=True, help="Element type, a list, or all that --op has.")
 @click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
+@click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
+@click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", default="eager", show_default=True, help="eager, graph (one call), kernel (many), or all.")
 @click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
-@click.option("--against", help="Libraries in the same run: nccl, gloo, symm_mem, a list.")
+@click.option("--against", help="Libraries in the same run: nccl, gloo, symm_mem, flashinfer.")
 @click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
 @click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
@@ -40,6 +42,7 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
     \b
     tricomm bench --nproc 4 --algorithm all --protocol all --sizes 1K:1M:4
     tricomm bench --collective all --dtype float32,bfloat16 --mode eager,graph --against nccl,symm_mem
+    tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
     from tricomm.perf.bench import session as runner
@@ -82,14 +85,17 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
 
 
 def _settings(options: dict[str, Any], world_size: int) -> Any:
+    from tricomm.core.fused.fused_call import FUSED
     from tricomm.perf import parsing
     from tricomm.perf.bench import request as plan
     from tricomm.perf.units import DATA_COLLECTIVES
 
-    collectives = parsing.parse_names(options["collective"], DATA_COLLECTIVES, "collective")
+    known = DATA_COLLECTIVES if options["collective"] == "all" else (*DATA_COLLECTIVES, FUSED)
+    collectives = parsing.parse_names(options["collective"], known, "collective")
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
     against = parsing.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
-    cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against)
+    row = (options["hidden"], options["quantize"] or "")
+    cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against, row)
     sizes = parsing.parse_sizes(options["sizes"])
     modes = parsing.parse_names(options["mode"], plan.MODES, "mode")
     rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}

@@ -66,6 +66,7 @@ class NoArena:
     """Stands for the memory of ranks that share none."""
 
     kind = "none"
+    reason = ""
     nbytes = 0
 
     def __init__(self, world_size: int) -> None:

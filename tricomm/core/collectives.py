@@ -31,6 +31,7 @@ Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 _STATUS = layout.STATUS
 _BARRIER = Request("barrier")
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
+_READ_IN_PLACE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})  # of a symmetric handle
 
 
 class Collectives:
@@ -103,13 +104,14 @@ class Collectives:
         return True
 
     def all_gather(
-        self, x: Tensors, out: Outputs = None, *,
+        self, x: Tensors, out: Outputs | Symmetric = None, *,
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). In place if `x` is this rank's row of `out`.
+        size (a scalar counts as one element). In place if `x` is this rank's row of `out`; if `out` is a symmetric
+        handle then, the peers read that row where it is.
         """
         return self._call(Request("all_gather", "none", algorithm, protocol), x, out, async_op)
 
@@ -231,6 +233,9 @@ class Collectives:
         """Check tensors, make what is missing, run, and put the result where the caller expects it."""
         collective, root = request.collective, request.root
         form = collective_specs.COLLECTIVES[collective]
+        whole = out if isinstance(out, Symmetric) else None
+        if whole is not None:
+            out = whole.local
         in_place = out is None and collective in _IN_PLACE
         many = isinstance(x, list | tuple)
         given = list(x) if many else [x]
@@ -246,23 +251,40 @@ class Collectives:
             targets = self._outputs(form, sources, out, many) if gets else []
         result: Any = (given if in_place else targets) if many else None
         if not many and gets:
-            result = x if in_place else targets[0]
-        if isinstance(x, Symmetric) and collective in ("all_reduce", "all_gather"):
+            result = x if in_place else whole or targets[0]
+        if isinstance(x, Symmetric) and collective in _READ_IN_PLACE:
             self._zero_copy(request, x, targets[0])
+        elif whole is not None and collective == "all_gather" and not many:
+            self._gather_rows(request, whole, sources[0])
         else:
             self._through(request, form, sources, targets)
         return self._launcher.finish(result if gets else None, async_op)
 
     def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor) -> None:
         """Over a symmetric handle: the peers read it from where it is."""
+        self._check_own(request, x)
+        local = x.local
+        in_place = request.collective == "all_reduce" and y.data_ptr() == local.data_ptr()
+        rows = collective_specs.COLLECTIVES[request.collective].rows_in(self._world_size)
+        self._run(request.over(x, "two_shot" if in_place else "one_shot"), local, y, local.numel() // rows)
+
+    def _gather_rows(self, request: Request, y: Symmetric, x: torch.Tensor) -> None:
+        """Into a symmetric handle: the peers read this rank's row of it."""
+        self._check_own(request, y)
+        row = y.local.view(self._world_size, -1)[self._rank]
+        if x.data_ptr() != row.data_ptr() or not x.is_contiguous():
+            raise InvalidArgument(
+                f"all_gather: out is a symmetric handle, so x has to be its row {self._rank}, which the peers read; "
+                "pass out=handle.local to gather other memory"
+            )
+        self._run(request.over(y.rows, "one_shot"), x, y.local, x.numel())
+
+    def _check_own(self, request: Request, x: Symmetric) -> None:
         if x.group != self._group.name:
             raise InvalidArgument(
                 f"{request.collective}: this handle is of communicator {x.group}, here is {self._group.name} with "
                 "ranks of its own; make one with this communicator's symmetric(), or pass handle.local"
             )
-        local = x.local
-        fitting = "two_shot" if y.data_ptr() == local.data_ptr() else "one_shot"
-        self._run(request.over(x, fitting), local, y, local.numel())
 
     def _through(
         self, request: Request, form: collective_specs.Collective, sources: list[torch.Tensor],

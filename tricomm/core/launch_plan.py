@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
-from tricomm.core.symmetric import Symmetric
+from tricomm.core.fused.fused_call import FUSED, Epilogue, UserEpilogue
+from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
@@ -33,6 +34,7 @@ class Request(NamedTuple):
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
     handle, fitting       of symmetric memory that peers read in place, and the algorithm that fits such a call
+    epilogue              what follows the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
     dtype, elements       of the tensors: type, and elements a row; None and 0 until the tensors have been looked at
 
     If rows are uneven, their numbers are no part of it: each rank has its own, others in every call.
@@ -43,23 +45,25 @@ class Request(NamedTuple):
     algorithm: str | None = None
     protocol: str | None = None
     root: int = -1
-    handle: Symmetric | None = None
+    handle: Symmetric | OwnRows | None = None
     fitting: str | None = None
+    epilogue: Epilogue | UserEpilogue | None = None
     dtype: torch.dtype | None = None
     elements: int = 0
 
     def sized(self, dtype: torch.dtype | None, elements: int) -> Request:
         """The same of tensors of `dtype` with `elements` a row."""
-        return tuple.__new__(Request, (*self[:7], dtype, elements))
+        return tuple.__new__(Request, (*self[:8], dtype, elements))
 
-    def over(self, handle: Symmetric, fitting: str) -> Request:
+    def over(self, handle: Symmetric | OwnRows, fitting: str) -> Request:
         """The same over the memory of `handle`."""
-        return tuple.__new__(Request, (*self[:5], handle, fitting, None, 0))
+        return tuple.__new__(Request, (*self[:5], handle, fitting, None, None, 0))
 
     @property
     def forced(self) -> bool:
         """Whether the caller leaves no choice: only the kernels can take the call then."""
-        return self.algorithm is not None or self.protocol is not None or self.handle is not None
+        own = self.epilogue is not None and self.epilogue.own
+        return own or self.algorithm is not None or self.protocol is not None or self.handle is not None
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
     `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
     in the fingerprint or in anything that a peer sees.
     """
-    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy)
+    kernel = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy)
     values = constexprs(site, choice, kernel)
     dtype = arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if kernel.reduces and dtype is not None:
@@ -121,12 +125,15 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
 
 def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) -> tuple[int, PackedDescriptor]:
     """The fingerprint of a call, and what the peers read of it."""
+    collective, epilogue = choice.collective, request.epilogue
+    if epilogue is not None:  # also if a plain all-reduce runs before it
+        collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     fingerprint = arguments.fingerprint(
-        choice.collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, request.handle.number if request.handle is not None else 0,
+        collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
+        choice.block, mode, request.handle.number if request.handle is not None else 0, epilogue,
     )  # fmt: skip
     descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=choice.collective, op=op, dtype=dtype,
+        sequence=0, fingerprint=fingerprint, collective=collective, op=op, dtype=dtype,
         algorithm=choice.algorithm, protocol=choice.protocol, count=request.elements, root=request.root,
         grid=choice.blocks, mode=mode,
     )  # fmt: skip

@@ -23,7 +23,6 @@ from tricomm.core.watcher import WATCHER, Watching
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
-from tricomm.store import process
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 from tricomm.store.cuda_driver import load_driver
 
@@ -303,9 +302,9 @@ class Monitor:
     def _late(self, late: list[int]) -> Fault:
         control = self._control
         for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
-            pid = control.pid(rank)
-            if process.state(pid, control.start_time(rank)) == process.STOPPED:
-                text = f"rank {rank} (pid {pid}) is stopped; timeout after {self._timeout:g} s; {self._last_call(rank)}"
+            if control.stopped(rank):
+                who = f"rank {rank} (pid {control.pid(rank)})"
+                text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank)}"
                 return self._blame(errors.PeerStalled, rank, text)
         text = "; ".join(f"rank {r} (alive) {self._last_call(r)}" for r in late)
         if not text:

@@ -13,6 +13,8 @@ import torch
 from tricomm import arguments
 from tricomm.core import launch_plan, nccl
 from tricomm.core.faults import Faults
+from tricomm.core.fused import fused_kernels
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
 from tricomm.core.launcher import Launcher
@@ -121,25 +123,38 @@ class Planner:
             key = (asked, dtype, request.elements, aligned, mode == "graph")
             self.plans[key] = group.runtime.planned(request, plan)
         if self._decided is None:
-            backend_choice.log_once(route, group.name, group.rank, collective, dtype, request.op or "none", nbytes)
+            what = collective if request.epilogue is None else FUSED
+            backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
         return self.plans[asked, dtype, request.elements, aligned, False]
 
     def _bound(
         self, request: Request, route: BackendChoice, nbytes: int | None, aligned: bool, mode: str
     ) -> LaunchPlan:
         if route.backend == NCCL and self.nccl is not None:
-            return nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
-        bits = _bits(request.dtype)
-        size = _UNKNOWN if nbytes is None else nbytes
+            plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
+            return replace(plan, choice=_of_request(plan.choice, request, route.reason))
+        choice = self._choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
+        make = fused_kernels.make if choice.fused else launch_plan.make
+        return make(self.site, choice, request, aligned, mode, self._bind)
+
+    def _choice(self, request: Request, nbytes: int, mode: str) -> Choice:
+        """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""
+        why = ""
+        if request.epilogue is not None:
+            fused = fused_kernels.choose(self.site, request, mode)
+            if isinstance(fused, Choice):
+                return fused
+            why = fused
         choice = selection.choose(
-            self.site, request.collective, size, request.algorithm, request.protocol, mode, request.fitting, bits
-        )
-        return launch_plan.make(self.site, choice, request, aligned, mode, self._bind)
+            self.site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
+            _bits(request.dtype),
+        )  # fmt: skip
+        return _of_request(choice, request, why)
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
         activity, run, choice = self._activity, plan.run, plan.choice
-        kernel = (choice.collective, choice.algorithm, choice.protocol)
+        kernel = (choice.collective, choice.counted_as, choice.protocol)
         clock = activity.clock if plan.mode == "eager" else None  # a captured call would be timed at its capture
         if nbytes is None:
             return replace(plan, run=activity.sized(run, kernel, clock))
@@ -176,10 +191,16 @@ class Planner:
     # What a user asks and sets
 
     def explain(
-        self, collective: str, nbytes: int, dtype: torch.dtype | None, op: Any, *,
-        algorithm: str | None, protocol: str | None, mode: str,
+        self, collective: str, nbytes: int, dtype: torch.dtype | None = None, op: Any = "sum", *,
+        algorithm: str | None = None, protocol: str | None = None, mode: str = "eager", hidden: int | None = None,
+        quantize: str | None = None,
     ) -> Choice:  # fmt: skip
-        """As `Communicator.explain`."""
+        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
+
+        The input is a rank's, of a root's if there is one; `dtype` is float32 if none is given; `mode` is eager, or
+        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. Whether NCCL can be used
+        at all shows when a call first goes there.
+        """
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
         if mode not in ("eager", "graph"):
@@ -187,19 +208,28 @@ class Planner:
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         name = arguments.operation(op)
+        request = Request(collective, name, algorithm, protocol)
+        if collective == FUSED:
+            collective, dtype = "all_reduce", torch.float32 if dtype is None else dtype
+            epilogue = _epilogue(hidden, quantize, dtype, nbytes)
+            request = request._replace(collective=collective, epilogue=epilogue)
         form = collective_specs.find(collective)
-        kernels = partial(selection.choose, self.site, collective, nbytes, algorithm, protocol, mode, bits=_bits(dtype))
+        request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
         if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return kernels()
-        forced = algorithm is not None or protocol is not None
+            return self._with_memory(self._choice(request, nbytes, mode))
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
-        route = backend_choice.decide(self.routes, collective, dtype, op_name, size, forced)
+        route = backend_choice.decide(self.routes, collective, dtype, op_name, size, request.forced)
         if route.backend != NCCL:
-            return kernels()
+            return self._with_memory(self._choice(request, nbytes, mode))
         if form.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
-        return selection.nccl(collective, route.reason)
+        return _of_request(selection.nccl(collective, route.reason), request, route.reason)
+
+    def _with_memory(self, choice: Choice) -> Choice:
+        """With the reason for the kind of memory, if it is not the usual one."""
+        memory = self._group.arena.reason
+        return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
@@ -225,6 +255,21 @@ class Planner:
         self._faults.check_usable()
         self._activity.time_calls(every)
         self.forget()
+
+
+def _of_request(choice: Choice, request: Request, why: str) -> Choice:
+    """`choice`, of an all-reduce; if `request` is an all_reduce_rms_norm, as that of one not fused because of `why`."""
+    return choice if request.epilogue is None else selection.unfused(FUSED, choice, why)
+
+
+def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbytes: int) -> Epilogue:
+    """As `explain` is asked for; raises `InvalidArgument` for rows that cannot be."""
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
+        raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise InvalidArgument(f"explain: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
+    layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
+    return Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
 
 
 def _bits(dtype: torch.dtype | None) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.store.arena import Arena
+from tricomm.store.local_arena import raw_view
 
 _NOT_PLAIN = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4} | {
     getattr(torch, f"bits{name}") for name in ("1x8", "2x4", "4x2", "8", "16") if hasattr(torch, f"bits{name}")
@@ -38,6 +41,7 @@ class Symmetric:
         self._peers = tuple(arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases)))
         self._local = self._peers[rank]
         self._table = torch.tensor(arena.bases, dtype=torch.int64, device=device)
+        self._rows: OwnRows | None = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -54,16 +58,57 @@ class Symmetric:
         self._check()
         return self._table
 
+    @property
+    def rows(self) -> OwnRows:
+        """Of each rank its own row: row r of rank r's tensor. Raises `InvalidArgument` if rows would differ in size."""
+        self._check()
+        if self._rows is None:
+            world_size = len(self._peers)
+            if self.shape[0] % world_size:
+                raise InvalidArgument(
+                    f"symmetric: dimension 0 of shape {self.shape} is not a multiple of the world size {world_size}"
+                )
+            nbytes = self._local.nbytes // world_size
+            addresses = [base + rank * nbytes for rank, base in enumerate(self._arena.bases)]
+            table = torch.tensor(addresses, dtype=torch.int64, device=self._table.device)
+            self._rows = OwnRows(table, -self.number)
+        return self._rows
+
+    def lend(self, shape: Sequence[int], given_back: Callable[[], None]) -> torch.Tensor:
+        """This rank's tensor in `shape`, with a storage of its own; `given_back` is called, in any thread, when no
+        tensor uses that storage any more."""
+        local = self.local
+        lent = raw_view(local.data_ptr(), tuple(shape), self.dtype, local.device)
+        # The mapping is kept for as long as the storage lives, also after `close`.
+        weakref.finalize(lent.untyped_storage(), _given_back, given_back, local).atexit = False
+        return lent
+
     def close(self) -> None:
         """Give the memory back; collective over CUDA IPC. Idempotent; views of it are invalid after."""
         if not self._closed:
             self._closed = True
-            self._peers, self._local, self._table = (), torch.empty(0), torch.empty(0)
+            self._peers, self._local, self._table, self._rows = (), torch.empty(0), torch.empty(0), None
             self._arena.close()
 
     def _check(self) -> None:
         if self._closed:
             raise GroupAborted("this symmetric memory is closed")
+
+
+@dataclass(frozen=True, eq=False)
+class OwnRows:
+    """Of a symmetric tensor the row of each rank that has the rank's number: what an all_gather in place reads.
+
+    table    int64 [world_size]: the addresses of the rows
+    number   names them on all ranks alike; never that of a whole tensor
+    """
+
+    table: torch.Tensor
+    number: int
+
+
+def _given_back(given_back: Callable[[], None], local: torch.Tensor) -> None:
+    given_back()
 
 
 def check_shape(shape: object, dtype: object) -> tuple[tuple[int, ...], InvalidArgument | None]:

@@ -7,7 +7,7 @@ one (`tables/default.json`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 
@@ -34,7 +34,8 @@ class Choice:
     `blocks` and `warps` are the grid and the warps of a block, `block` the 64-bit words of a tile. `table` and `row`
     name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
     that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
-    choice: algorithm and protocol are "nccl" then.
+    choice: algorithm and protocol are "nccl" then. `fused`: the kernel normalises, too, in an all_reduce_rms_norm; if
+    it does not, the choice is that of the all-reduce before it.
     """
 
     collective: str
@@ -49,7 +50,14 @@ class Choice:
     runner_up: str = ""
     zero_copy: bool = False
     route: str = "kernels"
+    fused: bool = False
     registers: int = MOST_REGISTERS
+
+    @property
+    def counted_as(self) -> str:
+        """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
+        plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
+        return self.algorithm if plain else f"unfused_{self.algorithm}"
 
 
 @dataclass(frozen=True)
@@ -143,6 +151,14 @@ def nccl(collective: str, reason: str) -> Choice:
     return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
 
 
+def unfused(collective: str, choice: Choice, why: str) -> Choice:
+    """The choice of a fused `collective` that runs as an all-reduce, by `choice`, and torch, because of `why`."""
+    reason = f"not fused, an all_reduce and torch: {why}"
+    if choice.route == "kernels":
+        reason += f"; its all_reduce: {choice.reason}"
+    return replace(choice, collective=collective, reason=reason)
+
+
 def _in_symmetric(
     facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
 ) -> Choice:
@@ -159,7 +175,8 @@ def _in_symmetric(
             f"registers a thread on {facts.device}; pass handle.local, or make the group without max_registers and "
             "beside_compute"
         )
-    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // 8))
+    rows = kernel.kind.rows_in(facts.world_size)
+    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // (8 * rows)))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     reason += _promise(facts, kernel)
     return Choice(
@@ -180,7 +197,7 @@ def _allowed(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
                 "use NCCL (torch.distributed)"
             )
-    if not _has_wide_words(facts, forced=protocol == "ll128"):
+    if not has_wide_words(facts, forced=protocol == "ll128"):
         known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
@@ -203,7 +220,7 @@ def _allowed(
     )
 
 
-def _has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
+def has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
     """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
     `InvalidArgument`."""
     if facts.device == "cuda":  # devices or compilers of several kinds

@@ -1,6 +1,7 @@
-"""Two ranks on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE URL FOLDER`.
+"""Two ranks on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE ADDRESS FOLDER...`.
 
-RANK and the rank behind it; each writes a report, and what it says into a log.
+RANK and the rank behind it, once for each FOLDER, as soon as it has a file `begin`; each writes a report, and what it
+says into a log. The ranks have a node's id if the folder is named `ids`, else a directory of sockets for each host.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     last = dist.new_group(timeout=timedelta(seconds=LIMIT))
     dist.all_reduce(x, group=last)
     (folder / f"ready{rank}").touch()
-    while not (folder / "cut").exists():
-        time.sleep(0.05)
+    wait_for(folder / "cut")
     began = time.monotonic()
     try:
         dist.all_reduce(x, group=last)
@@ -67,12 +67,26 @@ def logged(rank: int, world_size: int, url: str, folder: Path) -> None:
         os._exit(1)
 
 
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.05)
+
+
 if __name__ == "__main__":
-    _first = int(sys.argv[1])
-    _pids = []
-    for _rank in (_first, _first + 1):
-        _pids.append(os.fork())  # both have what this process has imported
-        if _pids[-1] == 0:
-            logged(_rank, int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))
-    for _pid in _pids:
-        os.waitpid(_pid, 0)
+    _first, _size, _address, *_folders = sys.argv[1:]
+    for _turn, _folder in enumerate(map(Path, _folders)):
+        wait_for(_folder / "begin")
+        if _folder.name == "ids":
+            os.environ["TRICOMM_NODE_ID"] = f"host {_first}"
+        else:
+            os.environ.pop("TRICOMM_NODE_ID", None)
+            sockets = _folder / f"sockets{_first}"
+            sockets.mkdir()
+            os.environ["TRICOMM_SOCKET_DIR"] = str(sockets)  # of the host's own
+        _pids = []
+        for _rank in (int(_first), int(_first) + 1):
+            _pids.append(os.fork())  # both have what this process has imported
+            if _pids[-1] == 0:
+                logged(_rank, int(_size), f"tcp://{_address}:{29511 + _turn}", _folder)
+        for _pid in _pids:
+            os.waitpid(_pid, 0)

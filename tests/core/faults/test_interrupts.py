@@ -39,7 +39,7 @@ PAIRS = [(name, kind) for name in NAMES for kind in bodies.KINDS]
 
 @pytest.mark.parametrize(("name", "kind"), some(PAIRS, lambda number, _: number % 4 in (0, 3)))
 def test_some_lines(name, kind, tmp_path):
-    check(name, kind, 12, tmp_path)
+    check(name, kind, 20, tmp_path)
 
 
 def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
@@ -131,7 +131,7 @@ def check_set_up(every, tmp_path, timeout=90.0):
 
 
 def test_some_lines_of_the_set_up(tmp_path):
-    check_set_up(31, tmp_path)
+    check_set_up(53, tmp_path)
 
 
 @pytest.mark.soak

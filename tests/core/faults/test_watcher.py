@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests import ranks
+from tests import forked, ranks
 from tests.core.bodies import watcher_bodies as bodies
 from tricomm.core.watcher import Watcher
 from tricomm.store import process
@@ -144,8 +144,7 @@ def forking(tmp_path, broken=""):
     tmp_path.chmod(0o700)
     environment = {**os.environ, "TRICOMM_STATS": "1", "TRICOMM_STATS_DIR": str(tmp_path / "stats")}
     script = FORKING.format(broken=broken)
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    return forked.script("-c", script, str(tmp_path), env=environment)
 
 
 def test_a_forked_child_ends_at_once_and_the_parent_goes_on(tmp_path):

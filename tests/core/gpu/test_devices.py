@@ -22,7 +22,7 @@ from tricomm.kernels import layout
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.perf.bench import measure
-from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.arena import open_cuda
 from tricomm.topology import discovery, presets
 
 
@@ -74,7 +74,7 @@ class Job:
         monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, ""))
 
         def arena(control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None) -> Any:
-            return open_cuda_ipc(control, nbytes, device, timeout, self.drivers[control.rank], reach)
+            return open_cuda(control, nbytes, device, timeout, self.drivers[control.rank], reach)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)
 
@@ -114,18 +114,18 @@ def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1, 0]])
 def test_it_is_possible_where_it_is_meant(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, devices)
-    assert job.join(lambda rank: SHARED) == ["cuda_ipc"] * len(devices)
+    assert job.join(lambda rank: SHARED) == ["cuda_vmm"] * len(devices)
     job.world.verify()
 
 
 def test_gpus_of_their_own_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Job(monkeypatch, [1, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+    assert Job(monkeypatch, [1, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 
 @pytest.mark.parametrize("name", ["TRICOMM_SHARE_DEVICE", "NCCL_MULTI_RANK_GPU_ENABLE"])
 def test_the_environment_may_say_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 
 def test_all_ranks_of_a_gpu_have_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_all_ranks_of_a_gpu_have_to_say_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_the_check_they_share_silently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology_agreement, "_refuse_shared", lambda uuids, may_share: None)
-    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_ipc"] * 2
+    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -42,7 +42,7 @@ def over_ipc(rank, world_size, tell, url, algorithm, protocol):
     wrong = []
     kernel = registry.find("all_reduce", algorithm, protocol)
     with join(rank, world_size, url, arena_bytes=4 << 20) as comm:
-        assert comm.kind == "cuda_ipc"
+        assert comm.kind == "cuda_vmm"
         for seed, (count, dtype, op, offset) in enumerate(CASES):
             parts = inputs(kernel, count, dtype, world_size, seed)
             x = torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:]

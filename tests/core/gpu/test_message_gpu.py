@@ -34,7 +34,7 @@ def swept(rank, world_size, tell, url, first):
 @pytest.mark.parametrize("first", [1, 2**32 - 6])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_type_and_size(url, world_size, first):
-    assert ranks.run(world_size, swept, url, first, timeout=200) == [("cuda_ipc", [])] * world_size
+    assert ranks.run(world_size, swept, url, first, timeout=200) == [("cuda_vmm", [])] * world_size
 
 
 def left_with_a_message(rank, world_size, tell, url):

@@ -116,9 +116,8 @@ def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> tor
         handle.local.copy_(x)
         comm.barrier()
         # The result goes to the handle again, which two shots are for, or to a tensor.
-        out = (
-            None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * len(x), dtype=x.dtype)
-        )
+        count = len(x) // kernel.kind.rows_in(size)
+        out = None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * count, dtype=x.dtype)
         collective(handle, **({"op": case.op} if case.op else {}), out=out)
         return (handle.local if out is None else out).clone()
     if name == "send":

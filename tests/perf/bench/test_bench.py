@@ -173,7 +173,7 @@ def test_an_interrupt_loses_nothing_that_was_measured_and_leaves_no_rank_behind(
     command += ["--json", str(data), "--csv", str(rows_file)]
     past = tmp_path / "tricomm" / "history.sqlite"
     environment = {**os.environ, "XDG_DATA_HOME": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         said = ""
         while said.count("\n  ") < 2:
@@ -252,40 +252,16 @@ def test_a_device_that_is_not_there_is_reported() -> None:
 
 
 def test_the_ranks_of_torchrun_are_joined() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "-m",
-            "tricomm",
-            "bench",
-            "--device",
-            "cpu",
-            "--sizes",
-            "1K",
-            "--iters",
-            "1",
-            "--warmup",
-            "0",
-            "--collective",
-            "all",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm")
+    asked = ("bench", "--device", "cpu", "--sizes", "1K", "--iters", "1", "--warmup", "0", "--collective", "all")
+    done = forked.script(*torchrun, *asked, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 
 
 def test_a_command_that_is_killed_leaves_no_rank_behind() -> None:
     command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1000000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
         while "#wrong" not in process.stdout.readline():
             assert process.poll() is None

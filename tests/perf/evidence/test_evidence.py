@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import tricomm
+from tests import forked
 from tests.perf.evidence import evidence_stages
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
@@ -102,7 +103,7 @@ def test_wrong_and_missing_cases_are_told_apart_and_only_the_wrong_one_is_tried_
     assert runner.good([result], False)
 
 
-def test_a_process_that_dies_or_hangs_costs_its_case_only(settings, monkeypatch):
+def test_a_process_that_dies_or_hangs_costs_its_case_only(settings, monkeypatch, forked_workers):
     monkeypatch.setenv("KIT", "other")
     result = run("DYING", settings, processes=stage_process.StageProcesses)
     assert states(result) == {"before": "ok", "crash": "crashed", "hang": "timeout", "after": "ok"}
@@ -112,7 +113,7 @@ def test_a_process_that_dies_or_hangs_costs_its_case_only(settings, monkeypatch)
     assert (settings.out / "log.txt").read_text().startswith("set ")  # and not what the caller had set
 
 
-def test_a_process_that_cannot_start_is_started_once(settings):
+def test_a_process_that_cannot_start_is_started_once(settings, forked_workers):
     result = run("BROKEN", settings, processes=stage_process.StageProcesses)
     assert result["status"] == "crashed" and "Wrong: no such machine" in result["reason"]
     assert [left["key"] for left in result["left"]] == ["never", "neither"] and not result["cases"]
@@ -121,7 +122,7 @@ def test_a_process_that_cannot_start_is_started_once(settings):
 
 def test_a_run_that_is_killed_anywhere_loses_nothing_that_had_ended(settings):
     asked = [sys.executable, "-m", "tricomm.perf.evidence", "--dry-run", "--out", str(settings.out), "--stage"]
-    process = subprocess.Popen([*asked, f"{evidence_stages.HERE}:SLOW"], stdout=subprocess.DEVNULL)
+    process = forked.Popen([*asked, f"{evidence_stages.HERE}:SLOW"], stdout=subprocess.DEVNULL)
     end = time.monotonic() + 100
     while len(ran(settings)) < 4 and time.monotonic() < end:
         time.sleep(0.05)
@@ -205,9 +206,11 @@ def test_a_call_that_stops_other_threads_is_found():
         sys.setswitchinterval(before)
 
 
-# Says which processes have compiled, and hangs.
+# Says which processes have compiled, and hangs. They are forked: each would import torch.
 COMPILING = """
-import json, time
+import json, multiprocessing, time
+context = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: context
 from tricomm.kernels.collectives import registry
 from tricomm.perf.evidence import checks, compiling
 kernel = registry.find("barrier", "one_shot", "simple")
@@ -291,10 +294,9 @@ def test_the_sanitizers_verdict():
 
 
 def test_compiling_on_all_cores_leaves_no_process_behind():
-    process = subprocess.Popen([sys.executable, "-c", COMPILING], stdout=subprocess.PIPE, text=True)
-    pids = json.loads(process.stdout.readline())
-    process.kill()
-    process.communicate()
+    with forked.Popen([sys.executable, "-c", COMPILING], stdout=subprocess.PIPE) as process:
+        pids = json.loads(process.stdout.readline())
+        process.kill()
     end = time.monotonic() + 30
     while any(alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.05)
@@ -316,8 +318,8 @@ def test_a_dry_run_goes_through_every_stage(tmp_path, name, forked_workers):
 
 def test_a_dry_run_ends_within_its_budget_and_says_what_it_has_left(tmp_path):
     began = time.monotonic()
-    asked = [sys.executable, "-m", "tricomm.perf.evidence", "--dry-run", "--budget", "8s", "--out", str(tmp_path)]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=250)
+    asked = ("-m", "tricomm.perf.evidence", "--dry-run", "--budget", "8s", "--out", str(tmp_path))
+    done = forked.script(*asked, timeout=250)
     assert time.monotonic() - began < 30 and done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "summary.md").read_text()
     assert "simulated" in text.splitlines()[0] and "cases were not run; the same command goes on" in done.stdout

@@ -13,10 +13,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.store.fake_driver import FakeCuda
 from tricomm.cli import cli
 from tricomm.kernels.launch import interpreter
-from tricomm.perf.system import doctor
+from tricomm.perf.system import doctor, info
 from tricomm.perf.system.doctor import FAIL, PASS, WARN
+from tricomm.store import arena
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,14 @@ def test_what_lacks_is_found(
 
 @pytest.mark.parametrize(
     "variables",
-    [{"TRICOMM_STATS": "often"}, {"TRICOMM_STATS_EVERY": "x"}, {"TRICOMM_ARENA_BYTES": "7"}, {"NCCL_P2P_DISABLE": "?"}],
+    [
+        {"TRICOMM_SOCKET_DIR": "/nowhere"},
+        {"TRICOMM_CUDA_VMM": "?"},
+        {"TRICOMM_STATS": "often"},
+        {"TRICOMM_STATS_EVERY": "x"},
+        {"TRICOMM_ARENA_BYTES": "7"},
+        {"NCCL_P2P_DISABLE": "?"},
+    ],
 )
 def test_a_variable_that_says_nothing_is_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
@@ -104,3 +113,18 @@ def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "unset" in {f.name: f.remedy for f in doctor.PROBES["devices"]()}["peer access"]
+
+
+def test_the_kind_of_gpu_memory_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeCuda(2).process()
+    monkeypatch.setattr(arena, "load_driver", lambda: driver)
+    (found,) = doctor._gpu_memory(2)
+    assert (found.verdict, found.text) == (PASS, "cuda_vmm: shared by descriptors")
+    driver.process.vmm.supported = False
+    (found,) = doctor._gpu_memory(2)
+    assert found.verdict == WARN and found.text.startswith("cuda_ipc: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY")
+    monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
+    (found,) = doctor._gpu_memory(2)
+    assert found.text == "cuda_ipc: TRICOMM_CUDA_VMM=0" and "--ipc=host" in found.remedy
+    monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
+    assert info.collect()["memory"].startswith("posix_shm, passed over sockets in ")

@@ -89,13 +89,15 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
 
 def test_an_interrupt_keeps_what_was_measured(_folder: Path) -> None:
     command = [sys.executable, "-m", "tricomm", "tune", *_SMALL, "--simulated"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         end = time.monotonic() + 90
         while _rounds(_folder) < 1 and time.monotonic() < end:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130 and "what was measured is kept" in said and _rounds(_folder) >= 1
+        assert process.stdout is not None
+        said = process.stdout.read()
+        assert process.wait(timeout=60) == 130
+    assert "what was measured is kept" in said and _rounds(_folder) >= 1
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
@@ -106,11 +108,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
 
 @pytest.mark.exhaustive
 def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm"]
-    done = subprocess.run(
-        [*torchrun, "tune", *_SMALL, "--simulated", "--budget", "1s"],
-        capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm")
+    asked = ("tune", *_SMALL, "--simulated", "--budget", "1s")
+    done = forked.script(*torchrun, *asked, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("decisions change") == 1 and _rounds(_folder) > 0  # rank 0 alone prints
 

@@ -205,7 +205,8 @@ class CompiledRuntime:
         tables = (group[0], *(m for m in more if isinstance(m, torch.Tensor)))
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
-            with driver.holding(tables if bits is None else (x, y, *tables)):
+            operands = [value for row in rows for value in row if isinstance(value, torch.Tensor)]
+            with driver.holding(tables if bits is None else (x, y, *operands, *tables)):
                 launch(x, y, count, call, rows)
 
         return run

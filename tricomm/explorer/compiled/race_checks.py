@@ -11,7 +11,8 @@ import numpy as np
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team, distinct
-from tricomm.explorer.compiled.thread_shadow import ThreadShadow, UnorderedPair
+from tricomm.explorer.compiled.thread_epochs import UnorderedPair
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.report import diagnosis

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tricomm.explorer.compiled.events import Event
 from tricomm.explorer.compiled.thread_clocks import SCOPES, includes
-from tricomm.explorer.compiled.thread_shadow import UnorderedPair
+from tricomm.explorer.compiled.thread_epochs import UnorderedPair
 from tricomm.explorer.report.findings import Finding
 
 Pair = tuple[Event, Event]

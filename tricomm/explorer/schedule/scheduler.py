@@ -158,10 +158,11 @@ class Scheduler:
     def wrote(self, addresses: Array) -> None:
         """Memory at `addresses` has changed: the tasks that poll it become ready."""
         self.progress += 1
+        low, high = int(addresses.min()), int(addresses.max())
         for task in self.blocks:
             if task.state is State.PARKED:
                 task.retries = 0
-                if task.watches(addresses):
+                if task.watches(low, high):
                     self.wake(task)
 
     def wake(self, task: Task) -> None:

@@ -165,9 +165,10 @@ class Task:
         if self.polls:
             self.polls, self.repeated = {}, []
 
-    def watches(self, addresses: Array) -> bool:
-        """True if `addresses` may be among those that it polls, or another warp of its block."""
-        low, high = int(addresses.min()), int(addresses.max())
-        return any(
-            poll.low <= high and poll.high >= low for task in self.mates or (self,) for poll in task.polls.values()
-        )
+    def watches(self, low: int, high: int) -> bool:
+        """True if it polls an address of `low` to `high`, or another warp of its block does."""
+        for task in self.mates or (self,):
+            for poll in task.polls.values():
+                if poll.low <= high and poll.high >= low:
+                    return True
+        return False

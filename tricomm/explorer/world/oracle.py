@@ -44,10 +44,11 @@ class Oracle:
     ) -> LaunchPlan:  # fmt: skip
         """`plan`, which shows this oracle every call that `rank` makes by it; `aborted` says, after one, whether its
         output is undefined. `in_order(look)` calls `look` when what has been launched by then has run."""
-        if request.collective in _NOT_SHOWN or plan.mode == "graph":  # a replay has its capture's call number
-            return plan
         choice = plan.choice
-        cube = registry.find(choice.collective, choice.algorithm, choice.protocol, choice.zero_copy).needs_cube
+        # A replay has its capture's call number; a fused kernel's output is not the sum alone.
+        if request.collective in _NOT_SHOWN or plan.mode == "graph" or choice.fused:
+            return plan
+        cube = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy).needs_cube
         by_quads = quads(topology, self._world_size) if cube else ()
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:

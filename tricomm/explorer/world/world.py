@@ -162,6 +162,9 @@ class _Alive:
     def alive(self) -> bool:
         return self._rank not in self._world.dead
 
+    def stopped(self) -> bool:
+        return False  # the stall limit decides here, in the world's time
+
     def close(self) -> None:
         pass
 

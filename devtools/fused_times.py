@@ -1,0 +1,144 @@
+"""What fusing saves, modelled: a fused all-reduce, residual and RMSNorm beside an all-reduce and a kernel for the rest.
+
+    python -m devtools.fused_times [--rows 1,8,32] [--hidden 8192] [--world-size 8]
+
+All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
+boundary to the kernel before it in a CUDA graph. The separate kernel is the usual one: a block a row, fp32 statistics
+by one sum. The all-reduce alone is the faster one of its kernels by words with flags. bfloat16; nothing is measured on a
+GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import torch
+import triton
+import triton.language as tl
+
+from tricomm.core.fused import fused_kernels
+from tricomm.core.fused.fused_call import Epilogue
+from tricomm.core.launch_plan import Request
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.perf import text_table
+from tricomm.perf.cost_model import from_code, recorded_launch, timed_call
+from tricomm.perf.cost_model.latencies import LATENCIES
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.timed_call import TimedArenas
+from tricomm.perf.cost_model.timed_links import RankQueues
+from tricomm.perf.cost_model.timed_ranks import TimedRanks
+from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.ptx import grid
+
+LABEL = "modelled from the compiled code, not measured"
+BAR = 0.75
+_CALL = 1 << 32 | 1
+
+
+@triton.jit
+def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands, SPEC: tl.constexpr):
+    """residual_out (y_ptr) and norm of one row a block, of sums that are in memory."""
+    eps, bias, weight_ptr, residual_ptr, norm_ptr = operands
+    lane = tl.arange(0, SPEC.BLOCK)
+    inside = lane < SPEC.HIDDEN
+    at = tl.program_id(0).to(tl.int64) * SPEC.HIDDEN + lane
+    x = tl.load(x_ptr.to(tl.pointer_type(tl.bfloat16)) + at, mask=inside, other=0).to(tl.float32)
+    x += tl.load(residual_ptr.to(tl.pointer_type(tl.bfloat16)) + at, mask=inside, other=0).to(tl.float32)
+    weight = tl.load(weight_ptr.to(tl.pointer_type(tl.bfloat16)) + lane, mask=inside, other=0).to(tl.float32)
+    rounded = x.to(tl.bfloat16)
+    tl.store(y_ptr.to(tl.pointer_type(tl.bfloat16)) + at, rounded, mask=inside)
+    x = rounded.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=0) / SPEC.HIDDEN + eps)
+    tl.store(norm_ptr.to(tl.pointer_type(tl.bfloat16)) + at, (x * factor * (weight + bias)).to(tl.bfloat16), mask=inside)
+
+
+def fused(machine: MachineSpec, world_size: int, rows: int, hidden: int, algorithm: str, protocol: str) -> float:
+    """Microseconds of a fused call."""
+    epilogue = Epilogue(hidden, torch.bfloat16, 1e-6)
+    request = Request("all_reduce", "sum", algorithm, protocol, epilogue=epilogue).sized(torch.bfloat16, rows * hidden)
+    plan = layout.plan(world_size, from_code.ARENA_BYTES)
+    site = SelectionFacts(timed_call.architecture(machine), world_size, plan, layout.MAX_BLOCKS)
+    choice = fused_kernels.choose(site, request, "graph")
+    if not isinstance(choice, Choice):
+        raise click.ClickException(choice)
+    made: dict[str, Any] = {}
+
+    def bind(function: Any, blocks: int, values: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:
+        made.update(function=function, blocks=blocks, values=values)
+
+    fused_kernels.make(site, choice, request, True, "graph", bind)
+    return _timed(machine, world_size, made["function"], choice.blocks, made["values"], rows, hidden, plan)
+
+
+def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
+    """Microseconds of the norm as a kernel of its own."""
+    block = 1 << (hidden - 1).bit_length()
+    warps = max(1, min(16, block // 256))
+    values = {
+        "WORLD_SIZE": 1, "BLOCK": block, "LANES": 32 * warps, "PTX": True, "ELEMENT": "bfloat16", "HIDDEN": hidden,
+        "OPERANDS": ("fp32", "fp32", "*i16", "*i16", "*i16"), **COMPILE_OPTIONS, "num_warps": warps, "maxnreg": 128,
+    }  # fmt: skip
+    return _timed(machine, 1, separate_norm, rows, values, rows, hidden, layout.plan(1, 1 << 20))
+
+
+def _timed(
+    machine: MachineSpec, world_size: int, function: Any, blocks: int, values: dict[str, Any], rows: int, hidden: int,
+    plan: layout.Layout,
+) -> float:  # fmt: skip
+    """Boundary and critical path of one launch on all ranks; of each the first block is executed."""
+    gpu, times, words = recorded_launch.gpu(timed_call.architecture(machine)), LATENCIES[machine.name], rows * hidden // 4
+    arenas = TimedArenas(world_size, plan, words, words, False)
+    arenas.expect_last(blocks)
+    started = []
+    for rank in range(world_size):
+        more = [arenas._new(2 * n, rank, "an operand") for n in (hidden, rows * hidden, rows * hidden)]
+        arguments: Any = (
+            arenas.inputs[rank], arenas.outputs[rank], rows * hidden, _CALL, ((1e-6, 0.0, *more),),
+        )  # fmt: skip
+        launch = gpu.launched(function, blocks, values, 16, [], arenas.group(rank), arguments)
+        if rank == 0:
+            loaded = grid.LoadedKernel(launch.loaded.kernel, arenas.memory, timed=True)
+        (block,) = grid.launch(loaded, (1, 1, 1), launch.threads, launch.shared, launch.parameters)
+        block.grid = launch.grid
+        started.append(block)
+    costs = timed_call._costs(gpu, launch.loaded, machine.name)
+    ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
+    ranks.run(started)
+    import os
+    if os.environ.get("F_PARTS"):
+        from tricomm.perf.cost_model.warp_clock import PARTS
+        print(function.fn.__name__, choice_text(values), dict(zip(PARTS, [round(x,2) for x in ranks.path()])), "issued", ranks.issued(), ranks.chain())
+    return times.boundary + sum(ranks.path())
+
+
+def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, str]:
+    """Microseconds of the faster all-reduce by words with flags, and its name."""
+    kernels = [registry.find("all_reduce", algorithm, "ll") for algorithm in ("one_shot", "two_shot")]
+    return min((from_code.predict(machine, kernel, world_size, nbytes).time_us, kernel.name) for kernel in kernels)
+
+
+@click.command()
+@click.option("--rows", default="1,8,32", help="Numbers of rows.")
+@click.option("--hidden", default=8192, help="Elements of a row.")
+@click.option("--world-size", default=8)
+@click.option("--gpu", default="h100")
+def main(rows: str, hidden: int, world_size: int, gpu: str) -> None:
+    """Print modelled microseconds of the fused and of the unfused sequence."""
+    machine, table = MACHINES[gpu], []
+    for count in (int(n) for n in rows.split(",")):
+        one, two = (fused(machine, world_size, count, hidden, name, "ll") for name in ("one_shot", "two_shot"))
+        sums, name = alone(machine, world_size, 2 * count * hidden)
+        rest = separate(machine, count, hidden)
+        ratio = min(one, two) / (sums + rest)
+        cells = [f"{value:.2f}" for value in (one, two, sums, rest, ratio)]
+        table.append((count, *cells[:3], name, *cells[3:], "yes" if ratio <= BAR else "no"))
+    click.echo(f"# microseconds, {world_size} x {machine.name}, bfloat16, hidden {hidden}: {LABEL}")
+    header = ("rows", "one shot", "two shots", "all-reduce", "by", "norm", "fused/unfused", f"<= {BAR}")
+    click.echo("\n".join(text_table.lines(header, table, right=header[:4])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""All-reduce of rows with an epilogue, two shots: push shard p of a row to rank p, reduce one's own, push the sums to
+all, and go on with the whole row on every rank.
+
+Each element is reduced by one rank, in the order rank 0 .. N-1, rounded once and copied: the bits of one shot.
+
+    a row's shards  a b c d         reduce-scatter            all-gather
+    rank 0   [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
+    rank 1   [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      row = [A B C D], epilogue(row)  on every rank
+    rank 2   [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
+    rank 3   [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
+
+What is gathered are the rounded sums, not the finished rows. residual_out is needed on every rank, as the norm is:
+finished rows would be two tensors for one (three with scales), and the residual of each rank, which may hold other bits
+than the reducer's, would not be its own. Rounded sums are what the all-reduce alone moves, and the result is that of
+the unfused sequence whatever a rank's residual holds; each rank spends the arithmetic of all rows on that. Every row is
+divided, and not the rows among the ranks, so that one row keeps all ranks' links as busy as many do.
+
+Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), 8/3 (N-1)/N n under `ll128`, as by the
+          all-reduce alone (a shard of each row is rounded up to 16 bytes, for nvfp4 to 16 elements); the epilogue moves
+          nothing over the links.
+Hops      2.
+Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before the
+          last. Words of each hop: the flag is this epoch, and flag and payload are one access. The phases have a half
+          of each buffer each. The epilogue runs when the sums of all shards have come.
+Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent
+          after this block has polled both halves of e.
+Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion gathers sums, too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.arrival import poll_planes
+from tricomm.kernels.device.chunks import run_ll
+from tricomm.kernels.device.group import peer_ahead, table_of
+from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
+from tricomm.kernels.device.planes import put_planes, reduce_planes
+from tricomm.kernels.device.push import receive_nothing
+from tricomm.kernels.device.rows import Row, load_tile, rows_of
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_reduce_rows_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands, SPEC: tl.constexpr):
+    half = buffer_words(group, 2, SPEC)
+    tensors = (x_ptr, y_ptr, numel, operands, half)
+    run_ll(_load, _push, _take, tensors, group, call, half // SPEC.PITCH * SPEC.ROW, 2, SPEC)
+
+
+@triton.jit
+def _shards(x_ptr, number, me, SPEC: tl.constexpr):
+    """Row `number`, shard by shard from this rank's own on, step by step."""
+    tiles = ()
+    for ahead in tl.static_range(SPEC.WORLD_SIZE):
+        for k in tl.static_range(SPEC.STEPS):
+            start, left = _of_shard((me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
+            tiles = tiles + (load_tile(x_ptr, number, start, left, SPEC),)
+    return tiles
+
+
+@triton.jit
+def _of_shard(shard, k: tl.constexpr, SPEC: tl.constexpr):
+    """(first word in the row, words to the shard's end) of step k of a shard that is known at run time."""
+    left = tl.minimum(SPEC.ROW - shard * SPEC.SHARD, SPEC.SHARD) - k * SPEC.TILE
+    return shard * SPEC.SHARD + k * SPEC.TILE, left
+
+
+@triton.jit
+def _load(tensors, chunk, SPEC: tl.constexpr):
+    first, count, own, stride = rows_of(chunk, SPEC)
+    return _shards(tensors[0], first + tl.minimum(own, count - 1), chunk.me, SPEC)
+
+
+@triton.jit
+def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
+    first, count, row, stride = rows_of(chunk, SPEC)
+    if row < count:
+        _push_row(chunk, row, tiles, SPEC)
+    row += stride
+    while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
+        _push_row(chunk, row, _shards(tensors[0], first + row, chunk.me, SPEC), SPEC)
+        row += stride
+
+
+@triton.jit
+def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
+    for ahead in tl.static_range(SPEC.WORLD_SIZE):
+        head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
+        for k in tl.static_range(SPEC.STEPS):
+            start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
+            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
+            put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
+
+
+@triton.jit
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, operands, half = tensors
+    first, count, row, stride = rows_of(chunk, SPEC)
+    if row >= count:
+        status = receive_nothing(chunk, status, SPEC)
+    while (row < count) & (status == 0):
+        status = _reduce(chunk, row, half, status, SPEC)
+        row += stride
+    row = tl.program_id(0).to(tl.int64)
+    while (row < count) & (status == 0):
+        prepared = SPEC.PREPARE(first + row, operands, SPEC)
+        planes = ()
+        for k in tl.static_range(SPEC.STEPS):
+            pointers, lefts = (), ()
+            for r in tl.static_range(SPEC.WORLD_SIZE):
+                place = half + row * SPEC.PITCH + k * SPEC.TILE
+                pointers = pointers + (ll_buffer(chunk, table_of(chunk.group), r, place, SPEC),)
+                lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + r],)
+            tiles, late = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, False, SPEC)
+            for r in tl.static_range(SPEC.WORLD_SIZE):
+                planes = planes + tiles[r]
+            status = tl.maximum(status, late)
+        if status == 0:
+            SPEC.EPILOGUE(Row(first + row, planes, prepared, y_ptr), operands, SPEC)
+        row += stride
+    return status
+
+
+@triton.jit
+def _reduce(chunk, row, half, status, SPEC: tl.constexpr):
+    """This rank's shard of a row: its sums, to every rank, one's own included, because the epilogue takes all shards
+    from the mailbox. Returns the status."""
+    group, me = chunk.group, chunk.me
+    for k in tl.static_range(SPEC.STEPS):
+        start, left = _of_shard(me, k, SPEC)
+        place = row * SPEC.PITCH + k * SPEC.TILE
+        pointers, lefts = (), ()
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            pointers = pointers + (ll_buffer(chunk, table_of(group), r, place, SPEC),)
+            lefts = lefts + (left,)
+        tiles, late = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, k == 0, SPEC)
+        status = tl.maximum(status, late)
+        if status == 0:
+            total = reduce_planes(tiles, SPEC)
+            for ahead in tl.static_range(SPEC.WORLD_SIZE):
+                head = peer_ahead(group, ahead, SPEC.WORLD_SIZE)
+                put_planes(ll_buffer(chunk, head, me, half + place, SPEC), total, chunk.epoch, left, SPEC)
+    return status

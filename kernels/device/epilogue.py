@@ -1,0 +1,140 @@
+"""What follows the all-reduce of a row: residual, RMSNorm, quantisation; and how a user's own epilogue sees a row.
+
+    residual_out = round(s + residual), in fp32; s without a residual
+    factor       = rsqrt(mean(residual_out ** 2) + eps)
+    norm         = round((residual_out * factor) * (weight + weight_bias))
+
+All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
+the squares are added as integers. They are scaled by a power of two, so that the largest magnitude of the row, or the
+root of eps if that is larger, lies in [1, 4), and rounded to multiples of 2^-44: 2^14 of them make less than 2^62, and
+the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it would if its squares left fp32's
+range. A row with an infinity has the factor 0, one with a NaN a NaN.
+
+16-bit types go on in fp32: root and quotient are rounded correctly, and the factor is right to 2 units of fp32. fp32
+goes on in fp64, and its norm is rounded once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.quantize import quantize_row
+from tricomm.kernels.device.reduction import element, raw_bits
+from tricomm.kernels.device.rows import load_plane, raw_pointer, store_plane, words_at
+
+_UP, _DOWN = tl.constexpr(2.0**44), tl.constexpr(2.0**-44)
+_INFINITE = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
+    """What RMSNorm needs besides the row: on its way while the row is waited for."""
+    residual = ()
+    weight = ()
+    if SPEC.EARLY:
+        for n in tl.static_range(SPEC.ROW_PLANES):
+            if SPEC.RESIDUAL:
+                residual = residual + (load_plane(operands[3], number, n, SPEC),)
+            if SPEC.WEIGHT == SPEC.ELEMENT:
+                weight = weight + (load_plane(operands[2], 0, n, SPEC),)
+    return residual, weight
+
+
+@triton.jit
+def rms_norm(row, operands, SPEC: tl.constexpr):
+    """RMSNorm of a row. `operands`: eps, weight_bias, weight, and those of residual, norm_out, scale, quant_out and
+    scale_out that there are (`tricomm.core.fused.fused_call`); row.y_ptr
+    takes the sums."""
+    residual, weight = row.prepared
+    eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter it is a float of Python's
+    hidden = ()
+    most = tl.zeros([SPEC.PLANE], tl.int32)
+    for n in tl.static_range(SPEC.ROW_PLANES):
+        at, inside = words_at(n, SPEC)
+        words = tl.where(inside, row.planes[n], 0)
+        if SPEC.RESIDUAL:
+            if SPEC.EARLY:
+                words = _sum(words, residual[n], SPEC)
+            else:
+                words = _sum(words, load_plane(operands[3], row.number, n, SPEC), SPEC)
+        store_plane(row.y_ptr, row.number, n, words, SPEC.BITS, SPEC)
+        hidden = hidden + (words,)
+        for j in tl.static_range(SPEC.PACK):
+            most = tl.maximum(most, magnitude(element(words, j, SPEC.ELEMENT, SPEC.BITS)))
+    largest = tl.max(most, axis=0)
+    scale, factor = _factor(hidden, largest, eps, SPEC)
+    normed = ()
+    for n in tl.static_range(SPEC.ROW_PLANES):
+        words = tl.zeros([SPEC.PLANE], tl.int64)
+        if SPEC.WEIGHT == SPEC.ELEMENT:
+            if SPEC.EARLY:
+                gains = weight[n]
+            else:
+                gains = load_plane(operands[2], 0, n, SPEC)
+        for j in tl.static_range(SPEC.PACK):
+            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
+            if SPEC.WEIGHT == SPEC.ELEMENT:
+                gain = element(gains, j, SPEC.ELEMENT, SPEC.BITS) + operands[1]
+            else:
+                at, inside = words_at(n, SPEC)
+                raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
+                gain = raw.to(tl.float32, bitcast=True) + operands[1]
+            value = ((value.to(factor.dtype) * factor) * gain.to(factor.dtype)).to(tl.float32)
+            words |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
+        normed = normed + (words,)
+    NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
+    if SPEC.NORM:
+        for n in tl.static_range(SPEC.ROW_PLANES):
+            store_plane(operands[NEXT], row.number, n, normed[n], SPEC.BITS, SPEC)
+    if SPEC.QUANTIZE != "":
+        quantize_row(row.number, normed, operands, NEXT + (1 if SPEC.NORM else 0), SPEC)
+
+
+@triton.jit
+def magnitude(value):
+    """The bits of an fp32's magnitude, int32: they have the order of the numbers, NaN above all."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _sum(words, others, SPEC: tl.constexpr):
+    """Element by element in fp32, rounded once."""
+    total = tl.zeros([SPEC.PLANE], tl.int64)
+    for j in tl.static_range(SPEC.PACK):
+        value = element(words, j, SPEC.ELEMENT, SPEC.BITS) + element(others, j, SPEC.ELEMENT, SPEC.BITS)
+        total |= raw_bits(value, SPEC.ELEMENT, SPEC.BITS) << (SPEC.BITS * j)
+    return total
+
+
+@triton.jit
+def _factor(hidden, largest, eps, SPEC: tl.constexpr):
+    """(scale, factor): an element of the norm is (element * scale) * factor. The scale is a power of two."""
+    root = ((magnitude(eps) >> 23) + 127) >> 1
+    exponent = tl.minimum(tl.maximum(tl.maximum(largest >> 23, root), 1), 253)
+    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    squares = tl.zeros([SPEC.PLANE], tl.int64)
+    for n in tl.static_range(SPEC.ROW_PLANES):
+        for j in tl.static_range(SPEC.PACK):
+            value = element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale
+            if SPEC.ELEMENT == "float32":
+                wide = value.to(tl.float64)
+                squares += (wide * wide * _UP).to(tl.int64)
+            else:
+                squares += (value * value * _UP).to(tl.int64)
+    total = tl.sum(squares, axis=0)
+    if SPEC.ELEMENT == "float32":
+        wide = scale.to(tl.float64)
+        mean = total.to(tl.float64) * _DOWN / SPEC.HIDDEN + eps.to(tl.float64) * wide * wide
+        factor = 1.0 / tl.sqrt(mean)
+    else:
+        mean = tl.div_rn(total.to(tl.float32) * _DOWN, SPEC.HIDDEN + scale * 0.0) + eps * scale * scale
+        factor = tl.div_rn(mean * 0.0 + 1.0, tl.sqrt_rn(mean))
+    factor = tl.where(largest == _INFINITE, 0.0, factor)
+    return scale, tl.where(largest > _INFINITE, float("nan"), factor)
+
+
+@triton.jit
+def nothing(number, operands, SPEC: tl.constexpr):
+    """The `prepare` of an epilogue that needs none."""
+    return ()

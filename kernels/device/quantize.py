@@ -1,0 +1,116 @@
+"""Quantising a row of the rounded norm: FP8 e4m3 with a scale of the tensor or of the row, NVFP4 with scales of blocks.
+
+    fp8             e4m3 of norm * (1 / scale)
+    fp8_per_token   scale_out = max(max(abs(norm)) / 448, 1 / (448 * 512)) of the row; e4m3 of norm / scale_out
+    nvfp4           of 16 elements each, scale_out = e4m3 of scale * (max(abs(norm)) / 6); e2m1 of norm * (scale /
+                    scale_out), or of 0 if that is 0; two a byte, the even element in its lower half
+
+Codes are made by integer arithmetic: to nearest even, the largest number beyond the range, the same bits on every
+architecture and under the interpreter. A maximum leaves NaN out; the e4m3 of a NaN is a NaN, its e2m1 is 6.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.reduction import element, from_e4m3, to_fp8
+from tricomm.kernels.device.rows import raw_pointer, store_plane
+
+_INFINITE = tl.constexpr(0x7F800000)
+_SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32
+_LEAST_SCALE = tl.constexpr(0x36924925)  # 1 / (448 * 512)
+
+
+@triton.jit
+def quantize_row(number, normed, operands, AT: tl.constexpr, SPEC: tl.constexpr):
+    """Quantise row `number`, the planes `normed`. From operand AT on: scale, unless each row has its own; quant_out;
+    scale_out, unless the scale is static."""
+    if SPEC.QUANTIZE == "fp8":
+        inverse = tl.div_rn(1.0, tl.load(operands[AT]))
+        _store_fp8(operands[AT + 1], number, normed, inverse, False, SPEC)
+    elif SPEC.QUANTIZE == "fp8_per_token":
+        most = tl.zeros([SPEC.PLANE], tl.int32)
+        for n in tl.static_range(SPEC.ROW_PLANES):
+            most = tl.maximum(most, _most(normed[n], SPEC))
+        largest = tl.max(most, axis=0).to(tl.float32, bitcast=True)
+        scale = tl.maximum(tl.div_rn(largest, largest * 0 + 448.0), _number(_LEAST_SCALE))
+        tl.store(operands[AT + 1] + number, scale)
+        _store_fp8(operands[AT], number, normed, scale, True, SPEC)
+    else:
+        _store_nvfp4(operands[AT + 1], operands[AT + 2], number, normed, tl.load(operands[AT]), SPEC)
+
+
+@triton.jit
+def _number(BITS: tl.constexpr):
+    return tl.full([], BITS, tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _most(words, SPEC: tl.constexpr):
+    """Of each word the largest magnitude of an element that is a number, as fp32's bits (int32)."""
+    most = tl.zeros(words.shape, tl.int32)
+    for j in tl.static_range(SPEC.PACK):
+        bits = element(words, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        most = tl.maximum(most, tl.where(bits > _INFINITE, 0, bits))
+    return most
+
+
+@triton.jit
+def to_e4m3(value):
+    """The e4m3 code (int32) of an fp32."""
+    return to_fp8(value, 20, 141, 121, -120, 0x7E)
+
+
+@triton.jit
+def to_e2m1(value):
+    """The e2m1 code (int32) of an fp32: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (magnitude.to(tl.float32, bitcast=True) + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    large = (magnitude + (-126 * (1 << 23) + (1 << 21) - 1) + ((magnitude >> 22) & 1)) >> 22
+    code = tl.minimum(tl.where(magnitude < (127 << 23), small, large), 7)
+    return tl.where(magnitude > _INFINITE, 7, code | ((bits >> 28) & 8))
+
+
+@triton.jit
+def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.constexpr):
+    for n in tl.static_range(SPEC.ROW_PLANES):
+        codes = tl.zeros([SPEC.PLANE], tl.int32)
+        for j in tl.static_range(SPEC.PACK):
+            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            if DIVIDE:
+                value = tl.div_rn(value, value * 0 + scale)
+            else:
+                value = value * scale
+            codes |= to_e4m3(value) << (8 * j)
+        store_plane(q_ptr, number, n, codes, 8, SPEC)
+
+
+@triton.jit
+def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
+    WORDS: tl.constexpr = SPEC.SCALED
+    GROUPS: tl.constexpr = SPEC.PLANE // WORDS
+    BLOCKS: tl.constexpr = SPEC.HIDDEN // 16
+    for n in tl.static_range(SPEC.ROW_PLANES):
+        most = tl.max(tl.reshape(_most(normed[n], SPEC), [GROUPS, WORDS]), axis=1).to(tl.float32, bitcast=True)
+        codes_of_scales = to_e4m3(scale * (most * _number(_SIXTH)))
+        rounded = from_e4m3(codes_of_scales)
+        inverse = tl.where(rounded == 0, 0.0, tl.div_rn(scale + rounded * 0, rounded))
+        block = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
+        if SPEC.SWIZZLED:
+            tile = (number // 128) * ((BLOCKS + 3) // 4) + block // 4
+            place = tile * 512 + (number % 32) * 16 + (number // 32 % 4) * 4 + block % 4
+        else:
+            place = number * BLOCKS + block
+        tl.store(
+            raw_pointer(scales, 8) + place,
+            codes_of_scales.to(tl.int8),
+            mask=tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n],
+        )
+        of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
+        codes = tl.zeros([SPEC.PLANE], tl.int32)
+        for j in tl.static_range(SPEC.PACK):
+            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            codes |= to_e2m1(value * of_words) << (4 * j)
+        store_plane(q_ptr, number, n, codes, 4, SPEC)

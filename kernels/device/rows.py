@@ -1,0 +1,135 @@
+"""Rows: a tensor [rows, hidden] as a kernel with an epilogue sees it. A block takes whole rows.
+
+    row      ROW words of 64 bits. A multiple of 16 bytes, because `hidden` is a multiple of 8
+    shard    of SHARDS in a row, SHARD words each, the last ones fewer: two shots divide a row, one shot does not
+    tile     of STEPS in a shard; a row's tile i is step i // SHARDS of shard i % SHARDS
+    plane    int64 [PLANE], of PLANES in a tile (`device/planes.py`); a row's plane n is plane n % PLANES of its tile
+             n // PLANES
+
+All of these are known when the kernel is compiled. In a mailbox a shard has room for whole tiles, PITCH words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.planes import plane_length, plane_start
+from tricomm.kernels.device.reduction import element
+
+
+class Row(NamedTuple):
+    """A reduced row, as an epilogue is given it.
+
+    number     its number in the tensor, int64
+    planes     its words as they are stored: a tuple of ROW_PLANES int64 planes, whose places are `words_at`
+    prepared   what the epilogue's `prepare` has returned before the row was there
+    y_ptr      the second tensor of the launch, of integers of the elements' width
+    """
+
+    number: Any
+    planes: Any
+    prepared: Any
+    y_ptr: Any
+
+
+@triton.jit
+def values(row, n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
+    """Element j of each word of a row's plane n, in fp32 (fp32 [PLANE]); `columns_at` says which these are."""
+    return element(row.planes[n], j, SPEC.ELEMENT, SPEC.BITS)
+
+
+@triton.jit
+def columns_at(n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
+    """(columns of `values`, int32 [PLANE], which of them there are)."""
+    at, inside = words_at(n, SPEC)
+    return at * SPEC.PACK + j, inside
+
+
+@triton.jit
+def words_at(n: tl.constexpr, SPEC: tl.constexpr):
+    """Of a row's plane n: (the words' places in the row, int32 [PLANE], which of them are there)."""
+    lane = tl.arange(0, SPEC.PLANE)
+    return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]
+
+
+@triton.jit
+def load_plane(x_ptr, number, n: tl.constexpr, SPEC: tl.constexpr):
+    """Plane n of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
+    at, inside = words_at(n, SPEC)
+    return load_at(x_ptr, number, at, inside, SPEC)
+
+
+@triton.jit
+def load_at(x_ptr, number, at, inside, SPEC: tl.constexpr):
+    """Words of row `number`: those at `at` that are `inside`, zeros for the others."""
+    BITS: tl.constexpr = SPEC.BITS
+    words = tl.zeros([SPEC.PLANE], tl.int64)
+    if SPEC.ALIGNED:
+        wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16)
+        words = tl.load(wide + at, mask=inside, other=0)
+    else:
+        raw = raw_pointer(x_ptr, BITS) + number * SPEC.HIDDEN
+        for j in tl.static_range(SPEC.PACK):
+            part = tl.load(raw + at * SPEC.PACK + j, mask=inside, other=0).to(tl.int64)
+            words |= (part & ((1 << BITS) - 1)) << (BITS * j)
+    return words
+
+
+@triton.jit
+def store_plane(y_ptr, number, n: tl.constexpr, words, BITS: tl.constexpr, SPEC: tl.constexpr):
+    """Store plane n of row `number`: of each element BITS bits, those of a word's PACK elements side by side in
+    `words`. BITS times PACK is 8 or more."""
+    WHOLE: tl.constexpr = BITS * SPEC.PACK
+    at, inside = words_at(n, SPEC)
+    if SPEC.ALIGNED:
+        y = raw_pointer(y_ptr, WHOLE) + number * SPEC.ROW
+        if WHOLE == 64:
+            y = tl.multiple_of(y, 16)
+        tl.store(y + at, words.to(y.dtype.element_ty), mask=inside)
+    else:
+        UNIT: tl.constexpr = max(BITS, 8)
+        y = raw_pointer(y_ptr, UNIT) + number * (SPEC.ROW * (WHOLE // UNIT))
+        for j in tl.static_range(WHOLE // UNIT):
+            part = (words >> (UNIT * j)).to(y.dtype.element_ty)
+            tl.store(y + at * (WHOLE // UNIT) + j, part, mask=inside)
+
+
+@triton.jit
+def raw_pointer(pointer, BITS: tl.constexpr):
+    """`pointer` as one to integers of BITS."""
+    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
+    return pointer.to(tl.pointer_type(RAW))
+
+
+@triton.jit
+def load_tile(x_ptr, number, start, left, SPEC: tl.constexpr):
+    """The tile at word `start` of row `number`, `left` words before the end of its shard: of a shard that is known at
+    run time."""
+    lane = tl.arange(0, SPEC.PLANE)
+    planes = ()
+    for k in tl.static_range(SPEC.PLANES):
+        at = start + plane_start(left, k, SPEC) + lane
+        planes = planes + (load_at(x_ptr, number, at, lane < plane_length(left, k, SPEC), SPEC),)
+    return planes
+
+
+@triton.jit
+def load_row(x_ptr, number, SPEC: tl.constexpr):
+    """All of a row's tiles, which are on their way at once."""
+    tiles = ()
+    for i in tl.static_range(SPEC.ROW_TILES):
+        planes = ()
+        for k in tl.static_range(SPEC.PLANES):
+            planes = planes + (load_plane(x_ptr, number, i * SPEC.PLANES + k, SPEC),)
+        tiles = tiles + (planes,)
+    return tiles
+
+
+@triton.jit
+def rows_of(chunk, SPEC: tl.constexpr):
+    """(the first row of a chunk, its rows, the first of them that is this block's, the distance to its next one)."""
+    own = tl.program_id(0).to(tl.int64)
+    return chunk.base // SPEC.ROW, chunk.count // SPEC.ROW, own, tl.num_programs(0)

@@ -1,0 +1,179 @@
+"""all_reduce_rms_norm for `tricomm bench`: tricomm's call, and others' all-reduce with torch's norm after it.
+
+A row's operation is `norm@8192`: what follows the sum, and the elements of a row; `fp8@8192` if it quantises. The norm
+of the others is torch's own (`torch.nn.functional.rms_norm`), their quantisation that of tricomm's unfused call.
+Checked are the residual, exactly, the norm to two units in the last place, a code to the next one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tricomm import Communicator
+from tricomm.core.fused import fused_checks, unfused
+from tricomm.core.fused.fused_call import FusedCall
+from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.perf.bench import check_data
+from tricomm.perf.bench.collective_calls import Unavailable
+from tricomm.perf.bench.request import Case
+
+EPS = 1e-6
+UNFUSED = "unfused"
+_SCALES = {"fp8": 0.05, "nvfp4": 100.0}
+_OTHER = 100_003  # the number of calls between the data of x and those of the residual
+_PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's numbers
+
+
+@dataclass(frozen=True)
+class FusedTensors:
+    """One rank's tensors of a call, as `FusedCall` has them; `total` takes the sum of a call that is not fused."""
+
+    call: FusedCall
+    total: torch.Tensor
+
+    def load(self, comm: Communicator, number: int) -> None:
+        """The inputs of call `number`, and outputs that are no result."""
+        for name, data in _data(comm.world_size, comm.rank, number, self.call).items():
+            getattr(self.call, name).copy_(data)
+        for out in (self.call.residual_out, self.call.norm_out):
+            if out is not None:
+                check_data.poison(out)
+
+    def wrong(self, comm: Communicator, number: int) -> int:
+        """Wrong elements of the results of call `number`."""
+        call, size = self.call, comm.world_size
+        parts = [_data(size, rank, number, call) for rank in range(size)]
+        total = torch.stack([part["x"] for part in parts]).sum(0).to(call.x.dtype)
+        residual, weight = (parts[0][name].to(call.x.dtype) for name in ("residual", "weight"))
+        exact = _call(total, residual, weight, call.epilogue.quantize or "")
+        unfused.finish(exact, total)
+        found = int((call.residual_out.cpu() != exact.residual_out).sum())
+        if call.norm_out is not None and exact.norm_out is not None:
+            step = 2 * torch.finfo(call.x.dtype).eps * exact.norm_out.double().abs()
+            found += int((~((call.norm_out.cpu().double() - exact.norm_out.double()).abs() <= step)).sum())
+        if call.quant_out is not None and exact.quant_out is not None:
+            found += _apart(call.quant_out.cpu(), exact.quant_out)
+        return found
+
+
+def tensors(comm: Communicator, case: Case, count: int) -> FusedTensors:
+    """Of `count` elements, whole rows."""
+    shape = (count // case.hidden, case.hidden)
+    dtype = getattr(torch, case.dtype)
+    x, residual, total = (torch.zeros(shape, dtype=dtype, device=comm.device) for _ in range(3))
+    weight = torch.ones(case.hidden, dtype=dtype, device=comm.device)
+    return FusedTensors(_call(x, residual, weight, case.quantize), total)
+
+
+def _call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, quantize: str) -> FusedCall:
+    options: dict[str, Any] = {"quantize": quantize or None, "scale": _SCALES.get(quantize)}
+    return fused_checks.checked(FusedArguments(x, residual, weight, EPS, **options), x.device)
+
+
+def _data(world_size: int, rank: int, number: int, call: FusedCall) -> dict[str, torch.Tensor]:
+    """Small whole numbers, whose sums are exact, and a weight in eighths."""
+
+    def values(rank: int, number: int, count: int) -> torch.Tensor:
+        return check_data.values("all_reduce", "sum", world_size, rank, number, count, call.x.dtype)
+
+    shape, hidden = call.x.shape, call.epilogue.hidden
+    return {
+        "x": values(rank, number, call.x.numel()).view(shape),
+        "residual": values(0, number + _OTHER, call.x.numel()).view(shape),
+        "weight": values(1, number + _OTHER, hidden) / 8 + 2,
+    }
+
+
+def _apart(found: torch.Tensor, exact: torch.Tensor) -> int:
+    """Codes that are more than one step from the exact ones."""
+    a, b = (codes.view(torch.uint8).to(torch.int32) for codes in (found, exact))
+    if found.dtype == torch.uint8:  # two a byte
+        a, b = (torch.stack([codes & 15, codes >> 4]) for codes in (a, b))
+    top = 8 if found.dtype == torch.uint8 else 128
+    a, b = (torch.where(codes >= top, top - codes, codes) for codes in (a, b))
+    return int(((a - b).abs() > 1).sum())
+
+
+def ours(comm: Communicator, case: Case, made: FusedTensors) -> Callable[[], Any]:
+    """tricomm's call."""
+    call = made.call
+    forced = (case.algorithm, case.protocol)
+    return lambda: comm.run_fused(call, *forced)
+
+
+Join = Callable[[], Any]  # makes the library's group of torch.distributed
+
+
+def offered(library: str) -> dict[str, Callable[[Communicator, Case, FusedTensors, Join], Callable[[], Any]]]:
+    """The ways in which `library` makes the call. They raise `Unavailable`."""
+    if library == UNFUSED:
+        return {UNFUSED: _unfused}
+    if library == "flashinfer":
+        return {library: _flashinfer}
+    return {library: _of_torch} if library in ("nccl", "gloo") else {}
+
+
+def _unfused(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
+    def run() -> None:
+        comm.all_reduce(made.call.x, out=made.total)
+        _norm(made)
+
+    return run
+
+
+def _of_torch(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
+    group = join()
+
+    def run() -> None:
+        made.total.copy_(made.call.x)  # as a user's matrix product would have written it
+        dist.all_reduce(made.total, group=group)
+        _norm(made)
+
+    return run
+
+
+def _norm(made: FusedTensors) -> None:
+    """Residual, torch's norm, and quantisation."""
+    call = made.call
+    assert call.residual is not None
+    torch.add(made.total, call.residual, out=call.residual_out)
+    norm = torch.nn.functional.rms_norm(call.residual_out, (call.epilogue.hidden,), call.weight, EPS)
+    if call.norm_out is not None:
+        call.norm_out.copy_(norm)
+    unfused.quantize(call, norm)
+
+
+def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
+    try:
+        flashinfer = importlib.import_module("flashinfer.comm")
+    except ImportError as error:
+        raise Unavailable(f"flashinfer: it is not installed here: {error}") from None
+    call = made.call
+    rows, hidden = call.x.shape
+    workspace = flashinfer.create_allreduce_fusion_workspace(
+        "auto", comm.world_size, comm.rank, rows, hidden, call.x.dtype, group=join()
+    )
+    arguments = {
+        "input": call.x, "workspace": workspace, "pattern": _PATTERNS[case.quantize], "launch_with_pdl": True,
+        "residual_in": call.residual, "residual_out": call.residual_out, "norm_out": call.norm_out,
+        "quant_out": call.quant_out, "scale_out": call.scale_out, "scale_factor": call.scale,
+        "rms_gamma": call.weight, "rms_eps": EPS,
+    }  # fmt: skip
+    return lambda: flashinfer.allreduce_fusion(**arguments)
+
+
+def operation(case: Case) -> str:
+    """What follows the sum, and the elements of a row: in the column `op`."""
+    return f"{case.quantize or 'norm'}@{case.hidden}"
+
+
+def elements(case: Case, size: int) -> int:
+    """Elements of a call of `size` bytes: whole rows, one at least."""
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    return max(1, size // (case.hidden * dtype.itemsize)) * case.hidden

@@ -1,0 +1,224 @@
+"""GPU memory that the ranks' processes share, whatever the kind: how it is set up, tried out, and let go.
+
+Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before. CUDA's answer
+that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stage is a write that must arrive.
+The block is the library's own, and holds nothing of the user's.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import torch
+
+from tricomm import env
+from tricomm.deadline import Deadline
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.control import ControlPage
+from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
+from tricomm.store.local_arena import check_view, raw_view
+
+WORD_BYTES = 8
+
+_MAX_NBYTES = 1 << 46
+
+
+class GpuSite:
+    """A rank's GPU: `ordinal` in this process, its primary context, and the GPUs that this process sees, by UUID."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        driver.init()
+        self.driver, self.ordinal = driver, ordinal
+        self.visible = {driver.device_uuid(n): n for n in range(driver.device_count())}
+        self.context = driver.retain_context(ordinal)
+
+    def current(self) -> AbstractContextManager[None]:
+        return self.driver.current(self.context)
+
+    def refuse_unreachable(self, rank: int, uuid: bytes) -> None:
+        """Raises `ResourceError` if this GPU cannot reach rank `rank`'s."""
+        driver, ordinal = self.driver, self.visible.get(uuid)
+        # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about: mapping its memory decides.
+        if ordinal not in (None, self.ordinal) and not driver.can_access_peer(self.ordinal, ordinal):
+            raise ResourceError(
+                f"cuDeviceCanAccessPeer: GPU {driver.device_bus_id(self.ordinal)} cannot reach GPU "
+                f"{driver.device_bus_id(ordinal)} of rank {rank} directly on this machine"
+            )
+
+
+class Blocks(Protocol):
+    """The blocks of all ranks, of one kind of memory. All but `release` and `keep` are called in the GPU's context."""
+
+    kind: str
+
+    def allocate(self, site: GpuSite) -> bytes:
+        """Make this rank's block, zeroed. Returns its record for the other ranks."""
+
+    def shared(self) -> None:
+        """From now on a peer may map the block."""
+
+    def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
+        """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
+
+    def release(self, undo: Cleanup) -> bool:
+        """Let go of all blocks; False if this rank's has to stay, and so its context."""
+
+    def keep(self) -> None:
+        """In place of `release`: all of it stays."""
+
+
+def open_blocks(
+    control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None,
+    reach: Sequence[bool] | None, make: Callable[[], Blocks],
+) -> CudaArena:  # fmt: skip
+    """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
+
+    `reach` says for each rank if this rank maps its block, alike at both ends; by default all blocks are mapped.
+
+    Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
+    if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
+    `InvalidArgument` for a bad size or device, `RendezvousError` if the ranks' records do not fit together.
+    """
+    deadline = Deadline(timeout)
+    arena = CudaArena(control, nbytes, device, make())
+    stage = CollectiveStages(control, arena.kind, deadline)
+    near = tuple(reach) if reach is not None else (True,) * control.world_size
+    with ExitStack() as undo:
+        undo.callback(arena._release)
+        stage("reach the GPU", lambda: arena._attach(driver))
+        mine = stage("allocate memory", arena._allocate)
+        arena._blocks.shared()  # even if the exchange fails on this rank
+        records = control.exchange(mine, f"{arena.kind}: memory records", deadline.left)
+        stage("map peers' memory", lambda: arena._map(records, near, deadline))
+        stage("write to peers", arena._write_probe)
+        stage("see peers' writes", arena._read_probe)
+        stage("clear", arena._clear_probe)
+        undo.pop_all()
+    return arena
+
+
+class CudaArena:
+    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
+    out of reach. `reason`: why it is not of the usual kind, if it is not."""
+
+    def __init__(self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks) -> None:
+        self.kind = blocks.kind
+        self.rank, self.nbytes, self.device = control.rank, nbytes, device
+        self.bases: tuple[int, ...] = ()
+        self.control_address = 0
+        self.reason = ""
+        self._control, self._blocks = control, blocks
+        self._at: GpuSite | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Rank `rank`'s bytes from `offset` on, as a tensor that is valid until `close`.
+
+        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
+        if self._closed:
+            raise GroupAborted(f"this {self.kind} arena is closed; its memory is gone")
+        check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        if not self.bases[rank]:
+            raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
+        return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
+
+    def close(self) -> None:
+        """Let go of all blocks, as their kind demands. Idempotent.
+
+        All ranks call it. Kernels must have been told to leave. Raises the first `ResourceError` of the driver, after
+        everything has been tried."""
+        failures = self._release()
+        if failures:
+            raise failures[0]
+
+    def keep(self) -> None:
+        """In place of `close`: all blocks stay mapped here."""
+        if self._begin_end() is not None:
+            self._blocks.keep()
+
+    def _attach(self, driver: Driver | None) -> None:
+        for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
+            if env.flag(variable):
+                raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
+        self._check_arguments()
+        self._at = GpuSite(driver or load_driver(), int(self.device.index))
+        # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
+        self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
+
+    def _check_arguments(self) -> None:
+        least = WORD_BYTES * self._control.world_size
+        if not least <= self.nbytes <= _MAX_NBYTES:
+            raise InvalidArgument(f"an arena of {self.nbytes} bytes; allowed are {least} to {_MAX_NBYTES}")
+        if self.device.type != "cuda":
+            raise InvalidArgument(f"{self.kind} shares GPU memory, not memory of {self.device}")
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def _site(self) -> GpuSite:
+        assert self._at is not None, "_attach comes first"
+        return self._at
+
+    def _allocate(self) -> bytes:
+        with self._site.current():
+            return self._blocks.allocate(self._site)
+
+    def _map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> None:
+        with self._site.current():
+            self.bases = self._blocks.map(records, reach, deadline)
+
+    def _probe_address(self, target: int, writer: int) -> int:
+        return self.bases[target] + self.nbytes - WORD_BYTES * (self._control.world_size - writer)
+
+    def _write_probe(self) -> None:
+        driver = self._site.driver
+        with self._site.current():
+            for target, base in enumerate(self.bases):
+                if base:
+                    driver.write(self._probe_address(target, self.rank), _probe_word(self.rank, target))
+            driver.synchronize()
+
+    def _read_probe(self) -> None:
+        world_size = self._control.world_size
+        with self._site.current():
+            data = self._site.driver.read(self._probe_address(self.rank, 0), WORD_BYTES * world_size)
+        words = [data[r * WORD_BYTES : (r + 1) * WORD_BYTES] for r in range(world_size)]
+        near = [r for r, base in enumerate(self.bases) if base]
+        missing = [r for r in near if words[r] != _probe_word(r, self.rank)]
+        if missing:
+            raise ResourceError(
+                f"CUDA maps rank {self.rank}'s GPU memory for rank(s) {missing}, but their writes did not arrive; "
+                "look at IOMMU and PCIe ACS settings, or set TRICOMM_P2P_DISABLE=1 to do without peer access"
+            )
+
+    def _clear_probe(self) -> None:
+        driver = self._site.driver
+        with self._site.current():
+            driver.memset(self._probe_address(self.rank, 0), 0, WORD_BYTES * self._control.world_size)
+            driver.synchronize()
+
+    def _begin_end(self) -> GpuSite | None:
+        """This rank's GPU, for the first that ends the arena."""
+        with self._lock:
+            before, self._closed = self._closed, True
+        return None if before else self._at
+
+    def _release(self) -> list[ResourceError]:
+        site = self._begin_end()
+        if site is None:
+            return []
+        undo = Cleanup(site.driver, site.context)
+        undo.attempt(site.driver.synchronize)
+        if self._blocks.release(undo):  # the last release of a context takes all memory in it along
+            undo.release_context(site.ordinal)
+        return undo.failures
+
+
+def _probe_word(writer: int, target: int) -> bytes:
+    return struct.pack("<4sHH", b"TCPW", writer, target)

@@ -1,0 +1,1 @@
+"""Adapters for inference engines; those with the real package are marked `engines`."""

@@ -1,0 +1,85 @@
+"""SGLang's own GroupCoordinator and norm layer over tricomm, with the real package: make engines."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from tests import ranks
+
+pytestmark = pytest.mark.engines
+if find_spec("sglang") is None:
+    pytest.skip("SGLang is not installed", allow_module_level=True)
+
+from tests.engines.bodies import sglang_bodies as bodies  # noqa: E402
+from tricomm.engines import sglang_all_reduce, sglang_plugin  # noqa: E402
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloaded():
+    """SGLang takes seconds to import: the fork server does it once."""
+    ranks.CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.ranks", "tests.engines.bodies.sglang_bodies"])
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_reduce_and_fused_calls_are_exact_and_run_by_the_kernels(url, world_size):
+    for wrong, calls in ranks.run(world_size, bodies.exact, url, timeout=400):
+        assert wrong == []
+        assert calls >= 4 * len(bodies.DTYPES) * len(bodies.SHAPES)
+
+
+@pytest.mark.parametrize("how", ["size", "unset", "gloo", "version"])
+def test_what_is_not_for_the_kernels_goes_sglangs_own_way(url, how, capfd):
+    assert ranks.run(2, bodies.left_alone, url, how, timeout=200) == [3.0, 3.0]
+
+
+def test_this_version_is_in_the_tested_range():
+    import sglang
+
+    assert sglang_plugin.TESTED.refusal("SGLang", sglang.__version__) is None
+
+
+SIGNATURES = {
+    "dispatch_custom_allreduce": "group, device",
+    "flashinfer_allreduce_residual_rmsnorm": "input_tensor, residual, weight, eps=1e-06, max_token_num=2048, "
+    "use_oneshot=None, trigger_completion_at_end=False, fp32_acc=True, use_attn_tp_group=True",
+    "resolve_fusion_group": "use_attn_tp_group",
+}
+# What SGLang asks of a custom all-reduce, other than of its own classes.
+ASKED = {"capture", "disabled", "should_custom_ar", "custom_all_reduce", "fused_allreduce_rmsnorm"}
+# For which it looks first whether they are there, or on ROCm only.
+OPTIONAL = {
+    "fused_ar_rms", "custom_fused_ar_rms", "custom_fused_ar_rms_per_group_quant", "reduce_scatter", "should_custom_ag",
+    "all_gather_reg", "all_gather_unreg",
+}  # fmt: skip
+
+
+def test_the_functions_have_what_the_adapter_uses():
+    functions = sglang_plugin.functions()
+    assert sglang_all_reduce.misfits(functions) == []
+    found = {
+        name: ", ".join(
+            str(p.replace(annotation=p.empty, kind=p.POSITIONAL_OR_KEYWORD))
+            for p in inspect.signature(function).parameters.values()
+        )
+        for name, function in functions.items()
+    }
+    assert found == SIGNATURES
+
+
+def test_the_coordinator_asks_for_what_the_adapter_has():
+    coordinator = bodies.parallel_state.GroupCoordinator
+    asked = set(re.findall(r"\bca_comm\.([a-z]\w*)", inspect.getsource(coordinator)))
+    assert asked - OPTIONAL == ASKED
+    assert all(hasattr(sglang_all_reduce.SglangAllReduce, name) for name in ASKED)
+    text = inspect.signature(coordinator.fused_allreduce_rmsnorm).parameters
+    assert list(text) == ["self", "input_", "residual_inp_", "weight_", "eps"]

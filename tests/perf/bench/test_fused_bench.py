@@ -1,0 +1,72 @@
+"""`tricomm bench --collective all_reduce_rms_norm`: every implementation's numbers, and that a wrong one is counted."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import tricomm
+import tricomm.flashinfer
+from tests import forked
+from tricomm.errors import InvalidArgument
+from tricomm.perf import units
+from tricomm.perf.bench import fused_bench, request
+from tricomm.perf.bench.request import Case
+
+NAME = "all_reduce_rms_norm"
+
+
+def test_the_command_measures_fused_and_unfused(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    options = ["--nproc", "2", "--collective", NAME, "--dtype", "float16", "--hidden", "32", "--sizes", "100"]
+    done = forked.command(
+        "bench", "--device", "cpu", *options, "--iters", "1", "--warmup", "0", "--against", "nccl,gloo"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" ")]
+    assert [row[:6] + [row[10]] for row in rows] == [
+        ["64", "32", "float16", "norm@32", "eager", name, "0"] for name in ("one_shot", "unfused", "gloo")
+    ]
+    assert "# nccl: these ranks run on a CPU" in done.stdout
+
+
+@pytest.mark.parametrize("quantize", ["", pytest.param("fp8", marks=pytest.mark.exhaustive), "fp8_per_token", "nvfp4"])
+def test_a_wrong_element_is_counted(quantize, monkeypatch):
+    """Of tricomm's call, of its unfused form, and of FlashInfer's, for which tricomm's own facade stands here."""
+    monkeypatch.setitem(sys.modules, "flashinfer.comm", tricomm.flashinfer)
+    case = Case(NAME, None, None, "bfloat16", hidden=32, quantize=quantize)
+
+    def body(comm):
+        made = fused_bench.tensors(comm, case, 3 * 32)
+        runs = [fused_bench.ours(comm, case, made)]
+        runs += [fused_bench.offered(name)[name](comm, case, made, lambda: comm) for name in ("unfused", "flashinfer")]
+        counts = []
+        for number, run in enumerate(runs):
+            made.load(comm, number)
+            before = made.wrong(comm, number)
+            run()
+            counts.append((before > 90, made.wrong(comm, number)))
+        made.call.residual_out[1, 5] += 1
+        codes = made.call.quant_out
+        if codes is not None:
+            codes.view(torch.uint8)[0, 3] ^= 0x40
+        return counts, made.wrong(comm, 2)
+
+    assert tricomm.simulate(body, 1) == [([(True, 0)] * 3, 2 if quantize else 1)]
+
+
+def test_what_is_asked_for_is_what_is_run():
+    cases = request.cases((NAME,), "all", "ll", 2, ("float16",), ("nccl",), (64, "fp8"))
+    assert [(c.library, c.algorithm, c.protocol, c.hidden, c.quantize) for c in cases] == [
+        ("tricomm", "one_shot", "ll", 64, "fp8"), ("tricomm", "two_shot", "ll", 64, "fp8"),
+        ("unfused", None, None, 64, "fp8"), ("nccl", None, None, 64, "fp8"),
+    ]  # fmt: skip
+    assert fused_bench.operation(cases[0]) == "fp8@64"
+    assert [fused_bench.elements(cases[0], size) for size in (1, 128, 300)] == [64, 64, 128]
+    assert request.parse_dtypes("all", "sum", (NAME,)) == ("float32", "float16", "bfloat16")
+    with pytest.raises(InvalidArgument, match="no kernel fits algorithm any, protocol simple"):
+        request.cases((NAME,), None, "simple", 2)
+    assert units.least(NAME, 4) == units.least("all_reduce", 4)
+    assert units.bus_factor(NAME, 4) == units.bus_factor("all_reduce", 4)

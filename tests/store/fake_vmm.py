@@ -1,0 +1,205 @@
+"""The part of a fake process that makes physical memory, addresses and access apart, with CUDA's rules for that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.store.fake_bindings import Bindings
+
+GRANULE = 2 << 20
+VMM, BY_DESCRIPTOR = 102, 103
+POSIX, DEVICE, PINNED, READ_WRITE, RECOMMENDED = 1, 1, 1, 3, 1
+
+NAMES = {
+    "CUdevice_attribute": SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=VMM,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=BY_DESCRIPTOR,
+    ),
+    "CUmemAllocationHandleType": SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=POSIX),
+    "CUmemAllocationType": SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=PINNED),
+    "CUmemLocationType": SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=DEVICE),
+    "CUmemAccess_flags": SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=READ_WRITE),
+    "CUmemAllocationGranularity_flags": SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED=RECOMMENDED),
+}
+
+
+class CUmemAllocationProp:
+    def __init__(self) -> None:
+        self.type = self.requestedHandleTypes = 0
+        self.location = SimpleNamespace(type=0, id=-1)
+
+
+class CUmemAccessDesc:
+    def __init__(self) -> None:
+        self.location, self.flags = SimpleNamespace(type=0, id=-1), 0
+
+
+@dataclass(eq=False)
+class Physical:
+    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it."""
+
+    gpu: int
+    data: bytearray
+    shareable: bool
+    maker: int
+    users: int = 0
+
+
+@dataclass(eq=False)
+class Range:
+    """One cuMemAddressReserve, and what is mapped there. `access`: GPUs whose kernels may touch it."""
+
+    base: int
+    nbytes: int
+    memory: Physical | None = None
+    access: set[int] = field(default_factory=set)
+
+
+class VirtualMemory:
+    """Handles, ranges and mappings of one process. Physical memory is the world's, named by its descriptor's inode."""
+
+    def __init__(self, process: Bindings, refused: Callable[[str], Exception]) -> None:
+        self.process, self._refused = process, refused
+        self.supported = True
+        self._handles: dict[int, Physical] = {}
+        self._ranges: list[Range] = []
+        self._next = 1
+
+    def holds(self) -> list[str]:
+        me = f"process {self.process.number} still holds"
+        return (
+            [f"{me} handle {handle}" for handle in self._handles]
+            + [f"{me} range {r.base:#x}" + " (mapped)" * (r.memory is not None) for r in self._ranges]
+        )  # fmt: skip
+
+    def die(self) -> None:
+        for memory in [*self._handles.values(), *(r.memory for r in self._ranges if r.memory is not None)]:
+            memory.users -= 1
+        self._handles, self._ranges = {}, []
+
+    def lose(self, gpu: int) -> bool:
+        """The context of a GPU goes: whether something was left in it."""
+        left = [r for r in self._ranges if r.memory is not None and gpu in r.access]
+        return bool(left)
+
+    def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return int(self.supported and attribute in (VMM, BY_DESCRIPTOR))
+
+    def cuMemGetAllocationGranularity(self, properties: CUmemAllocationProp, option: int) -> int:
+        self._gpu_of(properties)
+        return GRANULE
+
+    def cuMemCreate(self, nbytes: int, properties: CUmemAllocationProp, flags: int) -> int:
+        gpu = self._gpu_of(properties)
+        if nbytes <= 0 or nbytes % GRANULE or flags:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        if nbytes + self.process.world.used(gpu) > self.process.world.capacity:
+            raise self._refused("CUDA_ERROR_OUT_OF_MEMORY")
+        shareable = bool(properties.requestedHandleTypes & POSIX)
+        memory = Physical(gpu, bytearray(b"\xa5" * nbytes), shareable, self.process.number)
+        self.process.world.physical.append(memory)
+        return self._handle(memory)
+
+    def cuMemRelease(self, handle: int) -> None:
+        self._memory(handle).users -= 1
+        del self._handles[handle]
+
+    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:
+        memory = self._memory(handle)
+        if not memory.shareable or kind != POSIX:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        fd = os.memfd_create("fake-cuda")
+        os.set_inheritable(fd, True)  # nothing says that the driver's is not
+        self.process.world.exported[os.fstat(fd).st_ino] = memory
+        return fd
+
+    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> int:
+        try:
+            memory = self.process.world.exported.get(os.fstat(fd).st_ino)
+        except OSError:
+            memory = None
+        if memory is None or kind != POSIX:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        return self._handle(memory)
+
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, wanted: int, flags: int) -> int:
+        if nbytes <= 0 or nbytes % GRANULE or alignment & (alignment - 1) or wanted or flags:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        self._ranges.append(Range(self.process._fresh_address(nbytes), nbytes))
+        return self._ranges[-1].base
+
+    def cuMemAddressFree(self, address: int, nbytes: int) -> None:
+        found = self._range(address, nbytes)
+        if found.memory is not None:
+            raise self.process._complain(f"freed the addresses {address:#x}, where memory is mapped")
+        self._ranges.remove(found)
+
+    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
+        found, memory = self._range(address, nbytes), self._memory(handle)
+        if offset or flags or nbytes != len(memory.data) or found.memory is not None:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        found.memory, found.access = memory, set()
+        memory.users += 1
+
+    def cuMemUnmap(self, address: int, nbytes: int) -> None:
+        found = self._range(address, nbytes)
+        if found.memory is None:
+            raise self.process._complain(f"unmapped {address:#x}, where nothing is mapped")
+        if self.process.kernel_running:
+            raise self.process._complain(f"unmapped {address:#x} while a kernel runs")
+        found.memory.users -= 1
+        found.memory, found.access = None, set()
+
+    def cuMemSetAccess(self, address: int, nbytes: int, access: list[CUmemAccessDesc], count: int) -> None:
+        found = self._range(address, nbytes)
+        if found.memory is None or count != len(access):
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        for each in access:
+            if each.location.type != DEVICE or each.flags != READ_WRITE:
+                raise self._refused("CUDA_ERROR_INVALID_VALUE")
+            gpu = self.process.visible[each.location.id]
+            if gpu != found.memory.gpu and not self.process.world.reachable(gpu, found.memory.gpu):
+                raise self._refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+            found.access.add(gpu)
+
+    def behind(self, address: int, nbytes: int, gpu: int) -> tuple[Physical, int] | None:
+        """What a kernel of `gpu` touches at an address; None if it is in no range of this process."""
+        for found in self._ranges:
+            if found.base <= address and address + nbytes <= found.base + found.nbytes:
+                if found.memory is None:
+                    raise self.process._complain(f"touched {address:#x}, a range with no memory behind it")
+                if gpu not in found.access:
+                    raise self.process._complain(f"touched {address:#x} from GPU {gpu} before it was given access")
+                return found.memory, address - found.base
+        return None
+
+    def made(self, memory: Physical) -> bool:
+        return memory.maker == self.process.number
+
+    def _handle(self, memory: Physical) -> int:
+        memory.users += 1
+        self._next += 1
+        self._handles[self._next] = memory
+        return self._next
+
+    def _memory(self, handle: int) -> Physical:
+        if handle not in self._handles:
+            raise self.process._complain(f"used handle {handle}, which it does not have")
+        return self._handles[handle]
+
+    def _range(self, address: int, nbytes: int) -> Range:
+        found = next((r for r in self._ranges if (r.base, r.nbytes) == (address, nbytes)), None)
+        if found is None:
+            raise self.process._complain(f"used {nbytes} bytes at {address:#x}, which it has not reserved as a whole")
+        return found
+
+    def _gpu_of(self, properties: CUmemAllocationProp) -> int:
+        location = properties.location
+        if properties.type != PINNED or location.type != DEVICE or not 0 <= location.id < len(self.process.visible):
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        return self.process.visible[location.id]

@@ -1,0 +1,198 @@
+"""Every system call of a set-up over sockets fails once, and a rank is killed at every step: all ranks or none."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from tests import ranks
+from tests.marks import some
+from tests.store.store_ranks import LAYOUT, holdings, in_threads, nothing_left
+from tricomm.errors import TricommError
+from tricomm.store import descriptors
+from tricomm.store.handshake import handshake
+from tricomm.store.posix_shm import open_posix_shm
+from tricomm.store.rendezvous import open_store
+
+SIZE = 3
+STORE = str(Path(descriptors.__file__).parent)
+OF_THE_SYSTEM = (
+    (os, "memfd_create"), (os, "fchmod"), (os, "posix_fallocate"), (os, "fstat"), (fcntl, "fcntl"), (os, "mkdir"),
+    (os, "stat"), (os, "lstat"), (fcntl, "flock"), (os, "pidfd_open"),
+)  # fmt: skip
+OF_SOCKETS = ("__init__", "setblocking", "setsockopt", "bind", "sendmsg", "recvmsg")
+# Without these a rank goes on: there is no pidfd, or the number of a namespace is unknown.
+BEARABLE = {"pidfd_open", "stat"}
+
+
+class Faults:
+    """The calls of one rank's thread that `store/` makes of the system: counted, and the nth of a name fails."""
+
+    def __init__(self, rank: int, name: str = "", nth: int = 0) -> None:
+        self.rank, self.name, self.nth = rank, name, nth
+        self.counts: Counter[str] = Counter()
+
+    def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **keywords: Any) -> Any:
+            # Not those of the test, of torch and of other ranks.
+            ours = sys._getframe(1).f_code.co_filename.startswith(STORE)
+            if ours and threading.current_thread().name == f"rank {self.rank}":
+                self.counts[name] += 1
+                if (name, self.counts[name]) == (self.name, self.nth):
+                    raise OSError(errno.EIO, "Input/output error")
+            return call(*arguments, **keywords)
+
+        return counted
+
+    @contextmanager
+    def injected(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in OF_THE_SYSTEM:
+                patch.setattr(module, name, self.wrap(name, getattr(module, name)))
+            usual = {name: self.wrap(name, getattr(socket.socket, name)) for name in OF_SOCKETS}
+            patch.setattr(socket, "socket", type("socket", (socket.socket,), usual))
+            yield
+
+
+def set_up(rank: int, store: Any, seconds: float = 20.0) -> str:
+    page = handshake(store, rank, SIZE, seconds, LAYOUT)
+    try:
+        arena = open_posix_shm(page, 4096, seconds)
+        page.exchange(b"", "all are here", seconds)
+        arena.close()
+    finally:
+        page.close()
+    return "ok"
+
+
+def outcomes(faults: Faults) -> tuple[list[Any], float]:
+    began = time.monotonic()
+    descriptors._remove_orphans.cache_clear()
+    store = HashStore()
+    with faults.injected():
+        found = in_threads(SIZE, lambda rank: set_up(rank, store))
+    return found, time.monotonic() - began
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch):
+    """The base of all sockets, empty in the end."""
+    parent = Path(tempfile.mkdtemp(prefix="tc"))
+    monkeypatch.setenv(descriptors.VARIABLE, str(parent))
+    yield parent
+    parent.rmdir()
+
+
+def calls() -> list[tuple[str, int]]:
+    """The calls of a set-up that goes well; those that depend on what comes when, once."""
+    faults = Faults(1)
+    with pytest.MonkeyPatch.context() as patch:
+        with tempfile.TemporaryDirectory(prefix="tc") as parent:
+            patch.setenv(descriptors.VARIABLE, parent)
+            found, _ = outcomes(faults)
+    assert found == ["ok"] * SIZE, found
+    return [(name, nth) for name, n in faults.counts.items() for nth in range(1, (1 if name == "recvmsg" else n) + 1)]
+
+
+CALLS = calls()
+
+
+@pytest.mark.parametrize("name,nth", some(CALLS, lambda number, call: call[1] == 1))
+def test_a_call_of_the_system_that_fails(name, nth):
+    with nothing_left():
+        found, seconds = outcomes(Faults(1, name, nth))
+        if found != ["ok"] * SIZE:
+            assert all(isinstance(outcome, TricommError) for outcome in found), found
+            assert len({type(outcome) for outcome in found}) == 1, found
+            assert any("Input/output error" in str(outcome) for outcome in found), found
+        else:
+            assert name in BEARABLE, "a failure had no effect"
+        del found
+    assert seconds < 2.0 + ranks.BUSY
+
+
+def test_every_call_of_the_system_is_among_them():
+    kinds = {name for name, _ in CALLS}
+    print(f"\n{len(CALLS)} calls of {len(kinds)} kinds in the set-up of a rank, each made to fail")
+    assert kinds == {name for _, name in OF_THE_SYSTEM} | set(OF_SOCKETS)
+
+
+# Kills
+
+
+def killed_at(rank, world_size, tell, url, parent, at):
+    """Rank 1 is killed at line number `at` of those of `store/` that its set-up runs; 0: never, they are counted."""
+    os.environ[descriptors.VARIABLE] = parent
+    store, _, _ = open_store(url, rank, world_size, 20)
+    lines = 0
+
+    def line(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if event == "line":
+            lines += 1
+            if lines == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return line
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        return line if os.path.basename(frame.f_code.co_filename) in TRACED else None
+
+    before = holdings(sockets=False)
+    began = time.monotonic()
+    try:
+        if rank == 1:
+            sys.settrace(trace)
+        text = set_up(rank, store, 4.0)
+    except TricommError as error:
+        text = f"{type(error).__name__}: {error}"
+    finally:
+        sys.settrace(None)
+    return text, lines, holdings(sockets=False)["maps"] == before["maps"], time.monotonic() - began
+
+
+TRACED = {"handshake.py", "descriptors.py", "posix_shm.py", "collective_stages.py", "segments.py"}
+MOMENTS = 40
+
+
+@cache
+def lines_of_a_set_up() -> int:
+    with tempfile.TemporaryDirectory(prefix="tc") as parent:
+        with ranks.start(SIZE, killed_at, f"file://{parent}/store", parent, 0) as group:
+            return group.results()[1].value[1]
+
+
+@pytest.mark.parametrize("moment", some(range(MOMENTS), lambda number, _: number in (10, 20, 32)))
+def test_a_rank_is_killed_at_any_line(moment, tmp_path, folder):
+    lines = lines_of_a_set_up()
+    at = 1 + lines * moment // MOMENTS
+    with ranks.start(SIZE, killed_at, f"file://{tmp_path}/store", str(folder), at) as group:
+        found = group.results()
+    assert found[1].code == -signal.SIGKILL, found[1]
+    texts = {}
+    for rank in (0, 2):
+        text, _, clean, seconds = found[rank].value
+        assert text != "ok" and clean and seconds < 5.0 + ranks.BUSY, text
+        texts[rank] = text
+    assert all("rank 1" in text or "[1]" in text or "did not come" in text for text in texts.values()), texts
+    left = list(folder.iterdir())
+    print(f"\nkilled at line {at} of {lines}: {texts[0][:100]}; left: {len(left)}")
+    assert len(left) <= 1  # if none knew its name; the next set-up removes it
+    descriptors._remove_orphans.cache_clear()
+    descriptors._remove_orphans(str(folder), os.getpid())
+    assert list(folder.iterdir()) == []

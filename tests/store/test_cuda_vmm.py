@@ -1,0 +1,298 @@
+"""GPU memory shared by descriptors, against a driver that enforces CUDA's rules and passes real descriptors. No GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.marks import some
+from tests.store.fake_control import FakeGroup
+from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.store_ranks import in_threads
+from tricomm import env
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
+from tricomm.store.arena import open_cuda
+from tricomm.store.cuda_arena import CudaArena
+from tricomm.store.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
+
+NBYTES = 4096
+GRANULE = 2 << 20
+
+
+class Job:
+    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
+
+    def __init__(self, world: FakeCuda, visible: list[list[int]], how: Any = open_cuda_vmm) -> None:
+        self.world, self.size, self.how = world, len(visible), how
+        self.group = FakeGroup(self.size)
+        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
+
+    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0", reach: Any = None) -> CudaArena:
+        control, driver = self.group.controls[rank], self.drivers[rank]
+        return self.how(control, nbytes, torch.device(device), 10.0, driver, reach)
+
+    def open_all(self) -> list[CudaArena]:
+        arenas = in_threads(self.size, self.open)
+        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
+        return arenas
+
+    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
+        return in_threads(self.size, lambda rank: arenas[rank].close())
+
+    def verify(self) -> None:
+        """Nothing is left once the control pages have gone, too."""
+        for control in self.group.controls:
+            control.close()
+        self.world.verify()
+
+
+def two_gpus(how: Any = open_cuda_vmm) -> Job:
+    return Job(FakeCuda(2), [[0, 1], [1, 0]], how)
+
+
+def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
+    for outcome in outcomes:
+        assert type(outcome) is kind, outcome
+        for word in words:
+            assert word in str(outcome), outcome
+
+
+PLACES = {
+    "one rank": (1, [[0]]),
+    "same GPU": (1, [[0], [0]]),
+    "own GPUs, same order": (2, [[0, 1], [1, 0]]),
+    "three GPUs, all orders": (3, [[0, 1, 2], [2, 0, 1], [1, 2, 0]]),
+    "peers invisible": (2, [[0], [1]]),
+}
+
+
+@pytest.mark.parametrize("gpus, visible", PLACES.values(), ids=PLACES.keys())
+def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> None:
+    job = Job(FakeCuda(gpus), visible)
+    arenas = job.open_all()
+    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        assert (arena.kind, arena.nbytes, len(set(arena.bases)), arena.reason) == ("cuda_vmm", NBYTES, job.size, "")
+        with arena._site.current():
+            assert not any(driver.read(arena.bases[writer], GRANULE)), "no word of the probe, nothing of earlier users"
+    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with arena._site.current():
+            for target in range(job.size):
+                driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
+    for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with arena._site.current():
+            words = driver.read(arena.bases[target], 8 * job.size).split()
+        assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
+    assert job.close_all(arenas) == [None] * job.size
+    assert job.close_all(arenas) == [None] * job.size
+    job.verify()
+
+
+def test_a_block_out_of_reach_is_not_mapped() -> None:
+    job = Job(FakeCuda(2, reachable=lambda a, b: a == b), [[0, 1], [1, 0]])
+    arenas = in_threads(2, lambda rank: job.open(rank, reach=[rank == 0, rank == 1]))
+    assert [arena.bases[1 - rank] for rank, arena in enumerate(arenas)] == [0, 0]
+    with pytest.raises(InvalidArgument, match="out of rank 0's reach"):
+        arenas[0].tensor(1, 0, (1,), torch.float32)
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_close_waits_for_no_peer_and_memory_outlives_its_owner() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    arenas[0].close()
+    with arenas[1]._site.current():
+        job.drivers[1].write(arenas[1].bases[0], b"still there")
+        assert job.drivers[1].read(arenas[1].bases[0], 11) == b"still there"
+    arenas[1].close()
+    job.verify()
+
+
+def test_a_peer_that_was_killed_leaves_nothing() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[1].kill()
+    job.group.kill(1)
+    arenas[0].close()
+    job.verify()
+
+
+def test_addresses_are_unmapped_then_handles_released_then_addresses_freed() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    for driver in job.drivers:
+        driver.process.kernel_running = True
+    before = len(job.drivers[0].calls)
+    job.close_all(arenas)
+    steps = [name for name in job.drivers[0].calls[before:] if name.startswith("cuMem")]
+    assert steps == ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"] * 2
+    job.verify()
+
+
+def test_what_is_kept_stays_mapped() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    before = Counter(job.drivers[1].calls)
+    arenas[1].keep()
+    arenas[1].close()
+    arenas[0].close()
+    assert Counter(job.drivers[1].calls) == before and job.world.complaints == []
+    with pytest.raises(GroupAborted):
+        arenas[1].tensor(0, 0, (1,), torch.float32)
+    with arenas[1]._site.current():
+        job.drivers[1].write(arenas[1].bases[0], b"kept")
+
+
+def calls_of_open(how: Any = open_cuda_vmm) -> list[tuple[int, str, int]]:
+    """(rank, call, how many of them) of a set-up that goes well."""
+    job = two_gpus(how)
+    arenas = job.open_all()
+    counts = [Counter(driver.calls) for driver in job.drivers]
+    job.close_all(arenas)
+    return [(rank, name, nth) for rank in range(2) for name, n in counts[rank].items() for nth in range(1, n + 1)]
+
+
+CALLS = calls_of_open()
+
+
+@pytest.mark.parametrize("rank, name, nth", some(CALLS, lambda number, call: call[2] == 1 or call[1] == "cuMemRelease"))
+def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+    job = two_gpus()
+    job.drivers[rank].fail_at(name, nth)
+    outcomes = in_threads(2, job.open)
+    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
+    job.verify()
+
+
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    names = {name for _, name, _ in CALLS}
+    print(
+        f"\n{len(CALLS)} calls of {len(names)} kinds were made to fail, on each rank: all ranks or none, nothing left"
+    )
+    assert names == {
+        "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent",
+        "cuCtxPopCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuDeviceGetAttribute",
+        "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
+        "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemsetD8", "cuCtxSynchronize",
+        "cuDeviceCanAccessPeer", "cuMemcpyHtoD", "cuMemcpyDtoH",
+    }  # fmt: skip
+
+
+VMM_ALONE = {"cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemSetAccess"}
+
+
+@pytest.mark.parametrize("rank, name, nth", [call for call in CALLS if call[1] in VMM_ALONE and call[2] == 1])
+def test_all_ranks_fall_back_to_legacy_ipc_together(rank: int, name: str, nth: int) -> None:
+    job = two_gpus(open_cuda)
+    job.drivers[rank].fail_at(name, nth)
+    arenas = job.open_all()
+    for arena in arenas:
+        assert arena.kind == "cuda_ipc" and arena.reason.startswith("legacy CUDA IPC, because cuda_vmm: ")
+        assert f"rank {rank}: " in arena.reason and name in arena.reason
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_a_gpu_without_the_means_and_a_rank_that_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = two_gpus(open_cuda)
+    job.drivers[1].process.vmm.supported = False
+    arenas = job.open_all()
+    assert {arena.kind for arena in arenas} == {"cuda_ipc"}
+    assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0 for GPU 0000:01:00.0" in arenas[0].reason
+    job.close_all(arenas)
+    # The ranks are threads here, so the environment of one rank is what it reads.
+    monkeypatch.setattr(env, "memory_by_descriptor", lambda: threading.current_thread().name != "rank 1")
+    arenas = job.open_all()
+    assert {arena.reason for arena in arenas} == {"legacy CUDA IPC, because TRICOMM_CUDA_VMM=0 on rank(s) [1]"}
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_by_default_all_use_descriptors() -> None:
+    job = two_gpus(open_cuda)
+    arenas = job.open_all()
+    assert [(arena.kind, arena.reason) for arena in arenas] == [("cuda_vmm", "")] * 2
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_gpus_that_cannot_reach_each_other_are_refused_with_both_reasons() -> None:
+    job = Job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]], open_cuda)
+    refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "and before that", "cuMemSetAccess")
+    job.verify()
+
+
+def test_writes_that_do_not_arrive_are_refused_by_all() -> None:
+    job = two_gpus()
+    job.drivers[0].process.loses_writes_to_peers = True
+    refused(in_threads(2, job.open), ResourceError, "rank 1", "rank(s) [0]", "did not arrive")
+    job.verify()
+
+
+def test_a_full_gpu_is_named() -> None:
+    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
+    refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
+    job.verify()
+
+
+def test_different_sizes_are_refused_by_all() -> None:
+    job = two_gpus()
+    refused(in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1))), RendezvousError, "8192", "4096")
+    job.verify()
+
+
+def test_a_descriptor_of_something_else_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = FakeDriver.export_descriptor
+
+    def another(driver: FakeDriver, handle: int) -> int:
+        os.close(usual(driver, handle))
+        return os.open("/dev/null", os.O_RDONLY)
+
+    monkeypatch.setattr(FakeDriver, "export_descriptor", another)
+    job = two_gpus()
+    refused(in_threads(2, job.open), ResourceError, "cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE")
+    job.verify()
+
+
+RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(8)))
+
+
+def test_a_record_survives_the_way() -> None:
+    assert parse_record(RECORD.pack(), 3, NBYTES) == RECORD
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        (b"", "0 bytes"),
+        (RECORD.pack() + b"x", "bytes"),
+        (b"X" + RECORD.pack()[1:], "version"),
+        (replace(RECORD, rank=4).pack(), "rank 4"),
+        (replace(RECORD, nbytes=NBYTES + 1).pack(), "size"),
+        (replace(RECORD, whole=NBYTES - 1).pack(), "not what CUDA gives"),
+        (replace(RECORD, whole=1 << 60).pack(), "not what CUDA gives"),
+    ],
+)
+def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
+    with pytest.raises(RendezvousError, match=words):
+        parse_record(record, 3, NBYTES)
+
+
+def test_random_records_are_refused_or_sane() -> None:
+    rng, good = random.Random(1), RECORD.pack()
+    for _ in range(5_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            record = parse_record(bytes(data), 3, NBYTES)
+        except RendezvousError:
+            continue
+        assert record.rank == 3 and record.nbytes == NBYTES and NBYTES <= record.whole <= 1 << 47

@@ -1,0 +1,93 @@
+"""The fused kernels of an all-reduce with an epilogue: which one takes a call, its plan, its launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tricomm import arguments
+from tricomm.core.fused.fused_call import FUSED, Epilogue, FusedCall, UserEpilogue
+from tricomm.core.launch_plan import Bind, LaunchPlan, Request, announced, constexprs
+from tricomm.core.launcher import Launcher
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.device import epilogue as device
+from tricomm.kernels.launch.kernel_launch import as_integers
+from tricomm.policy import row_shapes
+from tricomm.policy.selection import Choice, SelectionFacts
+
+ROWS = "all_reduce_rows"
+
+
+def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
+    """The fused kernel for `request`, with `epilogue`, `dtype` and `elements` (rows * hidden), or why there is none.
+
+    Pure, and the same on all ranks. Raises `InvalidArgument` if none takes a user's epilogue: nothing else would.
+    """
+    epilogue, dtype = request.epilogue, arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
+    if epilogue is None or dtype is None:
+        return "there is no epilogue"
+    choice = row_shapes.choose(
+        site, ROWS if epilogue.own else FUSED, dtype.bits, epilogue.hidden, request.elements // epilogue.hidden,
+        request.algorithm, request.protocol, epilogue.quantize or "",
+    )  # fmt: skip
+    if epilogue.own and isinstance(choice, str):
+        raise InvalidArgument(f"{ROWS}: {choice}")
+    return choice
+
+
+def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
+    """The plan of `choice`, as `launch_plan.make`. `aligned`: all tensors of the call begin at multiples of 16."""
+    epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]  # type: ignore[index]
+    assert epilogue is not None
+    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
+    values = constexprs(site, choice, kernel) | row_shapes.constexprs(site, choice, epilogue.hidden, aligned)
+    values |= {"ELEMENT": dtype.element, "OP": "sum"} | _constants(epilogue, dtype.bits)
+    fingerprint, record = announced(choice, "sum", dtype.name, request, mode)
+    run = bind(kernel.function, choice.blocks, values, dtype.bits, aligned, ())
+    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
+
+
+def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
+    if isinstance(epilogue, UserEpilogue):
+        functions = {"EPILOGUE": epilogue.function, "PREPARE": epilogue.prepare}
+        return functions | {"OPERANDS": epilogue.operands}
+    return {
+        "EPILOGUE": device.rms_norm, "PREPARE": device.prepare_rms_norm,
+        "WEIGHT": arguments.DTYPES[epilogue.weight].element, "RESIDUAL": epilogue.residual, "NORM": epilogue.norm,
+        "QUANTIZE": epilogue.quantize or "", "SWIZZLED": epilogue.scale_layout == "swizzled_128x4",
+        "OPERANDS": operand_types(epilogue, bits),
+    }  # fmt: skip
+
+
+def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
+    """Triton's types of `operands`."""
+    row, code = f"*i{bits}", "*i8"
+    types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}"]
+    types += [row] * (epilogue.residual + epilogue.norm)
+    by_form = {"": [], "fp8": ["*fp32", code], "fp8_per_token": [code, "*fp32"], "nvfp4": ["*fp32", code, code]}
+    return (*types, *by_form[epilogue.quantize or ""])
+
+
+def operands(call: FusedCall) -> tuple[Any, ...]:
+    """What the device's `rms_norm` takes besides rows and sums, in its order."""
+    epilogue, bits = call.epilogue, 8 * call.x.itemsize
+    rows = [_bits(t, bits) for t in (call.residual, call.norm_out) if t is not None]
+    found: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]
+    if call.scale is not None:
+        found.append(call.scale)
+    if call.quant_out is not None:
+        found.append(_bits(call.quant_out, 8))
+    if call.scale_out is not None:
+        found.append(call.scale_out if epilogue.quantize == "fp8_per_token" else _bits(call.scale_out, 8))
+    return tuple(found)
+
+
+def _bits(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return as_integers(x.detach(), bits)
+
+
+def launch(launcher: Launcher, plan: LaunchPlan, call: FusedCall) -> None:
+    """Launch a plan of `make`."""
+    launcher.launch(plan, call.x, call.residual_out, (operands(call),))

@@ -1,0 +1,107 @@
+"""What follows the all-reduce of a fused call, in torch: for calls that no fused kernel takes, and to compare with.
+
+The arithmetic is that of `fused_call`. The factor of a row may differ from a fused kernel's in its last bits of fp32,
+and so, rarely, a norm in its last bit. On a GPU nothing here waits for the device, so a graph can hold it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tricomm.core.fused.fused_call import FP8_MAX, LEAST_FP8_SCALE, NVFP4_BLOCK, Epilogue, FusedCall
+
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+_NAN_CODE = 7  # what a GPU converts a NaN to
+
+
+def total_of(call: FusedCall) -> torch.Tensor:
+    """Memory for the sum over the ranks: an output of the call, if there is one that is no input of what follows."""
+    if call.residual is None or call.residual_out.data_ptr() != call.residual.data_ptr():
+        return call.residual_out
+    return torch.empty_like(call.x) if call.norm_out is None else call.norm_out
+
+
+def finish(call: FusedCall, total: torch.Tensor) -> None:
+    """Fill the outputs of `call` from `total`, the sum over the ranks, which may be one of them."""
+    out = call.residual_out
+    if call.residual is not None:
+        torch.add(total, call.residual, out=out)
+    elif out is not total:
+        out.copy_(total)
+    norm = normalized(out, call.weight, call.epilogue)
+    if call.norm_out is not None:
+        call.norm_out.copy_(norm)
+    quantize(call, norm)
+
+
+def quantize(call: FusedCall, norm: torch.Tensor) -> None:
+    """Fill codes and scales of `call`, if it has any, from its norm."""
+    if call.quant_out is not None and call.epilogue.quantize is not None:
+        _QUANTIZED[call.epilogue.quantize](call, norm.float(), call.quant_out)
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
+    """The norm of each row of `x`, in its type. The squares are added in fp64, in which none of them overflows."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64).square()
+    factor = torch.rsqrt(squares / epilogue.hidden + epilogue.eps)
+    wide = torch.float64 if x.dtype == torch.float32 else torch.float32
+    return (x.to(wide) * factor.to(wide)).mul_(weight.to(wide) + epilogue.weight_bias).to(x.dtype)
+
+
+def _fp8(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
+    assert call.scale is not None, "checked before the call"
+    out.copy_(_e4m3(norm * (1.0 / call.scale)))
+
+
+def _fp8_per_token(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
+    assert call.scale_out is not None, "checked before the call"
+    scale = (_largest(norm) / FP8_MAX).clamp_(min=LEAST_FP8_SCALE)
+    call.scale_out.copy_(scale)
+    out.copy_(_e4m3(norm / scale))
+
+
+def _nvfp4(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
+    assert call.scale is not None and call.scale_out is not None, "checked before the call"
+    rows, hidden = norm.shape
+    blocks = norm.view(rows, hidden // NVFP4_BLOCK, NVFP4_BLOCK)
+    sixth = torch.full((), 1 / 6, dtype=torch.float32, device=norm.device)
+    scales = _e4m3(call.scale * (_largest(blocks) * sixth))
+    wide = scales.float()
+    codes = _e2m1(blocks * torch.where(wide != 0, call.scale / wide, 0.0)).view(rows, hidden)
+    out.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+    scales = scales.view(torch.uint8).view(rows, hidden // NVFP4_BLOCK)
+    if call.epilogue.scale_layout == "linear":
+        call.scale_out.copy_(scales)
+    else:
+        call.scale_out.view(-1)[swizzled(rows, hidden // NVFP4_BLOCK, norm.device)] = scales
+
+
+_QUANTIZED = {"fp8": _fp8, "fp8_per_token": _fp8_per_token, "nvfp4": _nvfp4}
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude of each row, NaN left out."""
+    return torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
+
+
+def _e4m3(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to nearest even, at most 448; a NaN is the positive one, as a GPU gives it."""
+    return torch.where(x.isnan(), torch.nan, x.clamp(-FP8_MAX, FP8_MAX)).to(torch.float8_e4m3fn)
+
+
+def _e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The codes of four bits, in a byte each: rounded to nearest, ties to an even code, at most 6."""
+    size = x.abs()
+    code = torch.zeros_like(x, dtype=torch.uint8)
+    for number, midpoint in enumerate(_E2M1_MIDPOINTS):  # a tie goes up if the code below is odd
+        code += size >= midpoint if number % 2 else size > midpoint
+    code = torch.where(x.isnan(), _NAN_CODE, code)
+    return code | (x.signbit() & ~x.isnan()).to(torch.uint8) << 3
+
+
+def swizzled(rows: int, blocks: int, device: torch.device) -> torch.Tensor:
+    """[rows, blocks]: the byte of each block's scale in layout swizzled_128x4."""
+    row = torch.arange(rows, device=device)[:, None]
+    block = torch.arange(blocks, device=device)[None, :]
+    tile = (row // 128) * -(-blocks // 4) + block // 4
+    return tile * 512 + row % 32 * 16 + row // 32 % 4 * 4 + block % 4

@@ -1,0 +1,1 @@
+"""Adapters that inference engines load, off until they are asked for (docs/integrations.md)."""

@@ -1,0 +1,338 @@
+"""One group of an inference engine over tricomm: which of its calls go to the kernels, and the communicator for them.
+
+Facts that all ranks share decide: collective, dtype and bytes of a call, and what the ranks agreed on when the group
+was made. So all ranks decide alike. What does not go to the kernels is left to the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from tricomm import env
+from tricomm.c10d.capabilities import exchange_capabilities
+from tricomm.c10d.dispatch import options_for
+from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.metrics.counters import KERNELS, NCCL
+from tricomm.options import Options
+from tricomm.policy import backend_choice
+from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.store.bounded_store import first_line
+
+# Engines make their groups at the same point of their start; a rank that is later than this does not come at all.
+MEETING_SECONDS = 60.0
+_MOST_SHAPES = 4096
+_ALIGNMENT = 16
+_NORMED = (torch.float32, torch.float16, torch.bfloat16)
+_SUSPENDED = "it is suspended"
+_LEFT = "tricomm: %s: every call is left to %s: %s"
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+_DECIDED = BackendChoice(KERNELS, "the engine's adapter has decided it")
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine: its `name`, the `log` that its users see, whether they ask for batch-invariant reductions, and which
+    collectives its adapter offers."""
+
+    name: str
+    log: logging.Logger
+    invariant: bool = False
+    collectives: tuple[str, ...] = _COLLECTIVES
+
+
+@dataclass(frozen=True)
+class Seat:
+    """This rank's place in a group: `store` is the group's own, and `name` the one that the engine gives it."""
+
+    store: Store
+    rank: int
+    world_size: int
+    device: torch.device
+    name: str
+
+
+def open_group(group: Any, device: torch.device, name: str, engine: Engine) -> EngineGroup:
+    """A group of the same ranks as `group`, a process group of torch.distributed; every rank calls it.
+
+    If tricomm cannot be set up on one rank, no rank uses it: `EngineGroup.why_not` and the engine's log say why.
+    """
+    known = distributed_c10d._world.pg_map.get(group)
+    if known is None or known[1] is None:
+        return without(
+            name, engine, "torch.distributed did not make this group, so its ranks have no store to meet over"
+        )
+    count = _counts[group] = _counts.get(group, 0) + 1
+    store = PrefixStore(f"tricomm/{engine.name}/{name}/{count}", known[1])
+    return EngineGroup(Seat(store, group.rank(), group.size(), device, name), engine)
+
+
+def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -> EngineGroup:
+    """A group whose every call is left to the engine, which is logged."""
+    group = EngineGroup(None, engine, f"group {name!r}", why)
+    engine.log.log(level, _LEFT, f"group {name!r}", engine.name, why)
+    return group
+
+
+class EngineGroup:
+    """What an adapter holds for one group of its engine; made by `open_group`.
+
+    Collectives are out of place, and only for calls that `takes` has accepted.
+    """
+
+    def __init__(self, seat: Seat | None, engine: Engine, text: str = "", why: str = "") -> None:
+        self._seat, self._engine, self._opened = seat, engine, 0
+        self._text = f"group {seat.name!r}, rank {seat.rank} of {seat.world_size}" if seat is not None else text
+        self._routes: dict[tuple[str, torch.dtype, int], BackendChoice] = {}
+        self._made: set[tuple[str, torch.dtype, int]] = set()
+        self._facts: GroupFacts | None = None
+        self._limit: int | None = None
+        self._captured = self._warned = False
+        self.comm: Communicator | None = None
+        self.why_not = why
+        if seat is not None:
+            self._open(seat)
+
+    # Setting up
+
+    def _open(self, seat: Seat) -> None:
+        self._opened += 1
+        try:
+            self._facts, self.comm = self._join(seat)
+            self.why_not = ""
+        except Exception as error:  # the engine can go on without tricomm, whatever has stopped it on any rank
+            self.why_not = first_line(error)
+        self._say()
+
+    def _join(self, seat: Seat) -> tuple[GroupFacts, Communicator]:
+        """Meet the other ranks; raises on all of them if one cannot use tricomm."""
+        self._limit = max_bytes()
+        store = PrefixStore(str(self._opened), seat.store)
+        invariant = env.batch_invariant()
+        agreed = exchange_capabilities(store, seat.rank, seat.world_size, MEETING_SECONDS, invariant)
+        why = f"the group spans {agreed.nodes} nodes" if agreed.nodes > 1 else agreed.no_kernels[seat.device.type]
+        if why is not None:
+            raise ResourceError(why)
+        options = options_for(None, timedelta(seconds=Options.timeout), seat.device.type)
+        comm = Communicator(
+            PrefixStore("kernels", store),
+            seat.rank,
+            seat.world_size,
+            seat.device,
+            options=replace(options, batch_invariant=invariant or self._engine.invariant),
+            meeting_timeout=MEETING_SECONDS,
+            decided=_DECIDED,
+        )
+        try:
+            self._compare(comm)
+        except BaseException:
+            comm.close()
+            raise
+        facts = GroupFacts(
+            seat.device.type, seat.world_size, 1, None, NCCL, reachable=comm.reachable, batch_invariant=invariant
+        )
+        return facts, comm
+
+    def _compare(self, comm: Communicator) -> None:
+        """Raises `InvalidArgument` on all ranks if their settings would let them decide differently."""
+        own = [-1 if self._limit is None else self._limit, self._engine.invariant]
+        mine = torch.tensor([own], dtype=torch.int64, device=comm.device)
+        settings = comm.all_gather(mine).tolist()
+        if any(one != own for one in settings):
+            raise InvalidArgument(
+                f"the ranks' settings differ, by rank [TRICOMM_ENGINE_MAX_BYTES (-1: unset), batch-invariant]: "
+                f"{settings}; set them alike on every rank"
+            )
+
+    def _say(self) -> None:
+        log, engine = self._engine.log, self._engine.name
+        if self.comm is None:
+            log.warning(_LEFT, self._text, engine, self.why_not)
+        elif self.comm.rank == 0:
+            sizes = [f"{collective} {self._up_to(collective)}" for collective in self._engine.collectives]
+            log.info(
+                "tricomm %s: %s on %s: %s go to tricomm's kernels%s, every other call is left to %s",
+                "runs" if self._opened == 1 else "is back",
+                self._text,
+                self.comm.device,
+                ", ".join(sizes),
+                " (simulated)" if self.comm.simulated else "",
+                engine,
+            )
+
+    def _up_to(self, collective: str) -> str:
+        limit = self._bound(collective)
+        return "of any size" if limit is None else f"up to {limit} bytes"
+
+    def _bound(self, collective: str) -> int | None:
+        """Bytes of a rank's input up to which the kernels run a call; None: there is no limit."""
+        assert self._facts is not None
+        if self._facts.batch_invariant or self._engine.invariant:
+            return None
+        if self._limit is not None:
+            return self._limit
+        return backend_choice.nccl_threshold(self._facts.device, collective, self._facts.world_size)
+
+    # Deciding
+
+    def takes(self, collective: str, x: torch.Tensor, dim: int = 0) -> bool:
+        """Whether the kernels run this call, of all_gather and reduce_scatter along `dim`; the same on all ranks.
+
+        Raises `InvalidArgument` under TRICOMM_BATCH_INVARIANT for a reduction that they do not run.
+        """
+        comm = self.comm
+        if comm is None or x.device.type != comm.device.type:
+            return False
+        if collective != "all_reduce" and x.dim() == 0:
+            return False
+        if collective == "reduce_scatter" and x.shape[dim] % comm.world_size:
+            return False
+        return self._takes(comm, (collective, x.dtype, x.numel()), collective, x)
+
+    def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether `all_reduce_rms_norm` is for this call; the same on all ranks. Sizes are those of all_reduce."""
+        comm = self.comm
+        if comm is None or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
+            return False
+        if x.dtype not in _NORMED or weight.dtype not in (x.dtype, torch.float32):
+            return False
+        key = (f"all_reduce_rms_norm of rows of {x.shape[-1]}: {weight.dtype}", x.dtype, x.numel())
+        return self._takes(comm, key, "all_reduce", x)
+
+    def _takes(self, comm: Communicator, key: tuple[str, torch.dtype, int], collective: str, x: torch.Tensor) -> bool:
+        route = self._routes.get(key)
+        if route is None:
+            if len(self._routes) >= _MOST_SHAPES:
+                self._routes.clear()
+            route = self._routes[key] = self._decide(collective, x)
+        if route.backend != KERNELS:
+            return False
+        if comm.gpu is None or not comm.gpu.capturing():
+            self._made.add(key)
+            return True
+        if key not in self._made:
+            return self._not_made(key)
+        self._captured = True
+        return True
+
+    def _decide(self, collective: str, x: torch.Tensor) -> BackendChoice:
+        assert self._facts is not None and self._seat is not None
+        op = "none" if collective == "all_gather" else "sum"
+        route = backend_choice.decide(self._facts, collective, x.dtype, op, None)
+        limit = self._bound(collective)
+        if route.backend != KERNELS:
+            route = BackendChoice(self._engine.name, route.reason)
+        elif limit is not None and x.nbytes > limit:
+            route = BackendChoice(self._engine.name, f"{x.nbytes} bytes are over the limit of {limit}")
+        backend_choice.log_once(route, self._seat.name, self._seat.rank, collective, x.dtype, op, x.nbytes)
+        return route
+
+    def _not_made(self, key: tuple[str, torch.dtype, int]) -> bool:
+        """A kernel cannot be compiled during a capture. All ranks have made the same calls before, so all are here."""
+        if not self._warned:
+            self._warned = True
+            self._engine.log.warning(
+                "tricomm: %s: %s of %d elements of %s is captured without a call of that size before, and is left to "
+                "%s, as others like it; warm up before the capture",
+                self._text, key[0], key[2], key[1], self._engine.name,
+            )  # fmt: skip
+        return False
+
+    # Collectives
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of `x` over all ranks, in a new contiguous tensor."""
+        out: torch.Tensor = self._running.all_reduce(
+            _packed(x), out=torch.empty_like(x, memory_format=torch.contiguous_format)
+        )
+        return out
+
+    def all_reduce_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm, new residual) as of `Communicator.all_reduce_rms_norm`, in new tensors."""
+        normed: tuple[torch.Tensor, torch.Tensor] = self._running.all_reduce_rms_norm(
+            _packed(x), _packed(residual), _packed(weight.detach()), eps
+        )
+        return normed
+
+    def all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Every rank's `x`, concatenated along `dim`, in a new contiguous tensor."""
+        comm = self._running
+        rows: torch.Tensor = comm.all_gather(_packed(x))
+        return rows if dim % x.dim() == 0 else torch.cat(rows.chunk(comm.world_size), dim)
+
+    def reduce_scatter(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """This rank's part along `dim` of the sum of `x` over all ranks, in a new contiguous tensor."""
+        part: torch.Tensor = self._running.reduce_scatter(_packed(x.movedim(dim, 0)))
+        return part.movedim(0, dim).contiguous()
+
+    @property
+    def _running(self) -> Communicator:
+        if self.comm is None:
+            raise InvalidArgument(f"{self._text}: tricomm does not run here: {self.why_not}; ask takes() first")
+        return self.comm
+
+    # Graphs, sleep, the end
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Around the capture of a CUDA graph. The kernels push into memory that stays: nothing is registered."""
+        yield
+
+    def suspend(self) -> None:
+        """Give tricomm's memory back until `resume`; every rank calls it, between two calls.
+
+        If calls were captured in a CUDA graph, the memory is kept, because the graph holds its addresses.
+        """
+        if self.comm is None:
+            return
+        nbytes = self.comm.options.arena_bytes
+        if self._captured:
+            self._engine.log.warning(
+                "tricomm: %s keeps its %d bytes during the suspension: CUDA graphs hold their addresses",
+                self._text, nbytes,
+            )  # fmt: skip
+            return
+        self.close(_SUSPENDED)
+
+    def resume(self) -> None:
+        """Set tricomm up again after `suspend`; every rank calls it."""
+        if self._seat is not None and self.why_not == _SUSPENDED:
+            self._open(self._seat)
+
+    def close(self, why: str = "it is closed") -> None:
+        """Leave the group; later calls are left to the engine. Idempotent."""
+        comm, self.comm = self.comm, None
+        if comm is not None:
+            self.why_not = why
+            self._made.clear()
+            comm.close()
+
+
+def max_bytes() -> int | None:
+    """TRICOMM_ENGINE_MAX_BYTES: the largest input of a rank that goes to the kernels; None: the tables decide.
+
+    Raises `InvalidArgument` for anything but a number of bytes.
+    """
+    limit = env.integer("TRICOMM_ENGINE_MAX_BYTES")
+    if limit is not None and limit < 0:
+        raise InvalidArgument(f"TRICOMM_ENGINE_MAX_BYTES={limit}: a number of bytes, 0 or more, is needed")
+    return limit
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """`x` contiguous and aligned: a captured call uses the plan of the call before it, which depends on alignment."""
+    x = x.contiguous()
+    return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()

@@ -1,0 +1,70 @@
+"""SGLang's entry point: with SGLANG_TRICOMM=1 its custom all-reduce is tricomm's, otherwise nothing happens.
+
+SGLang loads it in every process whenever tricomm is installed, so it imports nothing before it has looked.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from tricomm import env
+from tricomm.engines.versions import VersionRange
+
+TESTED = VersionRange((0, 5, 23), (0, 5, 23))
+PLACES = {
+    "dispatch_custom_allreduce": "sglang.srt.distributed.device_communicators.custom_all_reduce",
+    "flashinfer_allreduce_residual_rmsnorm": "sglang.srt.layers.flashinfer_comm_fusion",
+    "resolve_fusion_group": "sglang.srt.layers.flashinfer_comm_fusion",
+}
+
+
+def register() -> None:
+    """Hook SGLang's choice of a custom all-reduce, and its fused all-reduce with a norm.
+
+    If this SGLang cannot be served, a warning in its log says why, and it goes its own way. Raises `InvalidArgument`
+    if SGLANG_TRICOMM is neither on nor off.
+    """
+    if not env.flag("SGLANG_TRICOMM"):
+        return
+    import sglang
+
+    log = logging.getLogger("sglang.srt.tricomm")
+    why = TESTED.refusal("SGLang", sglang.__version__) or _hook(log)
+    if why is not None:
+        log.warning("SGLANG_TRICOMM=1 has no effect: %s", why)
+
+
+def functions() -> dict[str, Any]:
+    """What the adapter uses of SGLang, by name. Raises `ImportError` or `AttributeError` for what is gone."""
+    from importlib import import_module
+
+    return {name: getattr(import_module(module), name) for name, module in PLACES.items()}
+
+
+def _hook(log: logging.Logger) -> str | None:
+    """Register the hooks, which SGLang applies when all plugins are loaded; returns why not."""
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tricomm.engines import sglang_all_reduce
+    from tricomm.engines.engine_group import Engine
+
+    try:
+        found = functions()
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    wrong = sglang_all_reduce.misfits(found)
+    if wrong:
+        return "; ".join(wrong)
+
+    def engine() -> Engine:  # when a group is made: SGLang sets the variable after it has loaded its plugins
+        return Engine("SGLang", log, bool(envs.SGLANG_ENABLE_DETERMINISTIC_INFERENCE.get()), ("all_reduce",))
+
+    hooks = {
+        "dispatch_custom_allreduce": sglang_all_reduce.dispatched(engine),
+        "flashinfer_allreduce_residual_rmsnorm": sglang_all_reduce.fused(found["resolve_fusion_group"]),
+    }
+    for name, hook in hooks.items():
+        HookRegistry.register(f"{PLACES[name]}.{name}", hook, HookType.AROUND)
+    return None

@@ -1,0 +1,192 @@
+"""vLLM's device communicator with tricomm's collectives in front of its own.
+
+Imported without vLLM: `communicator_class` gets the class that it extends.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.library import Library, register_fake
+
+from tricomm.engines.engine_group import Engine, EngineGroup, open_group, without
+
+# Groups whose collectives are all_reduce, all_gather and reduce_scatter of equal shapes: tensor parallelism, and decode
+# context parallelism inside it. Each group has memory of its own, so the others have none.
+GROUPS = frozenset({"tp", "dcp"})
+
+# What the adapter uses of the class that it extends: parameters by method, and attributes that `__init__` sets.
+METHODS = {
+    "__init__": ("cpu_group", "device", "device_group", "unique_name"),
+    "all_reduce": ("input_",),
+    "all_gather": ("input_", "dim"),
+    "reduce_scatter": ("input_", "dim"),
+    "suspend": (),
+    "resume": (),
+    "destroy": (),
+}
+ATTRIBUTES = ("cpu_group", "device", "unique_name", "world_size")
+
+_members: WeakValueDictionary[str, VllmCollectives] = WeakValueDictionary()
+
+
+class VllmCollectives:
+    """The methods that come before those of vLLM's own class; `communicator_class` joins the two.
+
+    `engine` names vLLM to the group; `refusal` says why no group may use tricomm, or None.
+    """
+
+    engine: Engine
+    refusal: Callable[[], str | None]
+    unique_name: str
+    world_size: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tricomm = self._open()
+        _members[self.unique_name] = self
+
+    def _open(self) -> EngineGroup:
+        own: Any = self
+        kind = self.unique_name.split(":")[0]
+        why = type(self).refusal()
+        if kind not in GROUPS:
+            why = f"only the groups {', '.join(sorted(GROUPS))} use tricomm"
+        if why is not None:
+            return without(self.unique_name, self.engine, why, logging.WARNING if kind in GROUPS else logging.DEBUG)
+        return open_group(own.cpu_group, own.device, self.unique_name, self.engine)
+
+    # Under torch.compile an operator stays in the graph, and decides when it runs: shapes may be symbols before
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """As vLLM's, always out of place if the kernels run it."""
+        if torch.compiler.is_compiling():
+            return torch.ops.tricomm.vllm_all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
+        return self._all_reduce(input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """As vLLM's."""
+        if torch.compiler.is_compiling():
+            return torch.ops.tricomm.vllm_all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+        return self._all_gather(input_, dim)
+
+    def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """As vLLM's."""
+        if torch.compiler.is_compiling():
+            return torch.ops.tricomm.vllm_reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
+        return self._reduce_scatter(input_, dim)
+
+    def _all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        if self.tricomm.takes("all_reduce", input_):
+            return self.tricomm.all_reduce(input_)
+        return super().all_reduce(input_)  # type: ignore[misc, no-any-return]
+
+    def _all_gather(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.tricomm.takes("all_gather", input_):
+            return self.tricomm.all_gather(input_, dim)
+        return super().all_gather(input_, dim)  # type: ignore[misc, no-any-return]
+
+    def _reduce_scatter(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        if self.tricomm.takes("reduce_scatter", input_, dim):
+            return self.tricomm.reduce_scatter(input_, dim)
+        return super().reduce_scatter(input_, dim)  # type: ignore[misc, no-any-return]
+
+    # Sleep mode, and the end
+
+    def suspend(self) -> None:
+        """Give memory back, vLLM's and tricomm's, as far as no CUDA graph holds its addresses."""
+        super().suspend()  # type: ignore[misc]
+        self.tricomm.suspend()
+
+    def resume(self) -> None:
+        """Take it again; every rank calls it."""
+        super().resume()  # type: ignore[misc]
+        self.tricomm.resume()
+
+    def destroy(self) -> None:
+        """Leave the group."""
+        self.tricomm.close()
+        super().destroy()  # type: ignore[misc]
+
+
+def communicator_class(base: type, engine: Engine, refusal: Callable[[], str | None]) -> str:
+    """The qualified name of `base` with tricomm's collectives before its own, which vLLM resolves."""
+    name = f"Tricomm{base.__name__}"
+    made = type(
+        name, (VllmCollectives, base), {"engine": engine, "refusal": staticmethod(refusal), "__module__": __name__}
+    )
+    setattr(sys.modules[__name__], name, made)
+    return f"{__name__}.{name}"
+
+
+def misfits(base: type) -> list[str]:
+    """What `base` lacks of what the adapter uses, by name; empty if it fits."""
+    wrong = []
+    for method, names in METHODS.items():
+        found = getattr(base, method, None)
+        if found is None:
+            wrong.append(f"{base.__name__}.{method} is gone")
+            continue
+        parameters = inspect.signature(found).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
+        wrong += [f"{base.__name__}.{method} has no parameter {name!r}" for name in names if name not in positional]
+        if method != "__init__":
+            needed = [p.name for p in parameters if p.default is p.empty and p.name not in ("self", *names)]
+            wrong += [f"{base.__name__}.{method} needs the parameter {name!r}" for name in needed]
+    source = "".join(
+        inspect.getsource(vars(kind)["__init__"]) for kind in base.__mro__[:-1] if "__init__" in vars(kind)
+    )
+    wrong += [f"{base.__name__} sets no {name}" for name in ATTRIBUTES if f"self.{name} = " not in source]
+    return wrong
+
+
+_lib = Library("tricomm", "FRAGMENT")
+
+
+def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
+    """vLLM's own all_reduce may be in place, and an operator must not return its input."""
+    member = _members[group]
+    return member._all_reduce(x if member.tricomm.takes("all_reduce", x) else x.clone())
+
+
+def _gathered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] *= _members[group].world_size
+    return x.new_empty(shape)
+
+
+def _scattered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] //= _members[group].world_size
+    return x.new_empty(shape)
+
+
+def _define(schema: str, run: Any, fake: Any) -> None:
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    name = schema.partition("(")[0]
+    _lib.impl(name, run, "CPU")
+    _lib.impl(name, run, "CUDA")
+    register_fake(f"tricomm::{name}", fake, lib=_lib)
+
+
+_define(
+    "vllm_all_reduce(Tensor x, str group) -> Tensor",
+    _reduced,
+    lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+)
+_define(
+    "vllm_all_gather(Tensor x, int dim, str group) -> Tensor",
+    lambda x, dim, group: _members[group]._all_gather(x, dim),
+    _gathered,
+)
+_define(
+    "vllm_reduce_scatter(Tensor x, int dim, str group) -> Tensor",
+    lambda x, dim, group: _members[group]._reduce_scatter(x, dim),
+    _scattered,
+)

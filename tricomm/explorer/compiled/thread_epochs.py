@@ -1,0 +1,232 @@
+"""The last accesses of one sort to every piece of a region, by thread.
+
+One epoch is kept as long as each access is ordered after the one before it (FastTrack, PLDI'09). A piece that several
+threads access unordered keeps all their epochs, so no access is lost: in a row of a few entries if the threads are few,
+such as one of each rank that reads a shard, else in a row with an entry for each thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team
+
+_FEW = 8
+_COLUMNS = {"slot": np.int32, "time": np.int32, "record": np.int32, "kind": np.uint8}
+
+
+@dataclass(slots=True)
+class UnorderedPair:
+    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record."""
+
+    at: int
+    slot: int
+    time: int
+    record: int
+    kind: int
+    written: bool
+
+
+class _Rows:
+    """Rows of `width` entries, with columns `slot`, `time`, `record`, `kind`; time 0: an empty entry. Row 0 is none."""
+
+    def __init__(self, width: int) -> None:
+        self.slot, self.time, self.record, self.kind = (np.zeros((1, width), t) for t in _COLUMNS.values())
+        self._rows = 1
+        self._free: list[int] = []
+
+    def take(self, count: int) -> Array:
+        """Empty rows."""
+        again = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        first, self._rows = self._rows, self._rows + count - len(again)
+        if self._rows > len(self.time):
+            missing = max(8, self._rows - len(self.time), len(self.time))
+            self._pad(((0, missing), (0, 0)))
+        return np.array([*again, *range(first, self._rows)], np.int32)
+
+    def give_back(self, rows: Array) -> None:
+        self.time[rows] = 0
+        self._free += rows.tolist()
+
+    def fit(self, width: int) -> None:
+        if width > self.time.shape[1]:
+            self._pad(((0, 0), (0, width - self.time.shape[1])))
+
+    def put(self, rows: Array, entries: Array, values: tuple[Any, ...]) -> None:
+        for name, value in zip(_COLUMNS, values, strict=True):
+            getattr(self, name)[rows, entries] = value
+
+    def copy(self, source: int, rows: Array) -> None:
+        for name in _COLUMNS:
+            getattr(self, name)[rows] = getattr(self, name)[source]
+
+    def _pad(self, missing: tuple[tuple[int, int], ...]) -> None:
+        for name in _COLUMNS:
+            setattr(self, name, np.pad(getattr(self, name), missing))
+
+
+class Epochs:
+    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept.
+
+    row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
+    """
+
+    def __init__(self, pieces: int, clocks: Clocks) -> None:
+        self._clocks, self.used = clocks, False
+        self.slot, self.time = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
+        self.record, self.kind = np.zeros(pieces, np.int32), np.zeros(pieces, np.uint8)
+        self.row = np.zeros(pieces, np.int32)
+        self._few, self._all = _Rows(_FEW), _Rows(clocks.size)
+
+    def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
+        """`record` and `kind` are numbers, or arrays of one for each."""
+        self.used = True
+        rows = self.row[pieces]
+        repeated, single = _repeated(pieces), rows == 0
+        alone = single & ~repeated
+        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
+        if alone.all():
+            self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
+            return
+        record, kind = np.broadcast_to(record, pieces.shape), np.broadcast_to(kind, pieces.shape)
+        if (rows >= 0).any():
+            at = pieces[alone]
+            self.slot[at], self.time[at] = slots[alone], times[alone]
+            self.record[at], self.kind[at] = record[alone], kind[alone]
+            several = single & ~alone
+            self._begin_row(pieces[several & ~repeated])
+            self._give_all(np.unique(pieces[(several | (rows > 0)) & repeated]))
+            self._among_few(pieces, slots, times, record, kind)
+            rows = self.row[pieces]
+        wide = rows < 0
+        if wide.any():
+            mine = slots[wide]
+            self._all.fit(self._clocks.size)
+            self._all.put(-rows[wide], mine, (mine, times[wide], record[wide], kind[wide]))
+
+    def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
+        """Accesses of earlier, by any threads; nothing that is kept stands for another."""
+        self.used = True
+        self._give_all(np.unique(pieces[self.row[pieces] >= 0]))
+        self._all.put(-self.row[pieces], slots, (slots, times, records, kinds))
+
+    def forget(self, pieces: Array) -> None:
+        if not self.used:
+            return
+        self.time[pieces] = 0
+        rows = self.row[pieces]
+        if rows.any():
+            self._few.give_back(np.unique(rows[rows > 0]))
+            self._all.give_back(np.unique(-rows[rows < 0]))
+            self.row[pieces] = 0
+
+    def late(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> UnorderedPair | None:
+        """An access that `slots`, at `pieces`, do not know of. `fits(kinds, others, slots)` says which may be so."""
+        if not self.used:
+            return None
+        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
+        if late.any() and fits is not None:
+            late &= ~fits(self.kind[pieces], self.slot[pieces], slots)
+        if late.any():
+            at = int(np.flatnonzero(late)[0])
+            return self._single(int(pieces[at]), at)
+        return min(self._late_of_rows(team, pieces, slots, fits), key=lambda pair: (pair.at, pair.slot), default=None)
+
+    def all_late(self, team: Team, pieces: Array, slots: Array) -> list[UnorderedPair]:
+        """Every one that the slots do not know of: for loads whose values may never be used."""
+        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
+        found = [self._single(int(pieces[at]), at) for at in np.flatnonzero(late).tolist()]
+        return found + sorted(self._late_of_rows(team, pieces, slots), key=lambda pair: (pair.at, pair.slot))
+
+    def refine(self, times: int) -> None:
+        for name in ("slot", "time", "record", "kind", "row"):
+            setattr(self, name, np.repeat(getattr(self, name), times))
+        for pieces in np.flatnonzero(self.row).reshape(-1, times):
+            row = int(self.row[pieces[0]])
+            table, sign = (self._few, 1) if row > 0 else (self._all, -1)
+            more = table.take(times - 1)
+            table.copy(abs(row), more)
+            self.row[pieces[1:]] = sign * more
+
+    def _single(self, piece: int, at: int) -> UnorderedPair:
+        slot, time, record, kind = (int(a[piece]) for a in (self.slot, self.time, self.record, self.kind))
+        return UnorderedPair(at, slot, time, record, kind, False)
+
+    def _late_of_rows(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> list[UnorderedPair]:
+        rows = self.row[pieces]
+        if not rows.any():
+            return []
+        found = []
+        for table, numbers in ((self._few, rows), (self._all, -rows)):
+            which = np.flatnonzero(numbers > 0)
+            if not len(which):
+                continue
+            mine = numbers[which]
+            if table is self._all:
+                table.fit(self._clocks.size)
+                known = self._clocks.known_of_all(team, slots[which])
+            else:
+                others = table.slot[mine].reshape(-1)
+                known = self._clocks.known(team, np.repeat(slots[which], _FEW), others).reshape(-1, _FEW)
+            one, other = np.nonzero(table.time[mine] > known)
+            if len(one) and fits is not None:
+                unfit = ~fits(table.kind[mine[one], other], table.slot[mine[one], other], slots[which[one]])
+                one, other = one[unfit], other[unfit]
+            for n, entry in zip(one.tolist(), other.tolist(), strict=True):
+                slot, time, record, kind = (int(getattr(table, name)[mine[n], entry]) for name in _COLUMNS)
+                found.append(UnorderedPair(int(which[n]), slot, time, record, kind, False))
+        return found
+
+    def _begin_row(self, pieces: Array) -> None:
+        """Give a row for a few to each of these pieces, which begins with the epoch that is there."""
+        if len(pieces):
+            rows = self._few.take(len(pieces))
+            self._move_single(self._few, rows, np.zeros(len(rows), np.int64), pieces)
+            self.row[pieces] = rows
+
+    def _among_few(self, pieces: Array, slots: Array, times: Array, record: Array, kind: Array) -> None:
+        """Enter those whose piece has a row for a few: into the thread's entry, or an empty one. If there is neither,
+        the piece gets an entry for each thread."""
+        which = np.flatnonzero(self.row[pieces] > 0)
+        if not len(which):
+            return
+        rows, mine = self.row[pieces[which]], slots[which]
+        empty = self._few.time[rows] == 0
+        own = ~empty & (self._few.slot[rows] == mine[:, None])
+        entries = np.where(own.any(axis=1), own.argmax(axis=1), empty.argmax(axis=1))
+        fit = (own | empty).any(axis=1)
+        self._give_all(pieces[which[~fit]])
+        which, rows, entries = which[fit], rows[fit], entries[fit]
+        self._few.put(rows, entries, (slots[which], times[which], record[which], kind[which]))
+
+    def _give_all(self, pieces: Array) -> None:
+        """Give a row with an entry for each thread to these pieces, which begins with the epochs that are there."""
+        self._all.fit(self._clocks.size)
+        if not len(pieces):
+            return
+        rows, before = self._all.take(len(pieces)), self.row[pieces]
+        single, few = before == 0, np.flatnonzero(before > 0)
+        self._move_single(self._all, rows[single], self.slot[pieces[single]], pieces[single])
+        one, entry = np.nonzero(self._few.time[before[few]])
+        values = tuple(getattr(self._few, name)[before[few[one]], entry] for name in _COLUMNS)
+        self._all.put(rows[few[one]], values[0], values)
+        self._few.give_back(before[few])
+        self.row[pieces] = -rows
+
+    def _move_single(self, table: _Rows, rows: Array, entries: Array, pieces: Array) -> None:
+        table.put(rows, entries, (self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces]))
+        self.time[pieces] = 0
+
+
+def _repeated(pieces: Array) -> Array:
+    """bool by access: another one is to the same piece."""
+    if len(pieces) == 1 or (np.diff(pieces) > 0).all():
+        return np.zeros(len(pieces), bool)
+    if (pieces == pieces[0]).all():
+        return np.ones(len(pieces), bool)
+    _, inverse, count = np.unique(pieces, return_inverse=True, return_counts=True)
+    found: Array = count[inverse] > 1
+    return found

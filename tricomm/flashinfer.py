@@ -1,0 +1,312 @@
+"""FlashInfer's fused all-reduce, by its names, arguments and pattern numbers, over tricomm.
+
+    import tricomm.flashinfer as comm              # in place of: import flashinfer.comm as comm
+
+    workspace = comm.create_allreduce_fusion_workspace("auto", world_size, rank, max_token_num, hidden, dtype)
+    comm.allreduce_fusion(x, workspace, comm.AllReduceFusionPattern.kARResidualRMSNorm, residual_in=residual, ...)
+    workspace.destroy()
+
+It runs on CPUs too. What differs: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
+(`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) change nothing; a buffer for
+scales may be larger than needed. Patterns of experts (6, 7, 12) and of groups of a token (8, 9) are refused by name, as
+is the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import pick_device
+from tricomm.core.fused.fused_call import NVFP4_BLOCK
+from tricomm.core.fused.fused_checks import DTYPES, scale_shape
+from tricomm.errors import InvalidArgument
+
+__all__ = [
+    "AllReduceFusionPattern",
+    "AllReduceFusionWorkspace",
+    "QuantizationSFLayout",
+    "allreduce_fusion",
+    "create_allreduce_fusion_workspace",
+]
+
+_counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class AllReduceFusionPattern:
+    """What follows the all-reduce, by number. `Out` patterns write the norm too."""
+
+    kAllReduce = 0
+    kARResidualRMSNorm = 1
+    kARResidualRMSNormFP8Quant = 2
+    kARResidualRMSNormFP4Quant = 3
+    kARResidualRMSNormOutFP8Quant = 4
+    kARResidualRMSNormOutFP4Quant = 5
+    kMoEReductionARResidualRMSNorm = 6
+    kMoEFinalizeARResidualRMSNorm = 7
+    kARResidualRMSNormPerTokenGroupFP8PackedQuant = 8
+    kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
+    kARResidualRMSNormDynamicFP8Quant = 10
+    kARResidualRMSNormOutDynamicFP8Quant = 11
+    kMoEFinalizeARResidualRMSNormFP8Quant = 12
+
+
+class QuantizationSFLayout:
+    """Where NVFP4's block scales are, by number."""
+
+    SWIZZLED_128x4 = 0
+    SWIZZLED_8x4 = 1
+    LINEAR = 2
+
+
+_Pattern = AllReduceFusionPattern
+_NAMES = {number: name for name, number in vars(_Pattern).items() if name.startswith("k")}
+# Of each pattern that there is here: its quantisation, and whether the norm is written.
+_FORMS: dict[int, tuple[str | None, bool]] = {
+    _Pattern.kARResidualRMSNorm: (None, True),
+    _Pattern.kARResidualRMSNormFP8Quant: ("fp8", False),
+    _Pattern.kARResidualRMSNormFP4Quant: ("nvfp4", False),
+    _Pattern.kARResidualRMSNormOutFP8Quant: ("fp8", True),
+    _Pattern.kARResidualRMSNormOutFP4Quant: ("nvfp4", True),
+    _Pattern.kARResidualRMSNormDynamicFP8Quant: ("fp8_per_token", False),
+    _Pattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8_per_token", True),
+}
+_LAYOUTS = {QuantizationSFLayout.SWIZZLED_128x4: "swizzled_128x4", QuantizationSFLayout.LINEAR: "linear"}
+
+
+class AllReduceFusionWorkspace:
+    """A communicator, and how much a call may need of it. Made by `create_allreduce_fusion_workspace`.
+
+    `rank` and `world_size` are the group's; `comm` is the communicator, whose `explain` and `stats` say what ran.
+    """
+
+    backend = "tricomm"
+
+    def __init__(
+        self, comm: Communicator, max_token_num: int, hidden_dim: int, dtype: torch.dtype, owned: bool
+    ) -> None:
+        self.comm, self.world_size, self.rank = comm, comm.world_size, comm.rank
+        self.max_token_num, self.hidden_dim, self.dtype = max_token_num, hidden_dim, dtype
+        self._owned, self._destroyed = owned, False
+
+    def is_buffer_size_sufficient(
+        self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: torch.dtype, use_oneshot: Any = None
+    ) -> bool:
+        """Whether a call of this shape and type fits: its bytes are at most those of the workspace's own shape."""
+        return self._why_not(tp_size, num_tokens, hidden_dim, dtype) is None
+
+    def _why_not(self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> str | None:
+        if self._destroyed:
+            return "it was destroyed"
+        if tp_size != self.world_size:
+            return f"it is of {self.world_size} ranks, not {tp_size}"
+        if dtype not in DTYPES:
+            return f"there is {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, not {dtype}"
+        most = self.max_token_num * self.hidden_dim * self.dtype.itemsize
+        nbytes = num_tokens * hidden_dim * dtype.itemsize
+        if nbytes > most:
+            return f"{num_tokens} tokens of {hidden_dim} {dtype} are {nbytes} bytes, it was made for {most}"
+        return None
+
+    def destroy(self) -> None:
+        """Close the communicator, unless it was the caller's. Idempotent."""
+        if not self._destroyed and self._owned:
+            self.comm.close()
+        self._destroyed = True
+
+
+def create_allreduce_fusion_workspace(
+    backend: Literal["trtllm", "mnnvl", "mnnvl-cutedsl", "auto"] = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: Any = None,
+    force_oneshot_support: bool = False,
+    group: Any = None,
+    *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
+    config: Any = None,
+) -> AllReduceFusionWorkspace:
+    """A workspace over the ranks of `group`; all of them call it.
+
+    `group` is a process group of torch.distributed (default: all ranks), or a `tricomm.Communicator`, which is used as
+    it is and stays the caller's. A call may have up to `max_token_num * hidden_dim` elements of `dtype`. `world_size`
+    and `rank` have to be the group's if they are given. Every `backend` but "mnnvl-cutedsl" gives the same; the
+    keyword-only arguments belong to that one. Other arguments change nothing here.
+
+    Raises `InvalidArgument` (a `ValueError`) for what does not fit, else as `Communicator`.
+    """
+    special = {
+        "top_k": top_k, "rms_eps": rms_eps, "weight_bias": weight_bias, "routed_scaling_factor": routed_scaling_factor,
+        "include_shared_expert": include_shared_expert, "add_residual": add_residual,
+        "write_residual_output": write_residual_output, "apply_rms_norm": apply_rms_norm, "output_dtype": output_dtype,
+        "dynamic_fp8": dynamic_fp8, "write_norm_output": write_norm_output, "config": config,
+    }  # fmt: skip
+    given = [name for name, value in special.items() if value is not None]
+    if backend not in ("auto", "trtllm", "mnnvl") or given:
+        more = f" with {', '.join(given)}" if given else ""
+        raise InvalidArgument(
+            f"create_allreduce_fusion_workspace: backend={backend!r}{more}: tricomm stands for auto, trtllm and mnnvl, "
+            "which take no settings of mnnvl-cutedsl"
+        )
+    for name, size in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgument(f"create_allreduce_fusion_workspace: {name}={size!r}: 1 or more is needed")
+    if dtype not in DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+        raise InvalidArgument(f"create_allreduce_fusion_workspace: dtype={dtype!r}; there is {names}")
+    assert max_token_num is not None and hidden_dim is not None and dtype is not None, "they were looked at"
+    if isinstance(group, Communicator):
+        _check_place(group.rank, group.world_size, rank, world_size)
+        return AllReduceFusionWorkspace(group, max_token_num, hidden_dim, dtype, owned=False)
+    return AllReduceFusionWorkspace(_over(group, rank, world_size), max_token_num, hidden_dim, dtype, owned=True)
+
+
+def _over(group: Any, rank: int | None, world_size: int | None) -> Communicator:
+    """A communicator of the ranks of a process group, on this rank's own GPU, or on the CPU."""
+    group = dist.group.WORLD if group is None else group
+    known = None if group is None else distributed_c10d._world.pg_map.get(group)
+    if group is None or known is None or known[1] is None:
+        raise InvalidArgument(
+            "create_allreduce_fusion_workspace: torch.distributed has not made this group here; call "
+            "init_process_group first, and on members only, or pass a tricomm.Communicator"
+        )
+    _check_place(group.rank(), group.size(), rank, world_size)
+    count = _counts[group] = _counts.get(group, 0) + 1
+    store = PrefixStore(f"tricomm/flashinfer/{count}", known[1])
+    return Communicator(store, group.rank(), group.size(), pick_device(None))
+
+
+def _check_place(own: int, size: int, rank: int | None, world_size: int | None) -> None:
+    if rank not in (None, own) or world_size not in (None, size):
+        raise InvalidArgument(
+            f"create_allreduce_fusion_workspace: rank={rank}, world_size={world_size}; this is rank {own} of {size} in "
+            "the group that was given"
+        )
+
+
+def allreduce_fusion(
+    input: torch.Tensor,
+    workspace: AllReduceFusionWorkspace,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    moe_reduction_device_num_experts: int | None = None,
+    moe_reduction_scale_input: torch.Tensor | None = None,
+    moe_reduction_active_experts_token_input: torch.Tensor | None = None,
+    moe_reduction_token_input: torch.Tensor | None = None,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    expert_scale_factor: torch.Tensor | None = None,
+    shared_expert_output: torch.Tensor | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
+    moe_finalize_backend: Literal["trtllm", "cake"] = "trtllm",
+) -> torch.Tensor:
+    """All-reduce `input`, [tokens, hidden], and what `pattern` says after it; all ranks call it.
+
+    Outputs that are None are made. Returns `quant_out` of a quantising pattern, `norm_out` of
+    kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of
+    `Communicator.all_reduce_rms_norm` and its quantising form: `scale_factor` divides for FP8 and multiplies for
+    NVFP4; `norm_out` is not written by a pattern without `Out`. Raises `InvalidArgument` (a `ValueError`) for a pattern
+    that is not covered, a workspace that is too small or destroyed, and what does not fit otherwise.
+    """
+    if not isinstance(workspace, AllReduceFusionWorkspace):
+        raise InvalidArgument(
+            f"allreduce_fusion: workspace is a {type(workspace).__name__}; one of tricomm.flashinfer is needed"
+        )
+    if pattern not in _FORMS and pattern != _Pattern.kAllReduce:
+        covered = ", ".join(str(number) for number in (_Pattern.kAllReduce, *_FORMS))
+        raise InvalidArgument(
+            f"allreduce_fusion: pattern {pattern!r} ({_NAMES.get(pattern, 'unknown')}) is not covered; there is "
+            f"{covered}"
+        )
+    if not isinstance(input, torch.Tensor) or input.dim() != 2:
+        raise InvalidArgument("allreduce_fusion: input has to be a tensor of [tokens, hidden]")
+    tokens, hidden = input.shape
+    reason = workspace._why_not(workspace.world_size, tokens, hidden, input.dtype)
+    if reason is not None:
+        raise InvalidArgument(f"allreduce_fusion: the workspace does not fit: {reason}; make another one")
+    comm = workspace.comm
+    algorithm = None
+    if use_oneshot is not None and comm.kind != "none" and comm.reachable:  # NCCL makes its own choice
+        algorithm = "one_shot" if use_oneshot else "two_shot"
+    if pattern == _Pattern.kAllReduce:
+        out = torch.empty_like(input) if output is None else output
+        comm.all_reduce(input, out=None if out is input else out, algorithm=algorithm)
+        return out
+    if residual_in is None or rms_gamma is None:
+        raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} needs residual_in and rms_gamma")
+    quantize, writes_norm = _FORMS[pattern]
+    options: dict[str, Any] = {"weight_bias": weight_bias, "residual_out": residual_out, "algorithm": algorithm}
+    if quantize is None:
+        norm: torch.Tensor = comm.all_reduce_rms_norm(
+            input, residual_in, rms_gamma, rms_eps, norm_out=norm_out, **options
+        )[0]
+        return norm
+    if writes_norm:
+        options["norm_out"] = torch.empty_like(input) if norm_out is None else norm_out
+    if quantize != "fp8_per_token":
+        if scale_factor is None:
+            raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} needs a scale_factor")
+        options["scale"] = scale_factor.float() if isinstance(scale_factor, torch.Tensor) else scale_factor
+    if quantize == "nvfp4":
+        layout = _layout(layout_code)
+        options["scale_layout"] = layout
+        scale_out = _first_bytes(scale_out, math.prod(scale_shape(tokens, hidden, layout)), hidden)
+    if quantize != "fp8":
+        options["scale_out"] = scale_out
+    codes: torch.Tensor = comm.all_reduce_rms_norm_quantized(
+        input, residual_in, rms_gamma, rms_eps, quantize=quantize, quant_out=quant_out, **options
+    ).codes
+    return codes
+
+
+def _layout(code: int | None) -> str:
+    code = QuantizationSFLayout.SWIZZLED_128x4 if code is None else code
+    if code not in _LAYOUTS:
+        raise InvalidArgument(
+            f"allreduce_fusion: layout_code={code!r}: there is SWIZZLED_128x4 (0) and LINEAR (2), not SWIZZLED_8x4 (1)"
+        )
+    return _LAYOUTS[code]
+
+
+def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> torch.Tensor | None:
+    """The part of a buffer for scales that a call needs; as it is if it is no larger, or will be refused."""
+    if scale_out is None or not isinstance(scale_out, torch.Tensor) or hidden % NVFP4_BLOCK:
+        return scale_out
+    if scale_out.nbytes <= nbytes or not scale_out.is_contiguous():
+        return scale_out
+    return scale_out.view(-1).view(torch.uint8)[:nbytes]

@@ -1,0 +1,112 @@
+"""The kernel and the launch shape of an all-reduce of rows with an epilogue: a pure function, as in `selection`.
+
+A block takes whole rows, so a call has as many blocks as rows, up to the most that run at once. A tile is a row, or a
+shard of one, or a part that the registers of a block hold from all ranks at once. Whether the call is fused at all
+depends on rows only if the group is not batch-invariant; the algorithm may, because its bits do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.layout import MAX_BLOCKS
+from tricomm.kernels.specialization import Specialization
+from tricomm.policy.compact_forms import MOST_REGISTERS
+from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, SelectionFacts, has_wide_words
+
+MOST_HIDDEN = 16384
+ROW_BLOCKS = 32  # as LL's
+_MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
+_ONE_SHOT = 64 << 10  # bytes up to which one hop takes less time than two with fewer bytes
+_POLLED = 4096  # words of all ranks that a block's registers hold
+_LONG_ROW = 2048  # words that the registers of 8 warps hold beside what they poll
+_LEAST_TILE = 16  # words, of the interpreter
+_REGISTERS = 65536
+
+
+def choose(
+    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int, algorithm: str | None,
+    protocol: str | None, quantize: str = "",
+) -> Choice | str:  # fmt: skip
+    """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them."""
+    nbytes = rows * hidden * bits // 8
+    if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
+        return f"hidden={hidden}: fused kernels take multiples of 8 up to {MOST_HIDDEN}"
+    if bits not in (16, 32):
+        return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
+    if facts.max_registers < MOST_REGISTERS:
+        return f"fused kernels take more than {facts.max_registers} registers a thread"
+    if not facts.reachable:
+        return "not every rank reaches every other one's memory here"
+    forced = algorithm is not None or protocol is not None
+    if not forced and not facts.batch_invariant and facts.device != "cpu" and nbytes > _MOST_FUSED:
+        return f"{nbytes} bytes; fused kernels take less time up to {_MOST_FUSED}"
+    wide = has_wide_words(facts, forced=protocol == "ll128")
+    fits, reasons = [], []
+    for kernel in registry.FUSED:
+        named = algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)
+        if kernel.collective != collective or not named or (kernel.wide and not wide):
+            continue
+        shape = _shape(facts, kernel, bits, hidden, rows, quantize)
+        if isinstance(shape, str):
+            reasons.append(shape)
+        else:
+            fits.append((kernel, shape))
+    if not fits:
+        asked = f"{algorithm or 'any'}/{protocol or 'any'}"
+        return "; ".join(reasons) or f"there is no fused kernel {asked}"
+    short = facts.world_size == 2 or nbytes <= _ONE_SHOT
+    first = sorted(fits, key=lambda found: (found[0].algorithm == "one_shot") != short)
+    kernel, (blocks, warps, tile) = first[0]
+    if forced:
+        reason = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller"
+    else:
+        reason = f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot up to {_ONE_SHOT} bytes or of two ranks"
+    if facts.batch_invariant:
+        reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
+    runner_up = f"{first[1][0].algorithm}/{first[1][0].protocol}" if len(first) > 1 else ""
+    return Choice(
+        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "fused", None, runner_up, fused=True
+    )
+
+
+def constexprs(facts: SelectionFacts, choice: Choice, hidden: int, aligned: bool) -> dict[str, Any]:
+    """What a kernel of rows is compiled for, besides `launch_plan.constexprs`."""
+    shards = facts.world_size if choice.algorithm == "two_shot" else 1
+    values: dict[str, Any] = {"HIDDEN": hidden, "SHARDS": shards, "ALIGNED": aligned}
+    if facts.device != "cpu":
+        values["maxnreg"] = min(COMPILE_OPTIONS["maxnreg"], _REGISTERS // (32 * choice.warps))
+    return values
+
+
+def _shape(
+    facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str
+) -> tuple[int, int, int] | str:
+    """(blocks, warps, tile), or why the kernel does not take such rows here."""
+    gpu, name = facts.device != "cpu", f"{kernel.algorithm}/{kernel.protocol}"
+    form = Specialization(
+        facts.world_size, 1, 0, False, WIDE=kernel.wide, ELEMENT="float32" if bits == 32 else "float16", HIDDEN=hidden,
+        SHARDS=facts.world_size if kernel.algorithm == "two_shot" else 1, QUANTIZE=quantize,
+    )  # fmt: skip
+    run = -(-form.SHARD * 2 // 3) if kernel.wide else form.SHARD
+    least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
+    whole = max(least, 1 << (run - 1).bit_length())
+    widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
+    most = facts.tile or (_POLLED // facts.world_size if gpu else CPU_TILE)
+    tile = max(least, min(most, widest, whole))
+    form = replace(form, BLOCK=tile)
+    room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
+    if form.PITCH > room:
+        return (
+            f"{name}: a row of {hidden} takes {8 * form.PITCH} bytes of a buffer, and Options.arena_bytes leaves "
+            f"{8 * room} of payload"
+        )
+    if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):
+        return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
+    if not gpu:
+        return min(facts.blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
+    warps = max(1, min(16 if form.ROW > _LONG_ROW else 8, tile // least))
+    return min(facts.blocks or min(ROW_BLOCKS, max(rows, 1)), facts.max_blocks, MAX_BLOCKS), warps, tile
