@@ -173,8 +173,8 @@ REAL = (
     ),
     Mutant(
         "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
-        (Edit(GATHER, "simple_buffer(chunk, peer_ahead(",
-              "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), peer_ahead("),),
+        (Edit(PLAIN, "simple_buffer(chunk, head, 0, SPEC)",
+              "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), head, 0, SPEC)"),),
         (G,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(

@@ -39,8 +39,13 @@ _EARLY_FIRST = """\
             if number + 1 < chunks:
                 PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
 """
-_PASS_ON = "        if (number > 0) & (number <= chunks):\n            PASS_ON(tensors, behind, SPEC)\n"
-_TAKE_LAST = "        if number > 1:\n            TAKE(tensors, nth(whole, number - 2, chunk_words), SPEC)\n"
+_PASS_ON = (
+    "        if (number > 0) & (number <= chunks):\n"
+    "            PASS_ON(tensors, nth(unknown(whole, SPEC), number - 1, chunk_words), SPEC)\n"
+)
+_TAKE_LAST = (
+    "        if number > 1:\n            TAKE(tensors, nth(unknown(whole, SPEC), number - 2, chunk_words), SPEC)\n"
+)
 _MET = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _END = "            status = synchronize(behind, 1, SPEC)\n"
 _UNEVEN_TAKE = """\
@@ -93,7 +98,7 @@ OVERLAPS = (
     ),
     _mutant(
         "O09", "two hops: results taken before their barrier", "they are copied before they have come",
-        (Edit(CHUNKS, "nth(whole, number - 2, chunk_words), SPEC)", "behind, SPEC)"),), BT,
+        (Edit(CHUNKS, "nth(unknown(whole, SPEC), number - 2, chunk_words), SPEC)", "behind, SPEC)"),), BT,
     ),
     _mutant(
         "O10", "two hops: passed on before the barrier", "shards are passed on before they have come",
