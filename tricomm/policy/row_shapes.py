@@ -64,9 +64,7 @@ def choose(
     if forced:
         reason = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller"
     else:
-        reason = (
-            f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
-        )
+        reason = f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
     runner_up = f"{first[1][0].algorithm}/{first[1][0].protocol}" if len(first) > 1 else ""
