@@ -85,7 +85,7 @@ class FusedCollectives:
         """
         if quantize is None:
             raise InvalidArgument(
-                f"{FUSED}: quantize=None; all_reduce_rms_norm does not quantise, here there is {', '.join(QUANTIZATIONS)}"
+                f"{FUSED}: quantize=None: all_reduce_rms_norm does not quantise; here is {', '.join(QUANTIZATIONS)}"
             )
         given = FusedArguments(
             _local(x), residual, weight, eps, weight_bias, residual_out, norm_out, quantize, scale,
