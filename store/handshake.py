@@ -102,6 +102,8 @@ class _Handshake:
         self._connected = False
         self._retracted = 0
         self._next_look = time.monotonic() + _LOOK_SECONDS
+        self._heard = set[int]()  # ranks that have sent all that they send through their sockets
+        self._missing = set[int]()  # ranks that had no socket at the last look
 
     def run(self) -> ControlPage:
         self._begin()
@@ -197,9 +199,13 @@ class _Handshake:
         self._look_for_duplicate()
         if time.monotonic() >= self._next_look:
             self._check_interrupt()
-            for record in arrived.values():
-                if record.rank != self._rank and descriptors.died(record.body.socket):
+            awaited = [record for record in arrived.values() if record.rank not in (self._rank, *self._heard)]
+            missing = {record.rank for record in awaited if descriptors.missing(record.body.socket)}
+            for record in awaited:
+                # At the second look: at the first, its last message may just have come, or its reason to give up.
+                if descriptors.died(record.body.socket) or record.rank in missing & self._missing:
                     raise _died(record)
+            self._missing = missing
             self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def _check(self, record: StoreRecord[RankRecord]) -> None:
@@ -213,6 +219,7 @@ class _Handshake:
         arrived = {record.rank: record for record in records}
 
         def take(rank: int, held: list[int]) -> None:
+            self._heard.add(rank)
             members[rank] = self._attach(records[rank], held)
 
         def look() -> None:
