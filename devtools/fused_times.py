@@ -37,8 +37,8 @@ BAR = 0.75
 _CALL = 1 << 32 | 1
 
 
-@triton.jit
-def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands, SPEC: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands, SPEC: tl.constexpr):  # type: ignore[no-untyped-def]
     """residual_out (y_ptr) and norm of one row a block, of sums that are in memory."""
     eps, bias, weight_ptr, residual_ptr, norm_ptr = operands
     lane = tl.arange(0, SPEC.BLOCK)

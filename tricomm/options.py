@@ -12,6 +12,7 @@ from pathlib import Path
 from tricomm import env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+from tricomm.policy.compact_forms import BESIDE_BLOCKS, COMPACT_REGISTERS, MOST_REGISTERS
 from tricomm.topology.model import Topology
 
 _YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
@@ -24,7 +25,11 @@ class Options:
     timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
     stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
     arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
-    max_blocks     upper limit of a kernel's grid; None: what is surely resident at once
+    max_blocks     upper limit of a kernel's grid, of NCCL's, too; None: what is surely resident at once
+    max_registers  upper limit of a kernel's registers a thread, 128 or more: below 255 only kernels that have a compact
+                   form are chosen (docs/tuning.md, beside other work); None: 255
+    beside_compute whether calls run beside other kernels, as a matrix product, and leave room for them: rows of tables
+                   for that, 128 registers, and 16 blocks unless `max_registers` and `max_blocks` say otherwise
     blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests)
     first_epoch    epoch of the first call (tests start near the limits)
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
@@ -41,6 +46,8 @@ class Options:
     stall_timeout: float = 30.0
     arena_bytes: int = 64 * 1024 * 1024
     max_blocks: int | None = None
+    max_registers: int | None = None
+    beside_compute: bool = False
     blocks: int | None = None
     tile: int | None = None
     first_epoch: int = 1
@@ -54,13 +61,17 @@ class Options:
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "batch_invariant"):
+        for name in ("nccl", "share_device", "batch_invariant", "beside_compute"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
             seconds(getattr(self, name), f"Options.{name}")
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)
         self._whole("max_blocks", 1, layout.MAX_BLOCKS)
+        self._whole("max_registers", COMPACT_REGISTERS, MOST_REGISTERS)
+        if self.beside_compute:
+            object.__setattr__(self, "max_blocks", self.max_blocks or BESIDE_BLOCKS)
+            object.__setattr__(self, "max_registers", self.max_registers or COMPACT_REGISTERS)
         self._whole("blocks", 1, layout.MAX_BLOCKS)
         self._whole("tile", 2, 1 << 20)
         self._whole("first_epoch", 1, layout.EPOCH_LIMIT - 1)
@@ -73,7 +84,7 @@ class Options:
 
     def _whole(self, name: str, least: int, most: int) -> None:
         value = getattr(self, name)
-        if value is None and name in ("max_blocks", "blocks", "tile"):
+        if value is None and name in ("max_blocks", "max_registers", "blocks", "tile"):
             return
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise InvalidArgument(f"Options.{name}={value!r}: an integer from {least} to {most} is needed")

@@ -100,13 +100,13 @@ def magnitude(value):
 @triton.jit
 def packed(values, SPEC: tl.constexpr):
     """The words of a tuple of PACK fp32 tiles, each rounded once to the type; in halves, as a GPU's registers."""
-    halves = ()
-    for h in tl.static_range(2):
-        half = tl.zeros([SPEC.PLANE], tl.int32)
-        for j in tl.static_range(SPEC.PACK // 2):
-            half |= raw_bits(values[h * (SPEC.PACK // 2) + j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
-        halves = halves + (half,)
-    return (halves[0].to(tl.int64) & _LOW) | (halves[1].to(tl.int64) << 32)
+    HALF: tl.constexpr = SPEC.PACK // 2
+    low = tl.zeros([SPEC.PLANE], tl.int32)
+    high = tl.zeros([SPEC.PLANE], tl.int32)
+    for j in tl.static_range(HALF):
+        low |= raw_bits(values[j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
+        high |= raw_bits(values[HALF + j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
+    return (low.to(tl.int64) & _LOW) | (high.to(tl.int64) << 32)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from tricomm.policy.selection import SelectionFacts
 
 ARENA_BYTES = 64 << 20  # what `Options` has
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
-_WIDE, _LONG = LaunchShape(64, 8, 2048), 256 << 10
+_WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
 
 
 class UnknownChunks(TricommError):
@@ -72,7 +72,7 @@ def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
         choice = selection.choose(facts, kernel.collective, nbytes, zero_copy=kernel.algorithm)
     else:
         choice = selection.choose(facts, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, "graph")
-    return LaunchShape(choice.blocks, choice.warps, choice.block)
+    return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers)
 
 
 def _device(machine: MachineSpec) -> str:
@@ -189,7 +189,8 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words = -(-elements // 2)
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
-    shape = LaunchShape(blocks, min(shape.warps, tile // selection.WORDS_PER_WARP), tile)
+    warps = min(shape.warps, tile // selection.WORDS_PER_WARP)
+    shape = LaunchShape(blocks, warps, tile, shape.registers)
     round_words = blocks * tile * divided
     chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)

@@ -26,6 +26,7 @@ from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
+from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 
@@ -37,11 +38,12 @@ _CALL = 1 << 32 | 1
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Blocks, warps of a block, and 64-bit words of a tile."""
+    """Blocks, warps of a block, words of a tile, registers of a thread; few registers mean a kernel's compact form."""
 
     blocks: int
     warps: int
     tile: int
+    registers: int = MOST_REGISTERS
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str,
     return {
         **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": shape.tile,
         "LANES": 32 * shape.warps, "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": shape.warps,
+        "maxnreg": shape.registers, "COMPACT": shape.registers < MOST_REGISTERS,
     }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class Coordinator:
 
     def _pool(self, point: Point) -> list[Candidate]:
         kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
-        return pool(kernels, self._worker.comm.arena_layout, self._worker.comm.most_blocks, self._cpu)
+        return pool(kernels, self._worker.comm.arena_layout, self._worker.comm.most_blocks, self._cpu, point.beside)
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:
@@ -175,7 +175,7 @@ def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:
 def _in_force(comm: tricomm.Communicator, point: Point) -> Candidate:
     dtype = getattr(torch, point.dtype)
     choice = comm.explain(point.collective, point.nbytes, dtype, mode=point.mode)
-    return Candidate(choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block)
+    return Candidate(choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block, choice.registers)
 
 
 def _similar_machine(device: str, topology: str) -> MachineSpec:

@@ -14,6 +14,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
 from tricomm.perf import parsing
 from tricomm.perf.units import DATA_COLLECTIVES
+from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
 from tricomm.policy.tuning_tables import TableRow
 
 # Not all_to_all_v: no rank knows what the others send, so its choice does not depend on a size.
@@ -22,25 +23,28 @@ DTYPES = {8: "int8", 16: "bfloat16", 32: "float32", 64: "float64"}  # the type t
 MODES = ("eager", "graph")
 _WIDTHS = tuple(str(bits) for bits in DTYPES)
 _BLOCKS = (1, 2, 4, 8, 16, 32, 64)
-_WARPS = (4, 8, 16)
-_TILES = (256, 512, 1024, 2048, 4096)
-_WORDS_PER_WARP = 64  # two a thread
+_WARPS = (1, 2, 4, 8, 16)
+# Words of a tile for a warp: one, two or more a thread. Plain data is moved 16 bytes a thread, and a tile of wide words
+# is loaded in planes of half of it.
+_WORDS_PER_WARP = {"ll": (32, 64, 128), "ll128": (64, 128), "simple": (64, 128, 256)}
 _CPU_TILES = (1024, 2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
 class Point:
-    """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0."""
+    """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0. `beside`: for
+    groups whose calls run beside other kernels."""
 
     collective: str
     bits: int
     mode: str
     nbytes: int
+    beside: bool = False
 
     @property
-    def group(self) -> tuple[str, int, str]:
+    def group(self) -> tuple[str, int, str, bool]:
         """The same for points that differ in size only."""
-        return self.collective, self.bits, self.mode
+        return self.collective, self.bits, self.mode, self.beside
 
     @property
     def dtype(self) -> str:
@@ -57,6 +61,7 @@ class Candidate:
     blocks: int
     warps: int
     tile: int
+    registers: int = MOST_REGISTERS
 
     @property
     def family(self) -> tuple[str, str]:
@@ -66,18 +71,20 @@ class Candidate:
     def row(self, point: Point, world_size: int, max_bytes: int | None) -> TableRow:
         """The row of a table that chooses this candidate."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
-        return TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape)
+        few = (self.registers, True) if point.beside else (None, None)
+        return TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape, *few)
 
     def __str__(self) -> str:
-        return f"{self.algorithm}/{self.protocol} {self.blocks}x{self.warps} tile {self.tile}"
+        few = f", {self.registers} registers" if self.registers < MOST_REGISTERS else ""
+        return f"{self.algorithm}/{self.protocol} {self.blocks}x{self.warps} tile {self.tile}{few}"
 
 
 def points(
-    names: tuple[str, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...]
+    names: tuple[str, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...], beside: bool = False
 ) -> list[Point]:
     """Every decision to make. A collective that only moves data has the same one for every type."""
     return [
-        Point(name, width, mode, size)
+        Point(name, width, mode, size, beside)
         for name in names
         for width in (bits if collective_specs.COLLECTIVES[name].reduces else (0,))
         for mode in modes
@@ -85,18 +92,25 @@ def points(
     ]
 
 
-def pool(kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool) -> list[Candidate]:
-    """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps."""
-    shapes = [(8, tile) for tile in _CPU_TILES] if cpu else [(w, t) for w in _WARPS for t in _TILES]
-    return [
-        Candidate(kernel.algorithm, kernel.protocol, blocks, warps, tile)
-        for kernel in kernels
-        for blocks in _BLOCKS
-        if blocks <= max_blocks and not (cpu and blocks > 2)
-        for warps, tile in shapes
-        if tile <= layout.largest_tile(kernel.algorithm, kernel.protocol)
-        if cpu or tile >= warps * _WORDS_PER_WARP
-    ]
+def pool(
+    kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool, few: bool = False
+) -> list[Candidate]:
+    """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps. `few`: of 128
+    registers a thread, with as many LL words as a compact form takes."""
+    registers = COMPACT_REGISTERS if few else MOST_REGISTERS
+    made = []
+    for kernel in kernels:
+        shapes = [(w, w * words) for w in _WARPS for words in _WORDS_PER_WARP[kernel.protocol]]
+        if few and kernel.protocol == "ll":
+            shapes = [(w, w * 32) for w in _WARPS if w <= LARGEST_LL_WARPS]
+        made += [
+            Candidate(kernel.algorithm, kernel.protocol, blocks, warps, tile, registers)
+            for blocks in _BLOCKS
+            if blocks <= max_blocks and not (cpu and blocks > 2)
+            for warps, tile in ([(8, tile) for tile in _CPU_TILES] if cpu else shapes)
+            if tile <= layout.largest_tile(kernel.algorithm, kernel.protocol)
+        ]
+    return made
 
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
@@ -110,7 +124,8 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
 class TuningRequest(msgspec.Struct, frozen=True):
     """A request for a tuning run, checked before anything is started.
 
-    `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device.
+    `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device. `beside`: for
+    groups with `Options(beside_compute=True)`, among the shapes that these may have.
     """
 
     collectives: tuple[str, ...]
@@ -121,14 +136,16 @@ class TuningRequest(msgspec.Struct, frozen=True):
     simulated: bool = False
     device: str = "auto"
     timeout: float = 60.0
+    beside: bool = False
 
     def points(self, cpu: bool) -> list[Point]:
         """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
-        return points(self.collectives, self.bits, self.modes or (MODES[:1] if cpu else MODES), self.sizes)
+        modes = self.modes or (MODES[:1] if cpu else MODES)
+        return points(self.collectives, self.bits, modes, self.sizes, self.beside)
 
     def key(self, *facts: object) -> str:
         """Names a run by the request and `facts`; not by the budget, because a run may continue with another one."""
-        asked = (self.collectives, self.bits, self.sizes, self.modes, facts)
+        asked = (self.collectives, self.bits, self.sizes, self.modes, self.beside, facts)
         return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 

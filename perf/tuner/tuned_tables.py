@@ -12,7 +12,9 @@ from tricomm.perf.tuner.points import Point
 from tricomm.perf.tuner.search import Decision
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
-_COLUMNS = "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits"
+_COLUMNS = (
+    "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits,registers,beside"
+)
 
 
 def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
@@ -86,14 +88,21 @@ def table_lines(file: Path, table: TunedTable) -> list[str]:
 def _cells(least: int, row: TableRow) -> tuple[str, ...]:
     limit = "any" if row.max_bytes is None else str(row.max_bytes)
     kernel = f"{row.algorithm}/{row.protocol} {row.blocks or '-'}x{row.warps or '-'} tile {row.tile or '-'}"
-    return row.collective, f"{row.bits} bit" if row.bits else "", row.mode or "", f"{least} to {limit}", kernel
+    kernel += f", {row.registers} registers" if row.registers else ""
+    return (
+        row.collective,
+        f"{row.bits} bit" if row.bits else "",
+        f"{row.mode or ''}{' beside' if row.beside else ''}",
+        f"{least} to {limit}",
+        kernel,
+    )
 
 
 def csv(table: TunedTable) -> str:
     """A line a row with its range of sizes; an empty `max_bytes` has no end."""
     values = [
         [row.collective, least, row.max_bytes, row.algorithm, row.protocol, row.blocks, 1, row.world_size, row.warps,
-         row.tile, row.mode, row.bits]
+         row.tile, row.mode, row.bits, row.registers, row.beside]
         for least, row in _ranges(table.rows)
     ]  # fmt: skip
     return "\n".join([_COLUMNS, *(",".join("" if v is None else str(v) for v in row) for row in values)]) + "\n"
@@ -108,7 +117,7 @@ def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
 
 
 def _groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
-    groups: dict[tuple[str, int, str], list[Decision]] = {}
+    groups: dict[tuple[str, int, str, bool], list[Decision]] = {}
     for decision in sorted(decisions, key=lambda d: d.point.nbytes):
         groups.setdefault(decision.point.group, []).append(decision)
     return list(groups.values())

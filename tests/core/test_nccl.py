@@ -200,6 +200,20 @@ def alone(timeout=5.0):
     return open_store_control(HashStore(), 0, 1, timeout, 1)[0]
 
 
+def test_a_limit_of_blocks_is_nccls_limit_too(monkeypatch):
+    given = []
+    monkeypatch.setattr(fake_nccl, "NCCLConfig", SimpleNamespace, raising=False)
+
+    def init(cls, n, r, u, config=None):
+        given.append(config)
+        return cls(fake_nccl._World(n), r)
+
+    monkeypatch.setattr(fake_nccl.Communicator, "init", classmethod(init))
+    for most in (None, 16):
+        nccl.open_nccl(alone(), CPU, 5.0, most).close()
+    assert [config and config.max_ctas for config in given] == [None, 16]
+
+
 def test_without_nccl4py_it_is_missing_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     with pytest.raises(errors.ResourceError, match="on every rank.*rank 0: nccl4py cannot be used"):

@@ -156,14 +156,16 @@ def explored(way, edits):
             return tricomm.check(lambda comm: calls(comm, way), 2, schedules=2, options=SMALL)
 
 
-@pytest.mark.parametrize("name", some(MUTANTS, 4))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MUTANTS)
 def test_the_explorer_notices_each_mistake(name):
     file, old, new = MUTANTS[name]
     way = WAYS[1] if "two_shot" in file else WAYS[0]
     assert not explored(way, (Edit(file, old, new),)).ok
 
 
-@pytest.mark.parametrize(("algorithm", "protocol"), some(WAYS, 4))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("algorithm", "protocol"), WAYS)
 def test_the_explorer_has_no_finding(algorithm, protocol):
     assert explored((algorithm, protocol), ()).ok
 

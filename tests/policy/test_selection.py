@@ -10,6 +10,7 @@ from tricomm.kernels import layout, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
+from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.selection import SelectionFacts, choose
 from tricomm.policy.tuning_tables import ShippedTable, TableRow
 
@@ -58,8 +59,8 @@ def test_the_reason_names_table_and_row_or_who_forced_it():
     ("collective", "algorithm", "protocol", "words"),
     [
         ("all_reduce", "ring", None, "no ring/any kernel; there is one_shot/ll"),
-        ("all_reduce", None, "ll256", "no any/ll256 kernel"),
-        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/ll128, one_shot/s"),
+        ("all_reduce", None, "ll64", "no any/ll64 kernel"),
+        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/ll128, one_shot"),
         ("all_to_nobody", None, None, "unknown; there is all_reduce"),
     ],
 )
@@ -181,3 +182,42 @@ def test_forced_wide_words_have_planes_that_span_all_threads():
             for device in ("cpu",) if wide_words.why_not(90) else ("cpu", "sm_90"):
                 choice = choose(site(device, ranks), kernel.collective, 1 << power, kernel.algorithm, "ll128")
                 assert device == "cpu" or choice.block // 2 >= 32 * choice.warps
+
+
+# Room for other kernels
+
+
+def test_a_group_with_few_registers_gets_compact_forms_in_its_grid():
+    few = site(world_size=8, max_registers=128, max_blocks=16, beside=True)
+    for collective in set(COLLECTIVES) - {"barrier"}:
+        for nbytes in SIZES:
+            choice = choose(few, collective, nbytes)
+            kernel = registry.find(collective, choice.algorithm, choice.protocol)
+            assert choice.registers == 128 and choice.blocks <= 16
+            assert has_compact_form(kernel, "sm_90", 8)
+    assert "beside other kernels, at most 128 registers a thread and 16 blocks" in choice.reason
+    assert choose(site(world_size=8), "all_reduce", 1 << 20).registers == 255
+
+
+def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
+    few = site(world_size=8, max_registers=128)
+    with pytest.raises(InvalidArgument, match="two_shot/ll takes more than 128 .*; one_shot/simple, two_shot/simple"):
+        choose(few, "all_reduce", 1024, "two_shot", "ll")
+    with pytest.raises(InvalidArgument, match=r"over symmetric memory .* pass handle.local"):
+        choose(few, "all_reduce", 1024, zero_copy="two_shot")
+
+
+def test_rows_for_calls_beside_others_are_for_such_groups_alone():
+    rows = (
+        TableRow("all_reduce", 4, None, "two_shot", "simple", blocks=4, registers=128, beside=True),
+        TableRow("all_reduce", 4, None, "one_shot", "ll", beside=False),
+    )
+    found = [choose(tuned(*rows, beside=beside), "all_reduce", 8) for beside in (True, False)]
+    assert [(c.protocol, c.registers) for c in found] == [("simple", 128), ("ll", 255)]
+    assert found[0].blocks == 4
+
+
+def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
+    assert choose(site("cuda"), "all_reduce", 1024).protocol == "ll"
+    with pytest.raises(InvalidArgument, match="several architectures"):
+        choose(site("cuda"), "all_reduce", 1024, protocol="ll128")

@@ -18,6 +18,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
 from tricomm.kernels.launch.kernel_launch import BoundKernel, InPlace
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
+from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.store.control import Descriptor, PackedDescriptor
 
@@ -150,5 +151,7 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
         "PTX": gpu,
         **kernel.fixed,
     }
+    values["COMPACT"] = choice.registers < MOST_REGISTERS
     # LANES is the number of threads: the two go together.
-    return values | COMPILE_OPTIONS | {"num_warps": choice.warps} if gpu else values
+    more = COMPILE_OPTIONS | {"num_warps": choice.warps, "maxnreg": choice.registers}
+    return values | more if gpu else values

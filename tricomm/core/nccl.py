@@ -48,8 +48,9 @@ def load(control: ControlPage, timeout: float) -> Any:
     return core
 
 
-def open_nccl(control: ControlPage, device: torch.device, timeout: float) -> Nccl:
-    """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order.
+def open_nccl(control: ControlPage, device: torch.device, timeout: float, max_blocks: int | None = None) -> Nccl:
+    """Make NCCL's communicator for the ranks of `control`; every rank calls it, in the same order. Its kernels have
+    `max_blocks` blocks at most.
 
     Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
     broken on one, naming it; and as `control.exchange` if a rank does not come within `timeout` seconds.
@@ -63,7 +64,15 @@ def open_nccl(control: ControlPage, device: torch.device, timeout: float) -> Ncc
             error = ResourceError(f"libnccl gives no unique id: {first_line(refusal)}")
     control.agree(error, "NCCL", timeout, abort_on_fault=True)
     unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, abort_on_fault=True)[0]
-    comm, error = _init(core, control.rank, control.world_size, unique_id, device, timeout)
+    settings = {} if max_blocks is None else {"config": core.NCCLConfig(max_ctas=max_blocks)}
+
+    def make() -> Any:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return core.Communicator.init(
+                control.world_size, control.rank, core.UniqueId.from_bytes(unique_id), **settings
+            )
+
+    comm, error = _init(make, timeout)
     try:  # a rank that fails at once waits for those that NCCL keeps until their time is up
         control.agree(error, "NCCL's communicator", timeout + _GRACE_SECONDS, abort_on_fault=True)
     except BaseException:
@@ -95,16 +104,9 @@ def _load() -> Any:
     raise ResourceError("nccl4py finds no libnccl")
 
 
-def _init(
-    core: Any, rank: int, world_size: int, unique_id: bytes, device: torch.device, timeout: float
-) -> tuple[Any, ResourceError | None]:
+def _init(make: Callable[[], Any], timeout: float) -> tuple[Any, ResourceError | None]:
     """(communicator, None) or (None, why). NCCL waits for all ranks without a limit, so this does it with one."""
     worker = BoundedThread("tricomm-nccl-init")
-
-    def make() -> Any:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return core.Communicator.init(world_size, rank, core.UniqueId.from_bytes(unique_id))
-
     try:
         return worker.run(make, "ncclCommInitRank", timeout), None
     except Exception as error:

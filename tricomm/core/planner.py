@@ -24,6 +24,7 @@ from tricomm.kernels import collective_specs
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.selection import Choice
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
@@ -53,7 +54,8 @@ class Planner:
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
-            batch_invariant=group.options.batch_invariant,
+            batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
+            max_registers=group.options.max_registers or MOST_REGISTERS,
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
@@ -180,7 +182,7 @@ class Planner:
         group = self._group
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
-                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout)
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return

@@ -13,7 +13,7 @@ import torch
 
 from tricomm import env
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import layout
+from tricomm.kernels import layout, wide_words
 from tricomm.options import Options
 from tricomm.store.control import ControlPage
 from tricomm.topology import discovery, mesh
@@ -22,6 +22,7 @@ from tricomm.topology.presets import dgx1v
 
 log = logging.getLogger("tricomm")
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
+_NARROW = b"/narrow"
 Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
 
 
@@ -97,10 +98,12 @@ def agree_on_devices(
     Called by all ranks together, each with its own `facts`. The first is "cpu", an architecture such as "sm_90", or
     "cuda" for different ones; the second is at most `most_blocks`.
     """
-    mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode(), facts.processors)
+    # A compiler without wide words makes a kind of its own, so that all ranks know whether all have them.
+    narrow = b"" if facts.architecture == "cpu" or wide_words.COMPILES.value else _NARROW
+    mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors)
     answers = control.exchange(mine, "device facts", timeout)
     uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
-    kind = kinds[0].rstrip(b"\0").decode() if len(set(kinds)) == 1 else "cuda"
+    kind = kinds[0].rstrip(b"\0").removesuffix(_NARROW).decode() if len(set(kinds)) == 1 else "cuda"
     most = layout.MAX_BLOCKS
     if kind != "cpu":  # ranks that share a device share its processors
         most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))

@@ -14,6 +14,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
+from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, SelectionFacts, has_wide_words
 
 MOST_HIDDEN = 16384
@@ -35,6 +36,8 @@ def choose(
         return f"hidden={hidden}: fused kernels take multiples of 8 up to {MOST_HIDDEN}"
     if bits not in (16, 32):
         return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
+    if facts.max_registers < MOST_REGISTERS:
+        return f"fused kernels take more than {facts.max_registers} registers a thread"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
     forced = algorithm is not None or protocol is not None
@@ -61,9 +64,7 @@ def choose(
     if forced:
         reason = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller"
     else:
-        reason = (
-            f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
-        )
+        reason = f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
     runner_up = f"{first[1][0].algorithm}/{first[1][0].protocol}" if len(first) > 1 else ""

@@ -15,6 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
+from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS, has_compact_form
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 GPU_WARPS = 8
@@ -50,6 +51,7 @@ class Choice:
     zero_copy: bool = False
     route: str = "kernels"
     fused: bool = False
+    registers: int = MOST_REGISTERS
 
     @property
     def counted_as(self) -> str:
@@ -73,6 +75,8 @@ class SelectionFacts:
     tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
     batch_invariant: bool = False  # only kernels that reduce in rank order
+    max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
+    beside: bool = False  # the group's calls run beside other kernels
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -82,8 +86,9 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
         return
     if tile is not None and tile < WORDS_PER_WARP:
         raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
-    if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) < GPU_TILE:
-        raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {GPU_TILE} words")
+    least = min(arena.largest_tile("two_shot", "ll"), arena.largest_tile("two_shot", "ll128"), arena.slot_words("ll"))
+    if least < 2 * WORDS_PER_WARP:  # of wide words, whose planes are half of a tile
+        raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {2 * WORDS_PER_WARP} words")
 
 
 def choose(
@@ -109,10 +114,12 @@ def choose(
         for name, number, row in _rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
+        if _registers(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
     ]
     table, number, row, kernel = candidates[0] if candidates else ("none", -1, None, fits[0])
     second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
     words = -(-nbytes // 8)
+    registers = _registers(facts, row)
     blocks, warps, tile = _shape(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
@@ -122,11 +129,21 @@ def choose(
     else:
         limit = "any size" if row.max_bytes is None else f"up to {row.max_bytes} bytes"
         reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {limit}"
+    if registers < MOST_REGISTERS:
+        beside = "beside other kernels, " if facts.beside else ""
+        reason += f"; {beside}at most {registers} registers a thread and {facts.max_blocks} blocks"
     reason += _promise(facts, kernel)
     return Choice(
         collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, table,
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
+        registers=registers,
     )  # fmt: skip
+
+
+def _registers(facts: SelectionFacts, row: TableRow | None) -> int:
+    """Registers a thread that a call may take: few ones mean the compact form of a kernel."""
+    most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
+    return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
 
 
 def nccl(collective: str, reason: str) -> Choice:
@@ -151,13 +168,21 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
+    registers = _registers(facts, None)
+    if registers < MOST_REGISTERS and not has_compact_form(kernel, facts.device, facts.world_size):
+        raise InvalidArgument(
+            f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
+            f"registers a thread on {facts.device}; pass handle.local, or make the group without max_registers and "
+            "beside_compute"
+        )
     rows = kernel.kind.rows_in(facts.world_size)
     blocks, warps, tile = _shape(facts, kernel, -(-nbytes // (8 * rows)))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     reason += _promise(facts, kernel)
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True
-    )
+        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True,
+        registers=registers,
+    )  # fmt: skip
 
 
 def _allowed(
@@ -176,6 +201,8 @@ def _allowed(
         known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
+    if facts.max_registers < MOST_REGISTERS and fits:
+        fits = _compact(facts, collective, asked, known, fits)
     if facts.batch_invariant and fits:
         return _in_rank_order(collective, asked, known, fits)
     if fits:
@@ -196,10 +223,33 @@ def _allowed(
 def has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
     """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
     `InvalidArgument`."""
-    architecture = None if facts.device == "cpu" else int("".join(filter(str.isdigit, facts.device)))
+    if facts.device == "cuda":  # devices or compilers of several kinds
+        if forced:
+            raise InvalidArgument(
+                "protocol=ll128: the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
+            )
+        return False
+    architecture = None if facts.device == "cpu" else int(facts.device.removeprefix("sm_"))
     if forced:
         wide_words.require(architecture)
     return architecture is None or wide_words.why_not(architecture) is None
+
+
+def _compact(
+    facts: SelectionFacts, collective: str, asked: str, known: list[registry.Kernel], fits: list[registry.Kernel]
+) -> list[registry.Kernel]:
+    """Those of `fits` that a group with few registers may use; one at least."""
+    small = [k for k in fits if has_compact_form(k, facts.device, facts.world_size)]
+    if small:
+        return small
+    others = ", ".join(
+        f"{k.algorithm}/{k.protocol}" for k in known if has_compact_form(k, facts.device, facts.world_size)
+    )
+    raise InvalidArgument(
+        f"{collective}: with {facts.world_size} ranks on {facts.device} {asked} takes more than {facts.max_registers} "
+        f"registers a thread; {others or 'no kernel of it'} does not, or make the group without max_registers and "
+        "beside_compute"
+    )
 
 
 def _in_rank_order(
@@ -241,7 +291,7 @@ def _shape(
     else:
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
         if kernel.protocol != "simple":
-            tile = _short_tile(share)
+            tile = _short_tile(share, WORDS_PER_WARP if kernel.protocol == "ll" and kernel.shards == 0 else LL_TILE)
             blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
         else:
             tile = GPU_TILE
@@ -251,15 +301,20 @@ def _shape(
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = min(facts.tile or tile, widest)
     if facts.device != "cpu":
+        if _registers(facts, row) < MOST_REGISTERS and kernel.protocol != "simple":
+            tile = min(tile, LARGEST_LL_WARPS * WORDS_PER_WARP)
         # A plane of wide words is half of their tile, and has to span all threads.
         tile = max(tile, 2 * WORDS_PER_WARP) if kernel.wide else tile
         warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
     return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
 
 
-def _short_tile(words: int) -> int:
-    """Words of an LL tile: as many as there are, until there are enough for several blocks."""
-    tile = max(WORDS_PER_WARP, min(LL_TILE, 1 << (max(words, 1) - 1).bit_length()))
+def _short_tile(words: int, enough: int) -> int:
+    """Words of an LL tile: as many as there are, until `enough` make it worth while to have several blocks.
+
+    For two shots a word a thread of one warp is: modelled, 3.7 us for 64 KiB of 8 H100, and 4.1 us with four warps.
+    """
+    tile = max(WORDS_PER_WARP, min(enough, 1 << (max(words, 1) - 1).bit_length()))
     while tile < GPU_TILE and words > LL_BLOCKS * tile:
         tile *= 2
     return tile
@@ -307,7 +362,7 @@ def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: 
         for number, row in enumerate(rows)
         if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
-        if row.mode in (None, mode) and row.bits in (None, bits)
+        if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
     ]
 
 

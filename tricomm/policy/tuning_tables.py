@@ -18,7 +18,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, MAX_WORLD_SIZE
 
-KERNELS = 2  # counts changes of the kernels that make old measurements void
+KERNELS = 3  # counts changes of the kernels that make old measurements void
 MAX_BYTES = 4 << 20  # of a file: thousands of rows
 _MAX_TILE = 1 << 20
 
@@ -27,8 +27,9 @@ _MAX_TILE = 1 << 20
 class TableRow:
     """For up to `world_size` ranks and `max_bytes` bytes of input per rank (None: any), this kernel.
 
-    `mode` (eager or graph) and `bits` (of an element that is reduced) narrow it, if they are given. `blocks`, `warps`
-    and `tile` (64-bit words) are the shape of the launch; None leaves it to selection.
+    `mode` (eager or graph), `bits` (of an element that is reduced) and `beside` (whether the group's calls run beside
+    other kernels) narrow it, if they are given. `blocks`, `warps`, `tile` (64-bit words; under `ll128` of 128 bits) and
+    `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
     """
 
     collective: str
@@ -41,6 +42,8 @@ class TableRow:
     blocks: int | None = None
     warps: int | None = None
     tile: int | None = None
+    registers: int | None = None
+    beside: bool | None = None
 
     def __post_init__(self) -> None:
         registry.find(self.collective, self.algorithm, self.protocol)
@@ -48,9 +51,9 @@ class TableRow:
             raise InvalidArgument(f"tile {self.tile} is no power of two")
 
     @property
-    def group(self) -> tuple[str, int | None, str | None]:
+    def group(self) -> tuple[str, int | None, str | None, bool | None]:
         """Rows of one group are compared and replaced together, whatever their sizes."""
-        return self.collective, self.bits, self.mode
+        return self.collective, self.bits, self.mode, self.beside
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ def _forms() -> _Forms:
         "blocks": Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)] | None,
         "warps": Literal[1, 2, 4, 8, 16, 32] | None,
         "tile": Annotated[int, msgspec.Meta(ge=2, le=_MAX_TILE)] | None,
+        "registers": Literal[128, 255] | None,
     }
     row = form(TableRow, limits)
     box = form(Fingerprint, dict.fromkeys(("device", "gpu", "topology", "links"), text) | {"world_size": ranks})

@@ -20,7 +20,10 @@ def test_one_bit_is_noticed_and_only_a_sums_nan_has_many_patterns():
     assert "torch.float32 [2] and torch.float64 [2]" in bits.difference(sums, [[one]], [[other.double()]])
 
 
-@pytest.mark.parametrize("case", some(bits.sample(), 4), ids=lambda case: case.name)
+# A product of fp8 takes ten seconds to compile.
+@pytest.mark.parametrize(
+    "case", some(bits.sample(), lambda number, case: number % 4 == 0 and case.op != "prod"), ids=lambda case: case.name
+)
 def test_a_kernel_gives_the_interpreters_bits(case):
     assert bits.difference(case, bits.through_machine(case), bits.through_interpreter(case)) == ""
 

@@ -39,9 +39,13 @@ _EARLY_FIRST = """\
             if number + 1 < chunks:
                 PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
 """
-_AGAIN = "nth(unknown(whole, SPEC), number"
-_PASS_ON = f"        if (number > 0) & (number <= chunks):\n            PASS_ON(tensors, {_AGAIN} - 1,"
-_TAKE_LAST = f"        if number > 1:\n            TAKE(tensors, {_AGAIN} - 2, chunk_words), SPEC)\n"
+_PASS_ON = (
+    "        if (number > 0) & (number <= chunks):\n"
+    "            PASS_ON(tensors, nth(unknown(whole, SPEC), number - 1, chunk_words), SPEC)\n"
+)
+_TAKE_LAST = (
+    "        if number > 1:\n            TAKE(tensors, nth(unknown(whole, SPEC), number - 2, chunk_words), SPEC)\n"
+)
 _MET = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _END = "            status = synchronize(behind, 1, SPEC)\n"
 _UNEVEN_TAKE = """\

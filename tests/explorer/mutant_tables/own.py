@@ -35,7 +35,8 @@ _ROTATES = "(chunk.epoch & 1) * SPEC.WORLD_SIZE + source\n    if SPEC.WIDE:"
 _SAME = "ahead._replace(epoch=ahead.epoch * 0)"
 _AHEAD = "PUSH(tensors, ahead, SPEC)\n"
 _MET = "status = synchronize(ahead, 0, SPEC)\n"
-_ONE_BACK, _TWO_BACK = (f"nth(unknown(whole, SPEC), number - {n}, chunk_words)" for n in (1, 2))
+_ONE_BACK = "nth(unknown(whole, SPEC), number - 1, chunk_words)"
+_TWO_BACK = "nth(unknown(whole, SPEC), number - 2, chunk_words)"
 _SHARD = """\
             buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
         for first in range(chunk.own, shard"""
@@ -213,7 +214,7 @@ OWN = (
     Mutant(
         "M28", "two-shot does not rotate, one-shot does", "flags of consecutive calls that differ overlap: vllm#25892",
         (
-            Edit(CHUNKS, f"{_ONE_BACK}, SPEC)", f"{_ONE_BACK}._replace(epoch=number * 0), SPEC)"),
+            Edit(CHUNKS, f"PASS_ON(tensors, {_ONE_BACK},", f"PASS_ON(tensors, {_ONE_BACK}._replace(epoch=start * 0),"),
             Edit(CHUNKS, f"2, SPEC)\n            {_AHEAD}", f"2, SPEC)\n            {_AHEAD.replace('ahead', _SAME)}"),
             Edit(CHUNKS, f"{_TWO_BACK}, SPEC)", f"{_TWO_BACK}._replace(epoch=number * 0), SPEC)"),
         ),

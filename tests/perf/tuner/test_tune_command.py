@@ -149,8 +149,8 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
     lines = _run("export", file).output.splitlines()
     assert lines[0].startswith("collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks")
     assert lines[1:] == [
-        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32",
-        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32",
+        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32,,",
+        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32,,",
     ]
     assert tuning_tables.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
 

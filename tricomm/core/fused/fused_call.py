@@ -63,9 +63,9 @@ class Epilogue(NamedTuple):
 
     def text(self) -> str:
         """In words, for the record that the peers read: at most 72 characters."""
-        parts = [f"{self.hidden}", f"eps {self.eps:g}", f"weight {str(self.weight).removeprefix('torch.')}"]
+        parts = [f"{self.hidden}", f"eps {self.eps!r}", f"weight {str(self.weight).removeprefix('torch.')}"]
         if self.weight_bias:
-            parts.append(f"bias {self.weight_bias:g}")
+            parts.append(f"bias {self.weight_bias!r}")
         if not self.residual:
             parts.append("no residual")
         if self.quantize is not None:

@@ -97,9 +97,12 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
 
 
 def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidArgument(f"{FUSED}: {name}={value!r}: a finite number is needed")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer beyond what a float holds
+        pass
+    raise InvalidArgument(f"{FUSED}: {name}={value!r}: a finite number is needed")
 
 
 def _quantized(

@@ -14,13 +14,14 @@ import torch
 
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_checks, fused_kernels, unfused
-from tricomm.core.fused.fused_call import FusedCall
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, FusedCall
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
+from tricomm.errors import InvalidArgument
 
 
 class Quantized(NamedTuple):
@@ -82,6 +83,10 @@ class FusedCollectives:
 
         The norm itself is written only into a `norm_out` that is given.
         """
+        if quantize is None:
+            raise InvalidArgument(
+                f"{FUSED}: quantize=None; all_reduce_rms_norm does not quantise, here there is {', '.join(QUANTIZATIONS)}"
+            )
         given = FusedArguments(
             _local(x), residual, weight, eps, weight_bias, residual_out, norm_out, quantize, scale,
             scale_layout, quant_out, scale_out,

@@ -1,0 +1,69 @@
+"""Compact forms (`COMPACT`: 128 registers a thread) give what the full ones do, in several chunks and blocks."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import tricomm
+from tests.marks import some
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.perf.bench import check_data, collective_calls
+from tricomm.perf.machine_code import accesses
+from tricomm.perf.machine_code.kernel_report import ARCHITECTURES, Variant, compile_variant
+from tricomm.policy.compact_forms import COMPACT_REGISTERS, has_compact_form
+
+PLAIN = [k for k in registry.KERNELS if k.protocol == "simple" and k.collective not in ("barrier", "all_to_all_v")]
+SMALL = tricomm.Options(max_registers=COMPACT_REGISTERS, arena_bytes=1 << 16, blocks=2, tile=32)
+COUNTS = (1, 2037)
+
+QUICK = ("all_reduce_two_shot_simple", "broadcast_two_shot_simple", "all_to_all_one_shot_simple")  # every loop
+
+
+def _wrong(kernel, comm):
+    """Wrong elements of this rank, of two calls of each size; outputs are poisoned first."""
+    wrong = 0
+    for number, count in enumerate(COUNTS * 2):
+        facts = (kernel.collective, "sum", comm.world_size)
+        x, y = collective_calls.tensors(comm, kernel.collective, count, torch.float32)
+        check_data.poison(y)
+        x.copy_(check_data.values(*facts, comm.rank, number, count, torch.float32))
+        result = collective_calls.call(comm, kernel.collective, number, x, y, kernel)
+        comm.synchronize()
+        if result is not None and check_data.gets(kernel.collective, comm.world_size, comm.rank, number):
+            exact = check_data.expected(*facts, number, count, comm.rank, torch.float32)
+            wrong += check_data.wrong(result, exact)
+    chosen = comm.explain(kernel.collective, 8, algorithm=kernel.algorithm, protocol=kernel.protocol)
+    return wrong, chosen.registers
+
+
+@pytest.mark.parametrize("kernel", some(PLAIN, lambda _, k: k.name in QUICK), ids=lambda k: k.name)
+def test_a_compact_form_gives_the_exact_result(kernel):
+    world_size = 8 if kernel.needs_cube else 3
+    assert tricomm.simulate(partial(_wrong, kernel), world_size, options=SMALL) == [(0, COMPACT_REGISTERS)] * world_size
+
+
+COMPILED = [
+    (kernel, arch, world_size)
+    for world_size in (8, 4)
+    for kernel in registry.ALL
+    for arch in ARCHITECTURES
+    if kernel.collective != "barrier" and has_compact_form(kernel, arch, world_size)
+    if world_size == 8 or not has_compact_form(kernel, arch, 8)
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch", "world_size"),
+    some(COMPILED, lambda _, case: case[0].name == "all_reduce_two_shot_simple" and case[1] == "sm_90"),
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_compact_form_has_128_registers_and_spills_nothing(kernel, arch, world_size, monkeypatch):
+    block, warps = (128, 4) if kernel.protocol == "ll" else (512, 8)
+    variant = Variant(kernel.name, arch, world_size=world_size, block=block, warps=warps)
+    monkeypatch.setitem(COMPILE_OPTIONS, "maxnreg", COMPACT_REGISTERS)
+    compiled = compile_variant(kernel.function, variant, {**kernel.fixed, "COMPACT": True})
+    used = accesses.resources(compiled.asm["cubin"], accesses.disassemble(compiled.asm["cubin"]), 0)
+    assert used.registers <= COMPACT_REGISTERS
+    assert used.spill_loads + used.spill_stores == 0
