@@ -110,7 +110,7 @@ PUSHES = (
     ),
     Mutant(
         "P11", "LL push: into the receiver's buffer", "all senders write to one buffer",
-        (Edit(FILE, "ll_buffer(chunk, head, chunk.me, first,", "ll_buffer(chunk, head, to, first,"),),
+        (Edit(FILE, "put_planes(ll_buffer(chunk, head, chunk.me,", "put_planes(ll_buffer(chunk, head, to,"),),
         (AL,), frozenset({"race", "deadlock"}),
     ),
     Mutant(
