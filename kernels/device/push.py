@@ -138,8 +138,13 @@ def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
 
 @triton.jit
 def first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    """LL: this block's first tile of every row of the chunk, for `push_rows`."""
-    return nth_tiles(tensors, chunk, chunk.own, SPEC)
+    """LL: this block's first tile of every row of the chunk, for `push_rows`; of narrow words none, because so many
+    tiles would not stay in registers."""
+    if SPEC.WIDE:
+        tiles = nth_tiles(tensors, chunk, chunk.own, SPEC)
+    else:
+        tiles = ()
+    return tiles
 
 
 @triton.jit
@@ -158,14 +163,22 @@ def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    first = chunk.own
-    while first < chunk.count:
-        for step in tl.static_range(SPEC.WORLD_SIZE):
-            buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
-            put_planes(buffer, tiles[step], chunk.epoch, chunk.count - first, SPEC)
-        first += chunk.stride
-        if first < chunk.count:
-            tiles = nth_tiles(tensors, chunk, first, SPEC)
+    if SPEC.WIDE:
+        first = chunk.own
+        while first < chunk.count:
+            for step in tl.static_range(SPEC.WORLD_SIZE):
+                buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
+                put_planes(buffer, tiles[step], chunk.epoch, chunk.count - first, SPEC)
+            first += chunk.stride
+            if first < chunk.count:
+                tiles = nth_tiles(tensors, chunk, first, SPEC)
+    else:
+        for step in range(SPEC.WORLD_SIZE):
+            to = (chunk.me + step) % SPEC.WORLD_SIZE
+            row = tensors[0] + to * tensors[2]
+            for first in range(chunk.own, chunk.count, chunk.stride):
+                tile = load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC)
+                push_tile(chunk, to, first, tile, chunk.count, SPEC)
 
 
 @triton.jit

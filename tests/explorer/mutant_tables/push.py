@@ -45,8 +45,6 @@ _HEADERS = """\
         tl.debug_barrier()
 """
 _SECOND = "status = synchronize(behind, 1, SPEC)"
-_INTO_OWN = "chunk.me, first, SPEC)\n            put_planes(buffer, "
-_TO = "(chunk.me + step) % SPEC.WORLD_SIZE"
 _BEFORE_CLEAR = 2**30 - 1
 
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
@@ -112,12 +110,12 @@ PUSHES = (
     ),
     Mutant(
         "P11", "LL push: into the receiver's buffer", "all senders write to one buffer",
-        (Edit(FILE, f"{_INTO_OWN}tiles[step],", f"{_INTO_OWN.replace('chunk.me', _TO)}tiles[step],"),),
+        (Edit(FILE, "put_planes(ll_buffer(chunk, head, chunk.me,", "put_planes(ll_buffer(chunk, head, to,"),),
         (AL,), frozenset({"race", "deadlock"}),
     ),
     Mutant(
         "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
-        (Edit(FILE, f"tensors[0] + {_TO} * tensors[2]", "tensors[0] + step * tensors[2]"),),
+        (Edit(FILE, "row = tensors[0] + to * tensors[2]", "row = tensors[0] + step * tensors[2]"),),
         (AL,), WRONG,
     ),
     Mutant(
