@@ -22,6 +22,10 @@ MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torc
 ELSEWHERE = {
     # between two tensors of one device: enqueued, or a copy on the CPU
     "copy_ in tricomm.core.rows.unpack", "copy_ in tricomm.core.point_to_point.PointToPoint.recv",
+    "copy_ in tricomm.core.fused.unfused.finish", "copy_ in tricomm.core.fused.unfused._fp8",
+    "copy_ in tricomm.core.fused.unfused._fp8_per_token", "copy_ in tricomm.core.fused.unfused._nvfp4",
+    # filled by a kernel
+    "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
     "synchronize in tricomm.core.group.Group._write_table",
     "synchronize in store.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda_vmm.VmmBlocks.allocate",

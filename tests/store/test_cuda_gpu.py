@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.store.cuda_ipc import CudaIpcArena, open_cuda_ipc
+from tricomm.store.cuda_arena import CudaArena
+from tricomm.store.cuda_ipc import open_cuda_ipc
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
 
@@ -113,7 +114,7 @@ def _write_and_read(control: QueueControl, device: str) -> None:
     _allocations_still_work(device)
 
 
-def _write_to_all(control: QueueControl, arena: CudaIpcArena, dtype: torch.dtype, offset: int) -> None:
+def _write_to_all(control: QueueControl, arena: CudaArena, dtype: torch.dtype, offset: int) -> None:
     for target in range(control.world_size):
         view = arena.tensor(target, offset + 512 * control.rank, (128,), dtype)
         assert view.data_ptr() == arena.bases[target] + offset + 512 * control.rank, "a view, not a copy"
@@ -125,7 +126,7 @@ def _write_to_all(control: QueueControl, arena: CudaIpcArena, dtype: torch.dtype
         assert torch.equal(found, torch.full((128,), 1.0 + writer)), f"rank {writer} wrote {dtype}"
 
 
-def _touch_control_words(control: QueueControl, arena: CudaIpcArena) -> None:
+def _touch_control_words(control: QueueControl, arena: CudaArena) -> None:
     words = raw_view(arena.control_address, (1024,), torch.int32, arena.device)
     control.page[4:8] = (77).to_bytes(4, "little")
     assert words[1].item() == 77, "the GPU reads what the host wrote"
