@@ -54,6 +54,13 @@ def compile_for(
     return _compiled[key], list(bound.values()), list(signature.values())
 
 
+def type_name(value: Any) -> str:
+    """Triton's name of the type that an argument of a kernel has, such as "*fp32"."""
+    from triton.runtime.jit import mangle_type
+
+    return str(mangle_type(value))
+
+
 def _binder(kernel: Any, capability: int) -> tuple[Any, Any, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend

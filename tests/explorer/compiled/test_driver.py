@@ -143,10 +143,10 @@ def test_an_architecture_that_triton_does_not_know_is_refused(architecture):
 
 
 def test_an_arena_too_small_for_a_gpus_tiles_is_refused_with_the_bytes_that_are_needed():
-    least = checked_options(2, None)
-    assert checked_options(2, least) is least
-    with pytest.raises(InvalidArgument, match=f"Options\\(arena_bytes={least.arena_bytes}\\)"):
-        checked_options(2, Options(arena_bytes=128 * 1024))
+    enough = checked_options(3, None)
+    assert checked_options(3, enough) is enough
+    with pytest.raises(InvalidArgument, match=f"Options\\(arena_bytes={enough.arena_bytes}\\)"):
+        checked_options(3, Options(arena_bytes=64 * 1024))
 
 
 def test_a_refused_launch_is_named():

@@ -130,10 +130,10 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert code_forecast.LABEL in done.output.splitlines()[0] and "modelled" in code_forecast.LABEL
     assert f"median error {code_forecast.MEDIAN_ERROR:.0%}" in done.output
     kernels = [line.split()[1] for line in done.output.splitlines() if line.strip().startswith("4096")]
-    assert kernels == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple"]
+    assert kernels == [f"{way}/{protocol}" for way in ("one_shot", "two_shot") for protocol in ("ll", "ll128", "simple")]
     assert sum(line.endswith("*") for line in done.output.splitlines()) == 1
     found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
-    assert "modelled" in found["modelled"] and len(found["results"]) == 4
+    assert "modelled" in found["modelled"] and len(found["results"]) == len(kernels)
     row = found["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
     assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))

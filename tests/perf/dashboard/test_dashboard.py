@@ -82,7 +82,7 @@ def test_what_selection_picks() -> None:
         "dtype": "float32",
         "mode": "eager",
     }
-    assert collect.pick(scene, 1024) == "one_shot/ll" and collect.pick(scene, 1 << 26) == "two_shot/simple"
+    assert collect.pick(scene, 1024) == "one_shot/ll128" and collect.pick(scene, 1 << 26) == "two_shot/simple"
     for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
         assert collect.pick(scene | change, 1024) is None
     assert collect.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton.runtime.jit
 
 from tricomm import arguments
 from tricomm.core.faults import Faults
@@ -16,7 +15,7 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.device.epilogue import nothing
-from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.launch import jit_dispatch, triton_adapter
 
 _WHAT = "all_reduce_rows"
 
@@ -62,7 +61,7 @@ class RowCollectives:
             arguments.check_tensor(value, self._group.device, f"{_WHAT} operand {number}")
             if not value.is_contiguous():
                 raise InvalidArgument(f"{_WHAT}: operand {number} is not contiguous; pass .contiguous()")
-            return str(triton.runtime.jit.mangle_type(value))
+            return jit_dispatch.type_name(value)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidArgument(f"{_WHAT}: operand {number} is {type(value).__name__}; tensors and numbers fit")
         return "i64" if isinstance(value, int) else "fp32"
