@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.marks import some
+from tricomm.core.fused import fused_kernels
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.policy import row_shapes
 
@@ -188,6 +190,56 @@ def test_special_values_stay_in_their_row(protocol):
         assert codes.codes[0].isnan().all() and torch.equal(codes.codes[3:].float(), torch.full((3, 16), 448.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, *some([torch.bfloat16], lambda *_: False)])
+@ROUTES
+def test_tiny_rows_and_weights_near_the_bias_stay_within_an_ulp(dtype, protocol):
+    draw = torch.Generator().manual_seed(5)
+    size = torch.tensor([1e-30, 1e-26, 1e-24, 1e-22, 1e-20])[:, None]
+    rows = (torch.randn(5, 200, generator=draw) * size).to(dtype)
+    weight = (torch.randn(200, generator=draw) * 0.01).to(dtype)
+
+    def body(comm):
+        ones = torch.ones_like(weight)
+        tiny = [comm.all_reduce_rms_norm(rows, None, ones, eps, protocol=protocol)[0] for eps in (0.0, 1e-42, 1e-30)]
+        return tiny, comm.all_reduce_rms_norm(rows, None, weight, 0.0, weight_bias=0.125, protocol=protocol)[0]
+
+    ((tiny, biased),) = on_all(body, 1)
+    for norm, eps in zip(tiny, (0.0, 1e-42, 1e-30), strict=True):
+        assert reference.within_an_ulp(norm, reference.norm_of(rows, torch.ones(200), torch.tensor(eps).double()))
+    assert reference.within_an_ulp(biased, reference.norm_of(rows, weight, 0.0, 0.125))
+
+
+def test_an_infinite_norm_has_an_infinite_scale_and_a_nan_one_code():
+    def body(comm):
+        x, weight = torch.ones(2, 32), torch.ones(32)
+        x[1, 4], weight[3] = -float("nan"), torch.inf
+        return [
+            comm.all_reduce_rms_norm_quantized(x, None, weight, quantize="fp8_per_token", protocol=protocol)
+            for protocol in (None, "simple")
+        ]
+
+    for codes, scales, _, _ in on_all(body, 1)[0]:
+        rows = codes.view(torch.uint8).tolist()
+        assert scales[0, 0] == torch.inf and rows == [[0] * 3 + [0x7F] + [0] * 28, [0x7F] * 32]
+
+
+def test_scales_may_begin_anywhere(monkeypatch):
+    """They take no part in whether a kernel reads words of 16 bytes."""
+    found, make = [], fused_kernels.make
+    monkeypatch.setattr(fused_kernels, "make", lambda *given: found.append(given[3]) or make(*given))
+
+    def body(comm):
+        x, weight, scales = torch.ones(4, 32), torch.ones(32), torch.full((5,), 0.5)
+        codes = comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8", scale=scales[1]).codes
+        comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8_per_token", scale_out=scales[1:, None])
+        comm.all_reduce_rms_norm(torch.ones(129)[1:].view(4, 32), None, weight)
+        return codes.float(), scales
+
+    ((codes, scales),) = on_all(body, 1)
+    assert (codes == 2).all() and scales[0] == 0.5 and torch.allclose(scales[1:], torch.tensor(1 / 448))
+    assert found == [True, True, False]
+
+
 def _refused(**changes):
     """The message of a call of one rank with these changes; the group goes on."""
 
@@ -315,7 +367,7 @@ def test_more_than_one_schedule():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
 def test_fused_or_not_the_bits_are_the_same(dtype):
-    """Rows of many magnitudes, and of special values."""
+    """Rows of many magnitudes, of special values, and of infinite norms; any NaN has the same code."""
 
     def body(comm):
         own, common = (torch.Generator().manual_seed(seed) for seed in (comm.rank, 99))
@@ -324,12 +376,15 @@ def test_fused_or_not_the_bits_are_the_same(dtype):
         residual = (torch.randn(7, 64, generator=common) * size).to(dtype)
         weight = torch.randn(64, generator=common).to(dtype)
         x[2, 5], x[3, 7], x[4], residual[4] = float("nan"), float("inf"), 0, 0
-        weight[40] = float("nan")
-        found = []
-        for quantize, more in (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5})):
+        weight[40], x[6, 9] = float("nan"), -float("nan")
+        infinite = torch.where(torch.arange(64) == 3, torch.inf, weight)
+        many, ones = torch.randn(64, 512, generator=own).to(dtype), torch.ones(512).to(dtype)
+        found = [[comm.all_reduce_rms_norm(many, None, ones, 0.0, protocol=protocol) for protocol in (None, "simple")]]
+        forms = (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5}))
+        for (quantize, more), gain in itertools.product(forms, (weight, infinite)):
             found.append([
                 comm.all_reduce_rms_norm_quantized(
-                    x, residual, weight, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
+                    x, residual, gain, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
                 )
                 for protocol in (None, "simple")
             ])  # fmt: skip
@@ -338,7 +393,7 @@ def test_fused_or_not_the_bits_are_the_same(dtype):
     for found in on_all(body):
         for fused, unfused in found:
             for one, other in zip(fused, unfused, strict=True):
-                if one is not None and one.dtype.is_floating_point:  # a NaN may have any bits
+                if one is not None and one.dtype == dtype:  # a NaN may have any bits
                     one, other = (torch.where(y.float().isnan(), 1e30, y.float()) for y in (one, other))
                 assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
