@@ -1,4 +1,4 @@
-"""Fused calls, and the all-reduce and torch that run where no fused kernel does: the same bits, also of extreme rows."""
+"""Fused calls, and the all-reduce and torch that run where no fused kernel does: the same bits."""
 
 from __future__ import annotations
 
