@@ -171,12 +171,12 @@ class DescriptorSocket:
 
         def complete() -> bool:
             nonlocal next_look
-            for _ in range(_AT_ONCE):  # before any look: a rank whose directory is gone may have sent all it had
-                if not self._receive(sender, len(mine), token, received):
-                    break
             for rank in list(unsent):
                 if self._send(rank, names[rank], unsent[rank], mine, look):
                     del unsent[rank]
+            for _ in range(_AT_ONCE):
+                if not self._receive(sender, len(mine), token, received):
+                    break
             if (unsent or waiting) and time.monotonic() >= next_look:
                 look()
                 next_look = time.monotonic() + _LOOK_SECONDS
@@ -292,11 +292,6 @@ def died(name: bytes) -> bool:
     finally:
         probe.close()
     return False
-
-
-def missing(name: bytes) -> bool:
-    """True if there is no socket of this name: its process has closed it, or was killed, and another one has cleared up."""
-    return not os.path.lexists(_path(base(), name))
 
 
 def _authentic(data: bytes, extra: list[tuple[int, int, bytes]], sender: Sender, token: bytes | None) -> int:

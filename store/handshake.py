@@ -102,8 +102,6 @@ class _Handshake:
         self._connected = False
         self._retracted = 0
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        self._heard = set[int]()  # ranks that have sent all that they send through their sockets
-        self._missing = set[int]()  # ranks that had no socket at the last look
 
     def run(self) -> ControlPage:
         self._begin()
@@ -199,13 +197,9 @@ class _Handshake:
         self._look_for_duplicate()
         if time.monotonic() >= self._next_look:
             self._check_interrupt()
-            awaited = [record for record in arrived.values() if record.rank not in (self._rank, *self._heard)]
-            missing = {record.rank for record in awaited if descriptors.missing(record.body.socket)}
-            for record in awaited:
-                # At the second look: at the first, its last message may just have come, or its reason to give up.
-                if descriptors.died(record.body.socket) or record.rank in missing & self._missing:
+            for record in arrived.values():
+                if record.rank != self._rank and not _runs(record.body):
                     raise _died(record)
-            self._missing = missing
             self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def _check(self, record: StoreRecord[RankRecord]) -> None:
@@ -219,7 +213,6 @@ class _Handshake:
         arrived = {record.rank: record for record in records}
 
         def take(rank: int, held: list[int]) -> None:
-            self._heard.add(rank)
             members[rank] = self._attach(records[rank], held)
 
         def look() -> None:
@@ -299,10 +292,7 @@ class _Handshake:
         record = self._gathering.earlier(_WHAT, RankRecord, generation) if generation > 0 else None
         if record is None:
             return None
-        other = record.body
-        if (other.boot_id, other.pid_namespace) == (process.node_id(), process.pid_namespace()):
-            return other if process.alive(other.pid, other.start_time) else None
-        return None if descriptors.died(other.socket) else other
+        return record.body if _runs(record.body) else None
 
     def _late(self, arrived: Arrived[RankRecord]) -> RendezvousError:
         came = ", ".join(
@@ -345,6 +335,16 @@ def _open_pidfd(held: list[int]) -> None:
     """Add a descriptor of this process, by which others see its end, unless the system has none."""
     with suppress(OSError):
         held.append(os.pidfd_open(os.getpid()))
+
+
+def _runs(theirs: RankRecord) -> bool:
+    """Whether the process of a record still runs, as far as it can be told.
+
+    The socket of a process that was killed refuses, until another process of this machine clears it up. Its number
+    tells as well, if it is of this PID namespace.
+    """
+    near = (theirs.boot_id, theirs.pid_namespace) == (process.node_id(), process.pid_namespace())
+    return not descriptors.died(theirs.socket) and (not near or process.alive(theirs.pid, theirs.start_time))
 
 
 def _died(record: StoreRecord[RankRecord]) -> RendezvousError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import socket
 import threading
@@ -18,8 +19,8 @@ from torch.distributed import HashStore, TCPStore
 
 from tests import ranks
 from tricomm.errors import TricommError
+from tricomm.store import descriptors, process
 from tricomm.store import handshake as handshakes
-from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
@@ -178,6 +179,20 @@ def die_at(point: str) -> None:
         handshakes._Handshake._introduce = die  # type: ignore[method-assign]
     elif point == "after record":
         handshakes.check = die
+    elif point == "cleared up":  # another process has removed what the killed one left behind
+        bind = descriptors.DescriptorSocket.bind
+        made: list[descriptors.DescriptorSocket] = []
+        descriptors.DescriptorSocket.bind = lambda self: made.append(self) or bind(self)  # type: ignore
+
+        def clear_up(*given: Any) -> Any:
+            pidfd = os.pidfd_open(os.getpid())
+            if os.fork() == 0:
+                select.select([pidfd], [], [])
+                made[0]._remove()
+                os._exit(0)
+            die()
+
+        handshakes.check = clear_up
     elif point == "attach":
         Segment.attach = die  # type: ignore[method-assign,assignment]
     elif point == "done":

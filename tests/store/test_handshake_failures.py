@@ -245,7 +245,7 @@ def test_the_segment_of_another_group_is_refused(monkeypatch):
     assert all("is not its control page" in text for _, text in found), found
 
 
-@pytest.mark.parametrize("point", ["before record", "after record", "attach", "done", "confirm"])
+@pytest.mark.parametrize("point", ["before record", "after record", "cleared up", "attach", "done", "confirm"])
 def test_a_rank_is_killed_at(point, tmp_path):
     claims = good(3)
     claims[1]["die"] = point
