@@ -21,7 +21,7 @@ from tricomm.core.fused.fused_call import Epilogue
 from tricomm.core.launch_plan import Request
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE
 from tricomm.perf import text_table
 from tricomm.perf.cost_model import from_code, recorded_launch, timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
@@ -80,7 +80,7 @@ def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
     warps = max(1, min(16, block // 256))
     values = {
         "WORLD_SIZE": 1, "BLOCK": block, "LANES": 32 * warps, "PTX": True, "ELEMENT": "bfloat16", "HIDDEN": hidden,
-        "OPERANDS": ("fp32", "fp32", "*i16", "*i16", "*i16"), **COMPILE_OPTIONS, "num_warps": warps, "maxnreg": 128,
+        "OPERANDS": ("fp32", "fp32", *["*i16" + WIDE] * 3), **COMPILE_OPTIONS, "num_warps": warps, "maxnreg": 128,
     }  # fmt: skip
     return _timed(machine, 1, separate_norm, rows, values, rows, hidden, layout.plan(1, 1 << 20))
 

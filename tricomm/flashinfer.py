@@ -247,14 +247,14 @@ def allreduce_fusion(
         raise InvalidArgument(
             f"allreduce_fusion: workspace is a {type(workspace).__name__}; one of tricomm.flashinfer is needed"
         )
-    if pattern not in _FORMS and pattern != _Pattern.kAllReduce:
+    if not isinstance(pattern, int) or (pattern not in _FORMS and pattern != _Pattern.kAllReduce):
+        name = _NAMES.get(pattern, "unknown") if isinstance(pattern, int) else "no number"
         covered = ", ".join(str(number) for number in (_Pattern.kAllReduce, *_FORMS))
-        raise InvalidArgument(
-            f"allreduce_fusion: pattern {pattern!r} ({_NAMES.get(pattern, 'unknown')}) is not covered; there is "
-            f"{covered}"
-        )
+        raise InvalidArgument(f"allreduce_fusion: pattern {pattern!r} ({name}) is not covered; there is {covered}")
     if not isinstance(input, torch.Tensor) or input.dim() != 2:
         raise InvalidArgument("allreduce_fusion: input has to be a tensor of [tokens, hidden]")
+    if not input.is_contiguous():
+        raise InvalidArgument(f"allreduce_fusion: input has strides {input.stride()}; pass .contiguous()")
     tokens, hidden = input.shape
     reason = workspace._why_not(workspace.world_size, tokens, hidden, input.dtype)
     if reason is not None:
@@ -286,6 +286,8 @@ def allreduce_fusion(
         layout = _layout(layout_code)
         options["scale_layout"] = layout
         scale_out = _first_bytes(scale_out, math.prod(scale_shape(tokens, hidden, layout)), hidden)
+    elif quantize == "fp8_per_token":
+        scale_out = _first_scales(scale_out, tokens)
     if quantize != "fp8":
         options["scale_out"] = scale_out
     codes: torch.Tensor = comm.all_reduce_rms_norm_quantized(
@@ -296,7 +298,7 @@ def allreduce_fusion(
 
 def _layout(code: int | None) -> str:
     code = QuantizationSFLayout.SWIZZLED_128x4 if code is None else code
-    if code not in _LAYOUTS:
+    if not isinstance(code, int) or code not in _LAYOUTS:
         raise InvalidArgument(
             f"allreduce_fusion: layout_code={code!r}: there is SWIZZLED_128x4 (0) and LINEAR (2), not SWIZZLED_8x4 (1)"
         )
@@ -310,3 +312,10 @@ def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> to
     if scale_out.nbytes <= nbytes or not scale_out.is_contiguous():
         return scale_out
     return scale_out.view(-1).view(torch.uint8)[:nbytes]
+
+
+def _first_scales(scale_out: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
+    """As [tokens, 1], what a call needs of a buffer with a scale for each token; as it is if it will be refused."""
+    if not isinstance(scale_out, torch.Tensor) or scale_out.numel() < tokens or not scale_out.is_contiguous():
+        return scale_out
+    return scale_out.view(-1)[:tokens].view(tokens, 1)

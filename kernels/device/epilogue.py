@@ -6,13 +6,14 @@
 
 All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
 the squares of each word are added, and the words' sums as integers. They are scaled by a power of two, so that the
-largest magnitude of the row, or the root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more), and cut to
-multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a tiny row
-loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with a NaN a
-NaN.
+largest magnitude of the row, or 2^-11 of the root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more),
+and cut to multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a
+tiny row loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with
+a NaN a NaN.
 
-16-bit types go on in fp32: root and quotient are rounded correctly, and the factor is right to 2 units of fp32. fp32
-goes on in fp64, and its norm is rounded once.
+16-bit types add the squares of a word and go on in fp32: root and quotient are rounded correctly, and the factor is
+right to 3 units of fp32. fp32 does all of it in fp64, the sum of weight and weight_bias too, and its norm is rounded
+once.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tricomm.kernels.device.rows import load_plane, raw_pointer, store_plane, wo
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
+_ROOT = tl.constexpr(127 - 22)  # twice the exponent of 2^-11: a subnormal eps, 2^-149 or more, counts as 2^-127
 _LOW = tl.constexpr(0xFFFFFFFF)
 
 
@@ -49,7 +51,8 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     scale_out that there are (`tricomm.core.fused.fused_call`); row.y_ptr
     takes the sums."""
     residual, weight = row.prepared
-    eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter it is a float of Python's
+    eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter they are floats of Python's
+    bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
     most = tl.zeros([SPEC.PLANE], tl.float32)
     for n in tl.static_range(SPEC.ROW_PLANES):
@@ -81,7 +84,7 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
                 raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
                 gain = raw.to(tl.float32, bitcast=True)
             value = (element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
-            results = results + ((value * (gain + operands[1]).to(factor.dtype)).to(tl.float32),)
+            results = results + ((value * (gain.to(factor.dtype) + bias.to(factor.dtype))).to(tl.float32),)
         normed = normed + (packed(results, SPEC),)
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
     if SPEC.NORM:
@@ -115,7 +118,7 @@ def _factor(hidden, largest, eps, SPEC: tl.constexpr):
 
     The squares of a word's elements are added first, in their order, which no tile divides.
     """
-    root = ((magnitude(eps) >> 23) + 127) >> 1
+    root = tl.where(magnitude(eps) == 0, 0, ((magnitude(eps) >> 23) + _ROOT) >> 1)
     exponent = tl.minimum(tl.maximum(tl.maximum(largest >> 23, root), 23), 253)
     scale = ((254 + 22 - exponent) << 23).to(tl.float32, bitcast=True)
     squares = tl.zeros([SPEC.PLANE], tl.int64)

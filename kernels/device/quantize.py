@@ -6,7 +6,8 @@
                     scale_out), or of 0 if that is 0; two a byte, the even element in its lower half
 
 Codes are made by integer arithmetic: to nearest even, the largest number beyond the range, the same bits on every
-architecture and under the interpreter. A maximum leaves NaN out; the e4m3 of a NaN is a NaN, its e2m1 is 6.
+architecture and under the interpreter. A maximum leaves NaN out, an infinity makes the scale of its row
+infinite; the e4m3 of a NaN is 0x7F, its e2m1 is 6.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tricomm.kernels.device.rows import raw_pointer, store_plane
 
 _INFINITE = tl.constexpr(0x7F800000)
 _SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32
+_MOST_CODED = tl.constexpr(0x43E00000)  # 448
 _LEAST_SCALE = tl.constexpr(0x36924925)  # 1 / (448 * 512)
 
 
@@ -34,7 +36,7 @@ def quantize_row(number, normed, operands, AT: tl.constexpr, SPEC: tl.constexpr)
         for n in tl.static_range(SPEC.ROW_PLANES):
             most = tl.maximum(most, _most(normed[n], SPEC))
         largest = tl.max(most, axis=0).to(tl.float32, bitcast=True)
-        scale = tl.maximum(tl.div_rn(largest, largest * 0 + 448.0), _number(_LEAST_SCALE))
+        scale = tl.maximum(tl.div_rn(largest, _number(_MOST_CODED)), _number(_LEAST_SCALE))
         tl.store(operands[AT + 1] + number, scale)
         _store_fp8(operands[AT], number, normed, scale, True, SPEC)
     else:
@@ -58,8 +60,9 @@ def _most(words, SPEC: tl.constexpr):
 
 @triton.jit
 def to_e4m3(value):
-    """The e4m3 code (int32) of an fp32."""
-    return to_fp8(value, 20, 141, 121, -120, 0x7E)
+    """The e4m3 code (int32) of an fp32; that of a NaN has no sign."""
+    code = to_fp8(value, 20, 141, 121, -120, 0x7E)
+    return tl.where(value != value, 0x7F, code)
 
 
 @triton.jit
@@ -80,7 +83,7 @@ def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.cons
         for j in tl.static_range(SPEC.PACK):
             value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
             if DIVIDE:
-                value = tl.div_rn(value, value * 0 + scale)
+                value = tl.div_rn(value, scale)
             else:
                 value = value * scale
             codes |= to_e4m3(value) << (8 * j)

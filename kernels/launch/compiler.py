@@ -19,6 +19,7 @@ _TENSORS = ("x_ptr", "y_ptr")
 _TABLE, _GROUP = "table", "group"
 _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
+WIDE = ":16"  # behind the type of an operand that begins at a multiple of 16 if the tensors do
 _by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
 
@@ -35,7 +36,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
     `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
     `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
     for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`, and the
-    operands of an epilogue are of the types of the constexpr OPERANDS.
+    operands of an epilogue are of the types of the constexpr OPERANDS, of which `aligned` is about those with `WIDE`.
     `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError`
     if `refused()`.
     """
@@ -58,9 +59,9 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
         elif name in _COUNTS:
             signature[name] = ("i64",) * constexprs["WORLD_SIZE"]
         elif name == _OPERANDS:
-            signature[name] = constexprs["OPERANDS"]
-            pointers = [n for n, kind in enumerate(constexprs["OPERANDS"]) if kind[0] == "*" and aligned]
-            hints |= {(i, n): [["tt.divisibility", 16]] for n in pointers}
+            kinds = constexprs["OPERANDS"]
+            signature[name] = tuple(kind.removesuffix(WIDE) for kind in kinds)
+            hints |= {(i, n): [["tt.divisibility", 16]] for n, k in enumerate(kinds) if k.endswith(WIDE) and aligned}
         elif name == _GROUP:
             signature[name] = ("*i64",) + ("i64",) * (layout.group_words(constexprs["WORLD_SIZE"]) - 1)
             hints[(i, 0)] = [["tt.divisibility", 16]]

@@ -36,7 +36,8 @@ def test_every_pattern_that_is_covered(use_oneshot):
         assert norm is out
         found = {}
         for number in (2, 3, 4, 5, 10, 11):
-            kept, new, scales = torch.full_like(x, 77.0), torch.empty_like(x), torch.full((3, 1), 77.0)
+            kept, new = torch.full_like(x, 77.0), torch.empty_like(x)
+            scales = torch.full((8, 1) if number == 10 else (3,), 77.0)  # one of max_token_num, one of the tokens
             more = {"scale_factor": torch.tensor(0.5, dtype=torch.float64), "norm_out": kept, "residual_out": new}
             if number in (3, 5):
                 scales = torch.full((1024 if number == 3 else 9,), 77, dtype=torch.uint8)
@@ -61,7 +62,8 @@ def test_every_pattern_that_is_covered(use_oneshot):
             if number in (2, 4):
                 assert reference.rounded(codes.double(), plain / 0.5, reference.E4M3)
             elif number in (10, 11):
-                assert reference.rounded(codes.double(), plain / scales.double(), reference.E4M3)
+                assert (scales.view(-1)[3:] == 77).all()
+                assert reference.rounded(codes.double(), plain / scales.view(-1)[:3, None].double(), reference.E4M3)
             else:
                 values, wide = reference.nvfp4(codes, scales, "linear" if number == 5 else "swizzled_128x4")
                 blocks = plain.view(3, 3, 16) * 0.5 / wide[..., None]
@@ -79,6 +81,10 @@ REFUSED = [
     ({"pattern": 3, "scale_factor": 1.0, "layout_code": 1}, "SWIZZLED_8x4"),
     ({"input": torch.ones(9, 48).bfloat16()}, "9 tokens of 48 torch.bfloat16 are 864 bytes, it was made for 768"),
     ({"input": torch.ones(48).bfloat16()}, "tokens, hidden"),
+    ({"input": torch.ones(48, 3).bfloat16().t(), "pattern": 0}, r"input has strides \(1, 3\)"),
+    ({"pattern": [1]}, r"pattern \[1\] \(no number\) is not covered"),
+    ({"pattern": 3, "scale_factor": 1.0, "layout_code": [1]}, r"layout_code=\[1\]"),
+    ({"pattern": 10, "scale_out": torch.ones(2)}, r"scale_out: .*\(2,\); float32 of shape \(3, 1\)"),
     ({"workspace": object()}, "workspace is a object"),
 ]  # fmt: skip
 

@@ -10,8 +10,8 @@ import torch
 import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.marks import some
+from tricomm.core.fused import fused_kernels
 from tricomm.errors import CollectiveMismatch, InvalidArgument
-from tricomm.policy import row_shapes
 
 POISON = 77.0
 ROUTES = pytest.mark.parametrize("protocol", [None, "simple"], ids=["fused", "unfused"])  # no fused kernel is simple
@@ -188,6 +188,23 @@ def test_special_values_stay_in_their_row(protocol):
         assert codes.codes[0].isnan().all() and torch.equal(codes.codes[3:].float(), torch.full((3, 16), 448.0))
 
 
+def test_scales_may_begin_anywhere(monkeypatch):
+    """They take no part in whether a kernel reads words of 16 bytes."""
+    found, make = [], fused_kernels.make
+    monkeypatch.setattr(fused_kernels, "make", lambda *given: found.append(given[3]) or make(*given))
+
+    def body(comm):
+        x, weight, scales = torch.ones(4, 32), torch.ones(32), torch.full((5,), 0.5)
+        codes = comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8", scale=scales[1]).codes
+        comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8_per_token", scale_out=scales[1:, None])
+        comm.all_reduce_rms_norm(torch.ones(129)[1:].view(4, 32), None, weight)
+        return codes.float(), scales
+
+    ((codes, scales),) = on_all(body, 1)
+    assert (codes == 2).all() and scales[0] == 0.5 and torch.allclose(scales[1:], torch.tensor(1 / 448))
+    assert found == [True, True, False]
+
+
 def _refused(**changes):
     """The message of a call of one rank with these changes; the group goes on."""
 
@@ -220,6 +237,10 @@ def _refused(**changes):
         ({"weight": torch.ones(32, requires_grad=True)}, "weight: .* requires grad"),
         ({"eps": -1e-6}, "eps=-1e-06: 0 or more"),
         ({"eps": float("nan")}, "eps=nan: a finite number"),
+        ({"eps": 1e300}, r"eps=1e\+300: a finite number is needed, in fp32 too"),
+        ({"weight_bias": -1e39}, r"weight_bias=-1e\+39: a finite number"),
+        ({"quantize": "fp8", "scale": 1e-60}, "scale=1e-60: a number over 0"),
+        ({"quantize": "fp8", "scale": 10**400}, "scale=10+: a finite number"),
         ({"weight_bias": True}, "weight_bias=True: a finite number"),
         ({"norm_out": torch.empty(4, 33)[:, :32]}, "norm_out: strides"),
         ({"residual_out": lambda x: x.view(-1)[:128].view(4, 32), "norm_out": lambda x: x}, "overlaps norm_out"),
@@ -311,54 +332,3 @@ def test_more_than_one_schedule():
 
     report = tricomm.check(body, world_size=2, schedules=3)
     assert report.ok, report
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
-def test_fused_or_not_the_bits_are_the_same(dtype):
-    """Rows of many magnitudes, and of special values."""
-
-    def body(comm):
-        own, common = (torch.Generator().manual_seed(seed) for seed in (comm.rank, 99))
-        size = torch.logspace(-9, 9, 7)[:, None]
-        x = (torch.randn(7, 64, generator=own) * size).to(dtype)
-        residual = (torch.randn(7, 64, generator=common) * size).to(dtype)
-        weight = torch.randn(64, generator=common).to(dtype)
-        x[2, 5], x[3, 7], x[4], residual[4] = float("nan"), float("inf"), 0, 0
-        weight[40] = float("nan")
-        found = []
-        for quantize, more in (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5})):
-            found.append([
-                comm.all_reduce_rms_norm_quantized(
-                    x, residual, weight, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
-                )
-                for protocol in (None, "simple")
-            ])  # fmt: skip
-        return found
-
-    for found in on_all(body):
-        for fused, unfused in found:
-            for one, other in zip(fused, unfused, strict=True):
-                if one is not None and one.dtype.is_floating_point:  # a NaN may have any bits
-                    one, other = (torch.where(y.float().isnan(), 1e30, y.float()) for y in (one, other))
-                assert one is other is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def test_rows_keep_their_bits_where_a_longer_call_is_not_fused(monkeypatch):
-    """As on a GPU from some size on."""
-    choose = row_shapes.choose
-
-    def short_alone(facts, collective, bits, hidden, rows, *more):
-        return "too long" if rows > 2 else choose(facts, collective, bits, hidden, rows, *more)
-
-    monkeypatch.setattr(row_shapes, "choose", short_alone)
-
-    def body(comm):
-        x = torch.randn(5, 72, generator=torch.Generator().manual_seed(comm.rank)).bfloat16()
-        residual, weight = (torch.randn(n, 72, generator=torch.Generator().manual_seed(9)).bfloat16() for n in (5, 1))
-        long = comm.all_reduce_rms_norm(x, residual, weight[0])
-        short = comm.all_reduce_rms_norm(x[2:4].clone(), residual[2:4].clone(), weight[0])
-        return long, short, [c.algorithm for c in comm.stats().calls]
-
-    for long, short, algorithms in on_all(body, options=tricomm.Options(batch_invariant=True)):
-        assert all(torch.equal(a[2:4], b) for a, b in zip(long, short, strict=True))
-        assert algorithms[0].startswith("unfused_") and not algorithms[1].startswith("unfused_")

@@ -5,6 +5,7 @@ Everything is refused before anything is sent, by `InvalidArgument`: which tenso
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -97,12 +98,17 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
 
 
 def _number(value: Any, name: str) -> float:
+    if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(_single(value)):
+        return float(value)
+    raise InvalidArgument(f"{FUSED}: {name}={value!r}: a finite number is needed, in fp32 too")
+
+
+def _single(value: float) -> float:
+    """As fp32, in which the kernels take it: infinite if it is beyond."""
     try:
-        if not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
+        return ctypes.c_float(value).value
     except OverflowError:  # an integer beyond what a float holds
-        pass
-    raise InvalidArgument(f"{FUSED}: {name}={value!r}: a finite number is needed")
+        return math.inf
 
 
 def _quantized(
@@ -129,7 +135,7 @@ def _static(scale: Any, device: torch.device) -> torch.Tensor:
     if isinstance(scale, torch.Tensor) and scale.numel() == 1:
         _check(scale, "scale", device, tuple(scale.shape), (torch.float32,))
         return scale.view(1)
-    if isinstance(scale, torch.Tensor | None) or _number(scale, "scale") <= 0:
+    if isinstance(scale, torch.Tensor | None) or _single(_number(scale, "scale")) <= 0:
         raise InvalidArgument(f"{FUSED}: scale={scale!r}: a number over 0 or a tensor of one fp32 element is needed")
     made = _scales.get((scale, device))
     if made is None:

@@ -107,8 +107,7 @@ class FusedCollectives:
 
     def run_checked(self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None) -> None:
         """Run a call that `fused_checks.checked` has made for this group's device; called by all ranks."""
-        tensors = [t for t in call[1:] if t is not None]
-        aligned = not any(t.data_ptr() % 16 for t in tensors)
+        aligned = not any(t.data_ptr() % 16 for t in fused_kernels.wide(call))
         request = Request("all_reduce", "sum", algorithm, protocol, epilogue=call.epilogue)
         plan = self._planner.plan(request, call.x.dtype, call.x.numel(), aligned)
         if not call.x.numel():

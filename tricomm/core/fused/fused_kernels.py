@@ -13,6 +13,7 @@ from tricomm.core.launcher import Launcher
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device import epilogue as device
+from tricomm.kernels.launch.compiler import WIDE
 from tricomm.kernels.launch.kernel_launch import as_integers
 from tricomm.policy import row_shapes
 from tricomm.policy.selection import Choice, SelectionFacts
@@ -38,7 +39,7 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
-    """The plan of `choice`, as `launch_plan.make`. `aligned`: all tensors of the call begin at multiples of 16."""
+    """The plan of `choice`, as `launch_plan.make`. `aligned`: those of `wide` begin at multiples of 16."""
     epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]
     assert epilogue is not None
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
@@ -61,10 +62,19 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def wide(call: FusedCall) -> list[torch.Tensor]:
+    """The tensors that are read and written in words of 16 bytes, if all of them begin at multiples of 16: not those
+    of fp32 scales, of which a row has one."""
+    tensors = [call.x, call.residual, call.weight, call.residual_out, call.norm_out, call.quant_out]
+    if call.epilogue.quantize == "nvfp4":
+        tensors.append(call.scale_out)
+    return [t for t in tensors if t is not None]
+
+
 def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
-    """Triton's types of `operands`."""
-    row, code = f"*i{bits}", "*i8"
-    types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}"]
+    """Triton's types of `operands`; those of `wide` end in `WIDE`."""
+    row, code = f"*i{bits}{WIDE}", f"*i8{WIDE}"
+    types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}{WIDE}"]
     types += [row] * (epilogue.residual + epilogue.norm)
     by_form = {"": [], "fp8": ["*fp32", code], "fp8_per_token": [code, "*fp32"], "nvfp4": ["*fp32", code, code]}
     return (*types, *by_form[epilogue.quantize or ""])

@@ -16,6 +16,7 @@ from tricomm.core.planner import Planner
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.device.epilogue import nothing
 from tricomm.kernels.launch import jit_dispatch, triton_adapter
+from tricomm.kernels.launch.compiler import WIDE
 
 _WHAT = "all_reduce_rows"
 
@@ -61,7 +62,7 @@ class RowCollectives:
             arguments.check_tensor(value, self._group.device, f"{_WHAT} operand {number}")
             if not value.is_contiguous():
                 raise InvalidArgument(f"{_WHAT}: operand {number} is not contiguous; pass .contiguous()")
-            return jit_dispatch.type_name(value)
+            return f"{jit_dispatch.type_name(value)}{WIDE}"
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidArgument(f"{_WHAT}: operand {number} is {type(value).__name__}; tensors and numbers fit")
         return "i64" if isinstance(value, int) else "fp32"

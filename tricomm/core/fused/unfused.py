@@ -13,6 +13,7 @@ from tricomm.core.fused.fused_call import FP8_MAX, LEAST_FP8_SCALE, NVFP4_BLOCK,
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NAN_CODE = 7  # what a GPU converts a NaN to
 _INFINITE = 0x7F800000  # fp32's bits of infinity
+_ROOT = 127 - 22  # as in kernels/device/epilogue.py
 
 
 def total_of(call: FusedCall) -> torch.Tensor:
@@ -45,29 +46,33 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> tor
     """The norm of each row of `x`, in its type, in the steps of `kernels/device/epilogue.py`."""
     wide = x.float()
     scale, factor = _factor(wide, x.dtype == torch.float32, epilogue)
-    gain = weight.float() + epilogue.weight_bias
-    return ((wide * scale).to(factor.dtype) * factor).mul_(gain.to(factor.dtype)).float().to(x.dtype)
+    gain = weight.to(factor.dtype) + _number(epilogue.weight_bias, wide).to(factor.dtype)
+    return ((wide * scale).to(factor.dtype) * factor).mul_(gain).float().to(x.dtype)
 
 
 def _factor(wide: torch.Tensor, double: bool, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, factor) of each row: an element of the norm is (element * scale) * factor.
 
-    The scale is a power of two, and the squares are added as integers, so that no order of addition shows.
+    The scale is a power of two. The squares of a word's elements are added first, in their order, the words' sums as
+    integers, so that no order of addition shows.
     """
     eps = _number(epilogue.eps, wide)
     largest = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # NaN above all
-    least = (eps.view(torch.int32) >> 23) + 127 >> 1
-    exponent = torch.maximum(largest >> 23, least).clamp_(1, 253)
-    scale = (254 - exponent << 23).view(torch.float32)
-    up = 44 - max(
-        0, (epilogue.hidden - 1).bit_length() - 14
-    )  # longer rows, which no kernel takes, have fewer bits each
+    bits = eps.view(torch.int32) & 0x7FFFFFFF
+    root = torch.where(bits == 0, 0, (bits >> 23) + _ROOT >> 1)
+    exponent = torch.maximum(largest >> 23, root).clamp_(23, 253)
+    up = 22 - max(0, (epilogue.hidden - 1).bit_length() - 13) // 2  # rows that no kernel takes have fewer bits
+    scale, lower = ((254 + n - exponent << 23).view(torch.float32) for n in (up, 0))
+    pack = 2 if double else 4  # elements of a word
     value = (wide * scale).to(torch.float64 if double else torch.float32)
-    total = (value * value).mul_(2.0**up).to(torch.int64).sum(-1, keepdim=True)
-    mean = total.to(value.dtype) * 2.0**-up / _number(epilogue.hidden, value)
-    mean = mean + eps.to(value.dtype) * scale.to(value.dtype) * scale.to(value.dtype)
-    root = mean.double().sqrt().to(value.dtype)  # torch's root of an fp32 is not always the nearest
-    factor = (mean * 0.0 + 1.0) / root
+    square = torch.nn.functional.pad(value * value, (0, -epilogue.hidden % pack)).view(len(wide), -1, pack)
+    words = square[..., 0]
+    for j in range(1, pack):
+        words = words + square[..., j]
+    mean = words.to(torch.int64).sum(-1, keepdim=True).to(value.dtype) * 4.0**-up / _number(epilogue.hidden, value)
+    mean = mean + eps.to(value.dtype) * lower.to(value.dtype) * lower.to(value.dtype)
+    wide_root = mean.double().sqrt().to(value.dtype)  # torch's root of an fp32 is not always the nearest
+    factor = (mean * 0.0 + 1.0) / wide_root * 2.0**-up
     factor = torch.where(largest == _INFINITE, 0.0, factor)
     return scale, torch.where(largest > _INFINITE, torch.nan, factor)
 
