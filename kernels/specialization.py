@@ -72,6 +72,11 @@ class Specialization:
         return self.PLANES * self.PLANE
 
     @cached_property
+    def ROWS_AT_ONCE(self) -> bool:
+        """Whether a tile of each rank's row fits into registers, so that they are loaded together."""
+        return self.WIDE and self.WORLD_SIZE <= 4
+
+    @cached_property
     def BITS(self) -> int:
         """Of an element that is reduced. A bitwise operation reduces whole words, whatever the tensor's type."""
         return DTYPES[self.ELEMENT].bits

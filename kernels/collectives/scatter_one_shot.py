@@ -35,7 +35,7 @@ def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root:
 @triton.jit
 def _first_tiles(tensors, chunk, SPEC: tl.constexpr):
     tiles = ()
-    if SPEC.WIDE:
+    if SPEC.ROWS_AT_ONCE:
         for _ in tl.static_range(SPEC.WORLD_SIZE):
             tiles = tiles + (no_tile(SPEC),)
         if chunk.me == tensors[3]:

@@ -138,9 +138,9 @@ def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
 
 @triton.jit
 def first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    """LL: this block's first tile of every row of the chunk, for `push_rows`; of narrow words none, because so many
-    tiles would not stay in registers."""
-    if SPEC.WIDE:
+    """LL: this block's first tile of every row of the chunk, for `push_rows`; none if so many tiles would not stay in
+    registers."""
+    if SPEC.ROWS_AT_ONCE:
         tiles = nth_tiles(tensors, chunk, chunk.own, SPEC)
     else:
         tiles = ()
@@ -163,7 +163,7 @@ def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
 
     Starts at the own rank, so that no two ranks write to the same one at the same time.
     """
-    if SPEC.WIDE:
+    if SPEC.ROWS_AT_ONCE:
         first = chunk.own
         while first < chunk.count:
             for step in tl.static_range(SPEC.WORLD_SIZE):
