@@ -84,9 +84,12 @@ def test_priorities(kernel):
 
 @pytest.mark.parametrize(
     "kernel",
-    # An all-gather by one shot meets as an all-reduce does.
+    # An all-gather by one shot meets as an all-reduce does, two shots by wide words as by others.
     some(
-        [pytest.param(k, marks=pytest.mark.soak) if k.collective == "all_gather" else k for k in SEARCHED],
+        [
+            pytest.param(k, marks=pytest.mark.soak) if k.collective == "all_gather" or k.wide and k.hops > 1 else k
+            for k in SEARCHED
+        ],
         lambda number, kernel: kernel.collective == "barrier",
     ),
     ids=lambda k: k.name,

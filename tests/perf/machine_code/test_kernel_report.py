@@ -41,7 +41,11 @@ def _of_each_kind(arch: str, which: float) -> list[Variant]:
 
 MISALIGNED = [replace(v, aligned=False) for v in _of_each_kind("sm_90", 0.5)]
 # Every kernel on one architecture, and what else can differ; `make soak` has all of everything.
-VARIANTS = _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
+SLOW = "all_reduce_two_shot_ll128"  # Triton compiles it for minutes
+VARIANTS = [
+    pytest.param(variant, marks=pytest.mark.soak) if variant.kernel == SLOW else variant
+    for variant in _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
+]
 QUICK = _of_each_kind("sm_90", 0.0)
 
 
