@@ -219,7 +219,7 @@ class DescriptorSocket:
         self, sender: Sender, count: int, token: bytes | None, received: Callable[[int, list[int]], bool]
     ) -> bool:
         """Read a message and hand its descriptors to `received`; False if there is no message."""
-        held = Held()
+        held = OwnedDescriptors()
         try:
             data, extra, flags = _read(self._sockets[0], held)
             rank = _authentic(data, extra, sender, token)
@@ -244,7 +244,7 @@ class DescriptorSocket:
         return True
 
 
-class Held(list[int]):
+class OwnedDescriptors(list[int]):
     """Descriptors that are closed with the list at the latest: an interrupt may come at any line."""
 
     def __del__(self) -> None:
@@ -383,7 +383,7 @@ def _remove_orphans(parent: str, pid: int) -> None:
     with os.scandir(parent) as entries:
         folders = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
     for folder in folders:
-        held = Held()
+        held = OwnedDescriptors()
         try:
             held.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
             if os.fstat(held[0]).st_uid == os.geteuid():

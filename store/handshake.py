@@ -27,7 +27,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.store import descriptors, process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState
-from tricomm.store.descriptors import DescriptorSocket, Held, Sender
+from tricomm.store.descriptors import DescriptorSocket, OwnedDescriptors, Sender
 from tricomm.store.gather import Arrived, Gathering, missing
 from tricomm.store.page import NBYTES, Page
 from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
@@ -220,7 +220,7 @@ class _Handshake:
             self._look(arrived)
 
         sender = Sender(self._rank, self._world_size, records[0].nonce, "handshake", self._gathering.generation)
-        mine = Held()
+        mine = OwnedDescriptors()
         try:
             _open_pidfd(mine)
             passed = [own.fd, mine[0] if mine else own.fd]
@@ -247,7 +247,7 @@ class _Handshake:
         return RankSegment(segment, theirs.pid, theirs.start_time, watched)
 
     def _watch(self, record: StoreRecord[RankRecord], held: list[int]) -> process.Watched:
-        theirs, pidfd = record.body, Held()
+        theirs, pidfd = record.body, OwnedDescriptors()
         pidfd.append(held.pop())
         try:
             known = process.is_pidfd(pidfd[0])
