@@ -14,6 +14,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
+from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
 from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
@@ -34,7 +35,9 @@ class Group:
     argument           the same for the shipped kernels: `layout.group_argument`
     routes             which backends there are for its calls
     words, flags       the control words that this rank's kernels and its host share; `flags` reads faster
-    closed             whether calls are refused: it has been closed, or this process is a forked child
+    closed             whether it has been closed, or this process is a forked child
+    suspended          whether its memory has been given back
+    refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     owned              arenas of symmetric memory, which end with the group
     """
@@ -51,18 +54,23 @@ class Group:
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None
         self.pid, self.forks = os.getpid(), forks()
-        self.closed = False
+        self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: list[Arena] = []
         self.words = control.words()
         self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
-        self.words[layout.ENDED] = options.first_epoch
         self.reachable = all(self.arena.bases)
-        self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
+        self.table, self.argument = self.begin()
         facts = runtime.facts(device)
         # This exchange also says that every rank has written its table: only after it may a kernel run.
         device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = device_class, most
+
+    def begin(self) -> tuple[torch.Tensor, GroupArgument]:
+        """Write all that kernels expect in zeroed memory, and in the control words, before the first call; again after
+        memory has come back. No kernel may run before every rank has done it."""
+        self.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
+        return self._write_table() if self.routes.no_kernels is None else _NO_TABLE
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
         """Fill the group table at the head of this rank's arena, and the counters of its messages."""
@@ -78,6 +86,24 @@ class Group:
         if self.gpu is not None:  # the first kernel may run on another stream than this copy
             self.gpu.synchronize()
         return table, layout.group_argument(table, values, self.world_size)
+
+    def end(self) -> None:
+        """From now on it is closed."""
+        self.closed = self.refusing = True
+
+    def sleep(self, suspended: bool) -> None:
+        """From now on it is suspended, or awake."""
+        self.suspended = suspended
+        self.refusing = suspended or self.closed
+
+    def live_arenas(self) -> dict[int, Arena]:
+        """The memory that ranks share: the arena as number 0, and symmetric memory that is not closed."""
+        return {n: arena for n, arena in enumerate((self.arena, *self.owned)) if n == 0 or not arena.closed}
+
+    def memory(self) -> HeldMemory:
+        """What this rank holds of its device."""
+        held = 0 if self.suspended else sum(arena.nbytes for arena in self.live_arenas().values())
+        return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
         """Leave the memory to the graphs that were captured over it; `undo` ends what else there is.
@@ -111,7 +137,7 @@ class Group:
 def _after_fork() -> None:
     """In a child: its copies of the groups are closed, so that a call need not ask in which process it is made."""
     for group in list(_groups):
-        group.closed = True
+        group.end()
 
 
 os.register_at_fork(after_in_child=_after_fork)
