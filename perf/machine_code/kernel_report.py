@@ -23,7 +23,7 @@ from tricomm.perf.machine_code.access_kinds import aside, classify, function_of,
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
-_OWN_ARRIVALS = ("primitives.finish", "channels.end_message")  # count a rank's own blocks
+_OWN_ARRIVALS = ("primitives.finish", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
             "rlx.sys", "per 16 B")  # fmt: skip

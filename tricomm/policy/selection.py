@@ -332,12 +332,12 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks as there are channels to serve."""
+    """The same with as many blocks as there are queues to serve."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = min(facts.tile or tile, widest)
-    blocks = 1 if facts.device == "cpu" else min(facts.layout.channels, max(1, -(-words // tile)))
+    blocks = 1 if facts.device == "cpu" else min(facts.layout.queues, max(1, -(-words // tile)))
     warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
-    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), warps, tile
+    return min(facts.blocks or blocks, facts.layout.queues, facts.max_blocks), warps, tile
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
