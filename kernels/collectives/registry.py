@@ -222,7 +222,7 @@ _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*AL
 def of(collective: str, world_size: int) -> list[Kernel]:
     """The kernels of `collective` for that many ranks; those of a cube mesh need eight."""
     cube = world_size == CUBE_RANKS
-    return [k for k in (*KERNELS, *MESSAGES) if k.collective == collective and (cube or not k.needs_cube)]
+    return [k for k in (*KERNELS, *FUSED, *MESSAGES) if k.collective == collective and (cube or not k.needs_cube)]
 
 
 def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:
