@@ -112,7 +112,7 @@ def choose(
     fits = _allowed(facts, collective, algorithm, protocol)
     candidates = [
         (name, number, row, k)
-        for name, number, row in _rows(facts, collective, nbytes, mode, bits)
+        for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
         if _registers(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
@@ -349,11 +349,13 @@ def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[i
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
     """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
-    ends = (row.max_bytes for _, _, row in _rows(facts, collective, 0, "eager", 32))
+    ends = (row.max_bytes for _, _, row in table_rows(facts, collective, 0, "eager", 32))
     return sorted({end for end in ends if end is not None})
 
 
-def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:
+def table_rows(
+    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None
+) -> list[tuple[str, int, TableRow]]:
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
@@ -370,6 +372,7 @@ def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: 
         if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
+        if row.epilogue in (None, epilogue)
     ]
 
 
