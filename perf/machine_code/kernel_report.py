@@ -338,9 +338,7 @@ def _cells(report: KernelReport) -> tuple[object, ...]:
 
 def _name(report: KernelReport) -> str:
     v = report.variant
-    return (
-        f"{v.kernel} {v.arch} {v.dtype} {v.operation} of {v.world_size} ranks{'' if v.aligned else ', misaligned'}"
-    )
+    return f"{v.kernel} {v.arch} {v.dtype} {v.operation} of {v.world_size} ranks{'' if v.aligned else ', misaligned'}"
 
 
 def record(report: KernelReport) -> dict[str, Any]:
