@@ -19,9 +19,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import pick_device
+from tricomm.core.channels.channel import Channels
 from tricomm.core.collectives import Collectives
 from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
-from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_collectives import FusedCollectives
 from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
@@ -115,22 +115,21 @@ class Communicator:
         self._store = store  # one that this rank hosts lives as long as another rank may be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
-        monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
+        limits = group.timeout, group.options.stall_timeout
+        monitor = group.runtime.monitor(group.control, *limits, len(group.channels))
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
         publish.add(activity)
-        faults = Faults(group, monitor)
-        launcher = Launcher(group, faults, monitor)
-        planner = Planner(group, faults, launcher, monitor, activity, tuned, decided)
+        self._channels = Channels(group, monitor, activity, tuned, decided)
+        first = self._channels.first
+        faults, launcher, planner = first.faults, first.launcher, first.planner
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
-        self._collectives = Collectives(group, faults, planner, launcher)
-        self._fused = FusedCollectives(group, faults, planner, launcher)
-        self._rows = RowCollectives(group, faults, planner, launcher)
+        self._collectives, self._fused, self._rows = first.collectives, first.fused, first.rows
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
-        self._suspension = Suspension(group, faults, launcher, self._messages)
+        self._suspension = Suspension(group, faults, self._channels, self._messages)
         monitor.start(self._messages.describe)
         _live.add(self)
 
@@ -158,6 +157,7 @@ class Communicator:
     launch = entry(UserKernels.launch, "_user_kernels")
     suspend = entry(Suspension.suspend, "_suspension")
     resume = entry(Suspension.resume, "_suspension")
+    channel = entry(Channels.channel, "_channels")
     synchronize = entry(Launcher.synchronize, "_launcher")
     announce = entry(Launcher.announce, "_launcher")
     withdraw = entry(Launcher.withdraw, "_launcher")
@@ -298,11 +298,11 @@ class Communicator:
         group, monitor = self._group, self._monitor
         if group.closed and not again:
             return
-        group.end()
+        group.close()
         _live.discard(self)
         if os.getpid() != group.pid:
             return
-        if not self._launcher.drained():
+        if not self._channels.drained():
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, LEAVE_SECONDS)
             if not group.simulated:  # interpreted, its own thread holds on to the group
                 _kept.append(self)
@@ -311,7 +311,7 @@ class Communicator:
             monitor.stop()
             return
         with ExitStack() as undo:
-            if self._launcher.captured:
+            if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
                 group.leave_to_graphs(undo)
                 undo.callback(monitor.stop)
@@ -322,7 +322,7 @@ class Communicator:
             group.release(undo, acknowledged)
             undo.callback(lambda: nccl.end(self._planner.nccl, monitor.fault is not None, LEAVE_SECONDS))
             undo.callback(monitor.stop)
-            self._planner.forget()
+            self._channels.forget()
             group.forget_views()
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from tricomm.core.channels.channel import Channels
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launcher import Launcher
 from tricomm.core.point_to_point import PointToPoint
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
@@ -27,8 +27,8 @@ log = logging.getLogger("tricomm")
 class Suspension:
     """That of one group."""
 
-    def __init__(self, group: Group, faults: Faults, launcher: Launcher, messages: PointToPoint) -> None:
-        self._group, self._faults, self._launcher, self._messages = group, faults, launcher, messages
+    def __init__(self, group: Group, faults: Faults, channels: Channels, messages: PointToPoint) -> None:
+        self._group, self._faults, self._channels, self._messages = group, faults, channels, messages
 
     def suspend(self) -> None:
         """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
@@ -46,9 +46,9 @@ class Suspension:
         """
         group, control = self._group, self._group.control
         self._faults.check_usable()
-        with self._launcher.held(), self._faults.abort_on_error("suspend"):
+        with self._channels.held(while_suspended=False), self._faults.abort_on_error("suspend"):
             control.agree(self._refusal(), "suspend", group.timeout, abort_on_fault=True)
-            self._launcher.wait(group.timeout)
+            self._channels.wait(group.timeout)
             control.agree(None, "suspend: calls in flight", group.timeout, abort_on_fault=True)
             control.agree(self._unread(), "suspend: messages", group.timeout)
             self._require_same_handles("suspend")
@@ -71,7 +71,7 @@ class Suspension:
             self._faults.check()
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
-        with self._launcher.held(while_suspended=True), self._faults.abort_on_error("resume"):
+        with self._channels.held(while_suspended=True), self._faults.abort_on_error("resume"):
             group.control.agree(None, "resume", group.timeout, abort_on_fault=True)
             self._require_same_handles("resume")
             self._take_again()
