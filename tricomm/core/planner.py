@@ -123,7 +123,7 @@ class Planner:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan)
+            self.plans[key] = group.runtime.planned(request, plan, group.channel)
         if self._decided is None:
             what = collective if request.epilogue is None else FUSED
             backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
