@@ -185,7 +185,7 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
                 # Beside the kernels of other channels, NCCL's have no more room than one of these.
-                most = group.max_blocks if len(group.channels) > 1 else group.options.max_blocks
+                most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
                 self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))

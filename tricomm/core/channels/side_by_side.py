@@ -13,8 +13,9 @@ _LOOK_SECONDS = 0.05  # in which a Ctrl-C is seen
 
 
 def on_streams(gpu: Any, functions: Functions) -> list[Any]:
-    """Call each on a stream of its own of `gpu` (a `Gpu`), behind what the current stream has to do by now, and order the
-    current stream behind all of them; returns their results. A function returns when it has launched its kernels."""
+    """Call each on a stream of its own of `gpu` (a `Gpu`), behind what the current stream has to do by now, and order
+    the current stream behind all of them; returns their results. A function returns when it has launched its kernels.
+    """
     here, results = gpu.stream(), []
     streams = [torch.cuda.Stream(gpu.device) for _ in functions]
     try:
