@@ -154,6 +154,7 @@ class Communicator:
     recv = entry(PointToPoint.recv, "_messages")
     unread = entry(PointToPoint.unread, "_messages")
     symmetric = entry(UserKernels.symmetric, "_user_kernels")
+    register = entry(UserKernels.register, "_user_kernels")
     launch = entry(UserKernels.launch, "_user_kernels")
     suspend = entry(Suspension.suspend, "_suspension")
     resume = entry(Suspension.resume, "_suspension")

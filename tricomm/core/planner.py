@@ -235,6 +235,8 @@ class Planner:
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:

@@ -257,6 +257,9 @@ class Bindings:
 
     @_call
     def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        mapped = self.vmm.piece(address)
+        if mapped is not None:
+            return mapped.base, mapped.nbytes
         block, _ = self._find(address, 1)
         assert isinstance(block, Block), "no cuMemAlloc"
         return block.base, len(block.data)
