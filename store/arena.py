@@ -12,10 +12,10 @@ from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError, TricommError
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Driver, load_driver
 
 if TYPE_CHECKING:
-    from tricomm.store.cuda_arena import CudaArena
+    from tricomm.store.cuda.cuda_arena import CudaArena
 
 _log = logging.getLogger("tricomm")
 
@@ -32,6 +32,17 @@ class Arena(Protocol):
         """Why the memory is not of the usual kind; empty if it is."""
 
     @property
+    def no_suspend(self) -> str:
+        """Why the memory cannot be given back while its addresses are kept; empty if it can."""
+
+    @property
+    def suspended(self) -> bool:
+        """Whether there is nothing behind the addresses, or not on all ranks."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
     def nbytes(self) -> int: ...
 
     @property
@@ -39,6 +50,17 @@ class Arena(Protocol):
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
+
+    def suspend(self) -> None:
+        """Give this rank's share of the memory back, and keep all addresses; other ranks are not waited for.
+
+        No kernel of any rank may be using it. Raises `ResourceError` if something was refused: what is left is tried
+        again by the next `suspend`, `resume` or `close`."""
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
+
+        Raises the same error on all ranks, with everything given back again, as the opening of an arena does."""
 
     def close(self) -> None:
         """Let the memory go; idempotent."""
@@ -72,8 +94,8 @@ def open_cuda(
 ) -> CudaArena:  # fmt: skip
     """`open_blocks` of memory that is shared by descriptors; of legacy CUDA IPC if a rank cannot, or must not
     (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks`, with both reasons."""
-    from tricomm.store.cuda_ipc import open_cuda_ipc
-    from tricomm.store.cuda_vmm import open_cuda_vmm
+    from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
+    from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
     deadline = Deadline(timeout)
     wanted = control.exchange(b"\x01" if env.memory_by_descriptor() else b"\x00", "kind of memory", deadline.left)

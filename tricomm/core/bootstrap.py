@@ -67,6 +67,8 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
+    suspended = closed = False
     nbytes = 0
 
     def __init__(self, world_size: int) -> None:
@@ -74,6 +76,12 @@ class NoArena:
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise InvalidArgument("the ranks of this communicator share no memory")
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        pass
 
     def close(self) -> None:
         pass

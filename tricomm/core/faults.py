@@ -34,22 +34,27 @@ class Faults:
 
     def check_usable(self) -> None:
         """Raise unless calls may be made: the group's fault, or `GroupAborted` after `close`, or `InvalidArgument` in
-        a forked child."""
+        a forked child and while it is suspended."""
         group = self.group
         flags = group.flags
-        if not (flags[_STATUS] or flags[_ABORT] or self._monitor.fault or group.closed or forks() != group.forks):
+        if not (flags[_STATUS] or flags[_ABORT] or self._monitor.fault or group.refusing or forks() != group.forks):
             return
         if forks() != group.forks:
             raise InvalidArgument(
                 f"{group}: made in process {group.pid}, forked into {os.getpid()}; make a new one here"
             )
-        if group.closed:
-            self.raise_closed()
-        self.check()
+        if not group.closed:
+            self.check()
+        if group.refusing:
+            self.raise_refused()
 
-    def raise_closed(self) -> NoReturn:
-        """Raise what a call on a closed group gets."""
-        raise GroupAborted(f"{self.group}: closed; make a new communicator")
+    def raise_refused(self) -> NoReturn:
+        """Raise what a call gets on a group that is closed or suspended."""
+        if self.group.closed:
+            raise GroupAborted(f"{self.group}: closed; make a new communicator")
+        raise InvalidArgument(
+            f"{self.group}: suspended, so its memory is given back: no call is possible before resume() on all ranks"
+        )
 
     def check(self) -> None:
         """Raise the group's fault if there is one; costs two memory reads if there is none."""

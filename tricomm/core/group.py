@@ -18,6 +18,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
+from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
 from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
@@ -40,7 +41,9 @@ class Group:
     argument           the same for the shipped kernels: `layout.group_argument`
     routes             which backends there are for its calls; but for channel 0 the kernels alone
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
-    closed             whether calls are refused: it has been closed, or this process is a forked child
+    closed             whether it has been closed, or this process is a forked child
+    suspended          whether its memory has been given back
+    refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
                        that size of every other channel
     owned              arenas of symmetric memory, which end with the group
@@ -65,7 +68,7 @@ class Group:
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None
         self.pid, self.forks = os.getpid(), forks()
-        self.closed = False
+        self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: list[Arena] = []
         self.reachable = all(self.arena.bases)
@@ -74,8 +77,7 @@ class Group:
         for group in self.channels:
             group.words = control.words()[layout.control_words(group.channel)]
             group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
-            group.words[layout.ENDED] = options.first_epoch
-        self.write_tables()
+        self.begin()
         facts = runtime.facts(device)
         # This exchange also says that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
@@ -97,9 +99,11 @@ class Group:
         _groups.add(group)
         return group
 
-    def write_tables(self) -> None:
-        """Fill the group tables in this rank's arena, and the counters of its messages, as at the beginning."""
+    def begin(self) -> None:
+        """Write what kernels expect before the first call in zeroed memory and in the control words: tables, and the
+        counters of messages; again after memory has come back. No kernel may run before every rank has done it."""
         for group in self.channels:
+            group.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
             group.table, group.argument = group._write_table() if group.routes.no_kernels is None else _NO_TABLE
         if self.gpu is not None:  # the first kernel may run on another stream than these copies
             self.gpu.synchronize()
@@ -122,7 +126,22 @@ class Group:
     def close(self) -> None:
         """From here on calls are refused, in every channel."""
         for group in self.channels:
-            group.closed = True
+            group.closed = group.refusing = True
+
+    def sleep(self, suspended: bool) -> None:
+        """From here on it is suspended, or awake, in every channel."""
+        for group in self.channels:
+            group.suspended = suspended
+            group.refusing = suspended or group.closed
+
+    def live_arenas(self) -> dict[int, Arena]:
+        """The memory that ranks share: the arena as number 0, and symmetric memory that is not closed."""
+        return {n: arena for n, arena in enumerate((self.arena, *self.owned)) if n == 0 or not arena.closed}
+
+    def memory(self) -> HeldMemory:
+        """What this rank holds of its device."""
+        held = 0 if self.suspended else sum(arena.nbytes for arena in self.live_arenas().values())
+        return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
         """Leave the memory to the graphs that were captured over it; `undo` ends what else there is.
@@ -158,7 +177,7 @@ class Group:
 def _after_fork() -> None:
     """In a child: its copies of the groups are closed, so that a call need not ask in which process it is made."""
     for group in list(_groups):
-        group.closed = True
+        group.closed = group.refusing = True
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -59,8 +59,8 @@ class Launcher:
         if lock.mine() or not lock.acquire(False):
             self._wait_for_lock()
         try:
-            if self._group.closed:
-                self._faults.raise_closed()
+            if self._group.refusing:
+                self._faults.raise_refused()
             gpu = self._gpu
             if gpu is not None:
                 stream = gpu.raw_stream()
@@ -97,12 +97,12 @@ class Launcher:
             self._faults.check()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, while_suspended: bool = False) -> Iterator[None]:
         """The call lock, for a call that is no collective; it is ordered after the last call."""
         self._wait_for_lock()
         try:
-            if self._group.closed:
-                self._faults.raise_closed()
+            if self._group.closed or self._group.suspended is not while_suspended:
+                self._faults.raise_refused()
             if self._gpu is not None and not self._gpu.capturing():
                 self._follow_stream(self._gpu)
             yield

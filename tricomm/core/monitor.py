@@ -43,8 +43,9 @@ class Monitor:
     group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
     it closed the group. `channels` are what the group's channels run; the `describers` of each have, by the code that a
     kernel reports in the status word, the fault that it means, of the peer and the number in the report; the parts that
-    have such kernels add to them before `start`, and `stop` forgets them. `waited` has, by peer, for how many seconds
-    calls that it had not entered waited for it.
+    have such kernels add to them before `start`, and `stop` forgets them. While the group is `suspended` no call shows
+    that a peer is gone, so its death is a fault by itself. `waited` has, by peer, for how many seconds calls that it
+    had not entered waited for it.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Monitor:
         self._lock = threading.RLock()  # a signal handler may abort the group while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
+        self.suspended = False
         self._beats: dict[int, tuple[int, float]] = {}
         self._absent: dict[int, float] = {}
         self._describe: Callable[[int], str] = str
@@ -113,6 +115,11 @@ class Monitor:
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
 
+    def _killed(self) -> int | None:
+        """A rank whose process has ended without closing the group."""
+        left = RankState.CLOSED
+        return next((r for r in self._peers if self._control.state(r) != left and not self._control.alive(r)), None)
+
     def busy(self) -> bool:
         """Whether a call of this rank runs, or a kernel has reported something. Costs nearly nothing."""
         return any(channel.busy for channel in self.channels)
@@ -147,6 +154,10 @@ class Monitor:
         error = self._backend.error() if self._backend is not None else None
         if error is not None:
             self._blame(errors.GroupAborted, self._control.rank, error, self.channels[0])
+            return
+        killed = self._killed() if self.suspended else None
+        if killed is not None:
+            self.died(killed)
             return
         for channel in self.channels:
             if channel.counts and self._ended(channel, tick):

@@ -233,6 +233,8 @@ class Planner:
     def _with_memory(self, choice: Choice) -> Choice:
         """With the reason for the kind of memory, if it is not the usual one."""
         memory = self._group.arena.reason
+        if self._group.suspended:
+            memory = "suspended, so no call is possible before resume()"
         return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:

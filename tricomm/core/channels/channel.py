@@ -6,6 +6,8 @@ such as a stream or the order of its threads, takes part in that.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +111,19 @@ class Channels:
         if strange:
             raise InvalidArgument(f"side_by_side: functions without arguments are needed, found {strange[0]!r}")
         return self._group.runtime.side_by_side(functions, self._group.gpu)
+
+    @contextmanager
+    def held(self, while_suspended: bool) -> Iterator[None]:
+        """The locks of all; as `Launcher.held`."""
+        with ExitStack() as held:
+            for channel in self._all:
+                held.enter_context(channel.launcher.held(while_suspended))
+            yield
+
+    def wait(self, timeout: float) -> None:
+        """As `Launcher.wait`, for the calls of all."""
+        for channel in self._all:
+            channel.launcher.wait(timeout)
 
     def drained(self) -> bool:
         """As `Launcher.drained`, of all."""

@@ -13,7 +13,7 @@ from tricomm.errors import ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.control import ControlPage, Fault
-from tricomm.store.cuda_driver import load_driver
+from tricomm.store.cuda.cuda_driver import load_driver
 
 _STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
 _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED

@@ -20,8 +20,8 @@ import torch
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 
 CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
@@ -79,6 +79,10 @@ class IpcBlocks:
     """This rank's cuMemAlloc, and the mappings of the others'."""
 
     kind = "cuda_ipc"
+    no_suspend = (
+        "legacy CUDA IPC cannot map memory again at the same addresses: close the communicator and make a new one, and "
+        "capture graphs anew, or make shared memory by descriptors possible (tricomm doctor says what is missing)"
+    )
 
     def __init__(self, control: ControlPage, nbytes: int) -> None:
         self._control, self._nbytes = control, nbytes
@@ -116,6 +120,9 @@ class IpcBlocks:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         self._mapped.append(address)
         return address + peer.offset
+
+    def give_back(self, undo: Cleanup) -> None:
+        raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
         """The peers are told, so that they keep their blocks, too."""
