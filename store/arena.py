@@ -32,6 +32,14 @@ class Arena(Protocol):
         """Why the memory is not of the usual kind; empty if it is."""
 
     @property
+    def multicast(self) -> int:
+        """The address that stands for all ranks' blocks at once, for a switch's instructions; 0 if there is none."""
+
+    @property
+    def no_multicast(self) -> str:
+        """Why it has none; empty on a CPU, whose interpreter needs none."""
+
+    @property
     def nbytes(self) -> int: ...
 
     @property

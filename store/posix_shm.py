@@ -52,6 +52,7 @@ class PosixShmArena:
 
     kind = "posix_shm"
     reason = ""
+    multicast, no_multicast = 0, ""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes

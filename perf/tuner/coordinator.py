@@ -69,13 +69,17 @@ class Coordinator:
         self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
 
     def _pool(self, point: Point) -> list[Candidate]:
-        kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
+        known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
+        kernels = [k for k in known if self._runs(point, k)]
         return pool(kernels, self._worker.comm.arena_layout, self._worker.comm.most_blocks, self._cpu, point.beside)
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:
-            self._worker.comm.explain(point.collective, 8, algorithm=kernel.algorithm, protocol=kernel.protocol)
-        except InvalidArgument:  # not over these links
+            self._worker.comm.explain(
+                point.collective, 8, dtype=getattr(torch, point.dtype), algorithm=kernel.algorithm,
+                protocol=kernel.protocol,
+            )  # fmt: skip
+        except InvalidArgument:  # not over these links, or not for this type
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
 

@@ -104,7 +104,8 @@ def open_blocks(
 
 class CudaArena:
     """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
-    out of reach. `reason`: why it is not of the usual kind, if it is not."""
+    out of reach. `reason`: why it is not of the usual kind, if it is not. `multicast`: the address of all blocks at
+    once, 0 if there is none because of `no_multicast`."""
 
     def __init__(self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks) -> None:
         self.kind = blocks.kind
@@ -112,6 +113,7 @@ class CudaArena:
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
         self.reason = ""
+        self.multicast, self.no_multicast = 0, f"memory of kind {self.kind} has no multicast address"
         self._control, self._blocks = control, blocks
         self._at: GpuSite | None = None
         self._closed = False

@@ -72,6 +72,7 @@ class Group:
         values = topology_agreement.group_table(
             self.rank, arena.bases, control, memory, self.topology, self.options.first_epoch
         )
+        values[layout.MULTICAST] = arena.multicast
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
         arena.tensor(self.rank, memory.channel_states, tuple(counters.shape), torch.int64).copy_(counters)

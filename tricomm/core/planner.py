@@ -25,7 +25,7 @@ from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import Choice
+from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
@@ -56,6 +56,7 @@ class Planner:
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
             max_registers=group.options.max_registers or MOST_REGISTERS,
+            no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
@@ -146,10 +147,16 @@ class Planner:
                 return fused
             why = fused
         choice = selection.choose(
-            self.site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
+            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
             _bits(request.dtype),
         )  # fmt: skip
         return _of_request(choice, request, why)
+
+    def _site_of(self, request: Request) -> SelectionFacts:
+        """The facts of a call: the switch does not reduce every type by every operation."""
+        if self.site.no_multicast or request.op is None or request.dtype not in arguments.DTYPES:
+            return self.site
+        return selection.for_reduction(self.site, request.collective, arguments.DTYPES[request.dtype], request.op)
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
