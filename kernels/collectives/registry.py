@@ -265,7 +265,7 @@ def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel
     """The kernels of `collective` for that many ranks; those of a cube mesh need eight, those of a switch `multicast`
     memory."""
     cube = world_size == CUBE_RANKS
-    known = (*KERNELS, *(MULTICAST if multicast else ()), *MESSAGES)
+    known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES)
     return [k for k in known if k.collective == collective and (cube or not k.needs_cube)]
 
 

@@ -103,10 +103,7 @@ def cases(
         ordered = env.batch_invariant()
         fused = collective == FUSED
         switch = "multicast" in (algorithms or "").split(",")  # not of all: few boxes have one
-        known = registry.of(collective, world_size, switch)
-        if fused:
-            known = [k for k in registry.FUSED if k.collective == FUSED]
-        kernels = [k for k in known if k.rank_order or not ordered]
+        kernels = [k for k in registry.of(collective, world_size, switch) if k.rank_order or not ordered]
         shipped = [(k.algorithm, k.protocol) for k in kernels]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:

@@ -67,6 +67,7 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    multicast, no_multicast = 0, "the ranks share no memory"
     nbytes = 0
 
     def __init__(self, world_size: int) -> None:

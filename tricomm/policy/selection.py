@@ -113,7 +113,7 @@ def choose(
     fits = _allowed(facts, collective, algorithm, protocol)
     candidates = [
         (name, number, row, k)
-        for name, number, row in _rows(facts, collective, nbytes, mode, bits)
+        for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
         if _registers(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
@@ -357,21 +357,23 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks as there are channels to serve."""
+    """The same with as many blocks as there are queues to serve."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = min(facts.tile or tile, widest)
-    blocks = 1 if facts.device == "cpu" else min(facts.layout.channels, max(1, -(-words // tile)))
+    blocks = 1 if facts.device == "cpu" else min(facts.layout.queues, max(1, -(-words // tile)))
     warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
-    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), warps, tile
+    return min(facts.blocks or blocks, facts.layout.queues, facts.max_blocks), warps, tile
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
     """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
-    ends = (row.max_bytes for _, _, row in _rows(facts, collective, 0, "eager", 32))
+    ends = (row.max_bytes for _, _, row in table_rows(facts, collective, 0, "eager", 32))
     return sorted({end for end in ends if end is not None})
 
 
-def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:
+def table_rows(
+    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None
+) -> list[tuple[str, int, TableRow]]:
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
@@ -388,6 +390,7 @@ def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: 
         if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
+        if row.epilogue in (None, epilogue)
     ]
 
 
