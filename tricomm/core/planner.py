@@ -41,6 +41,7 @@ class Planner:
     repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
               three small look-ups take less time than one of a tuple
     nccl      NCCL's communicator, made by the first call that goes there
+    others    the planners of the communicator's other channels, which have the same table
 
     `decided` is the route of every call if the caller has decided it, and printed it, before.
     """
@@ -63,6 +64,7 @@ class Planner:
         self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
         self._repeats = 0
         self.nccl: nccl.Nccl | None = None
+        self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
         self._bind = partial(group.runtime.bind, group=group.argument, timeout=group.timeout)
@@ -189,7 +191,9 @@ class Planner:
         group = self._group
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
-                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
+                # Beside the kernels of other channels, NCCL's have no more room than one of these.
+                most = group.max_blocks if len(group.channels) > 1 else group.options.max_blocks
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return
@@ -236,6 +240,8 @@ class Planner:
     def _with_memory(self, choice: Choice) -> Choice:
         """With the reason for the kind of memory, if it is not the usual one."""
         memory = self._group.arena.reason
+        if self._group.suspended:
+            memory = "suspended, so no call is possible before resume()"
         return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
@@ -249,8 +255,9 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("use_table"):
             digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
             group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
-            self.site = replace(self.site, tuned=given, tuned_name=name)
-            self.forget()
+            for planner in (self, *self.others):
+                planner.site = replace(planner.site, tuned=given, tuned_name=name)
+                planner.forget()
 
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
@@ -261,7 +268,8 @@ class Planner:
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
-        self.forget()
+        for planner in (self, *self.others):
+            planner.forget()
 
 
 def _of_request(choice: Choice, request: Request, why: str) -> Choice:

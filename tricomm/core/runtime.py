@@ -48,8 +48,8 @@ class Runtime(Protocol):
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         """The plan to keep for `request`: `plan`, or one that runs it and looks at its calls."""
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        """The monitor of a group; not started yet."""
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        """The monitor of a group with that many channels; not started yet."""
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
@@ -79,8 +79,8 @@ class Processes:
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return Monitor(control, timeout, stall_timeout)
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return Monitor(control, timeout, stall_timeout, channels=channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float

@@ -50,7 +50,8 @@ def checked_options(world_size: int, options: Options | None) -> Options:
     if options is None:
         return smallest
     try:
-        selection.check_device("cuda", layout.plan(world_size, options.arena_bytes), options.tile)
+        plan = layout.plan(world_size, options.arena_bytes, options.channels)
+        selection.check_device("cuda", plan, options.tile)
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{error}; compiled kernels have a GPU's tiles, which Options(arena_bytes={smallest.arena_bytes}) holds "
@@ -216,8 +217,8 @@ class CompiledRuntime:
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return self._interpreted.planned(request, plan)
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return self._interpreted.monitor(control, timeout, stall_timeout)
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return self._interpreted.monitor(control, timeout, stall_timeout, channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float

@@ -72,7 +72,7 @@ class World:
         self.now = 0.0
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
-        self.plan = layout.plan(world_size, options.arena_bytes)
+        self.plan = layout.plan(world_size, options.arena_bytes, options.channels)
         self.monitors: dict[int, Watchable] = {}
         self._opened: dict[int, list[LocalArena]] = {}
         self._made = [0] * world_size
@@ -195,8 +195,8 @@ class SimulatedControl(ControlPage):
         self._world = world
         super().__init__(rank, nonce, members, _Host(world, rank))
 
-    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        announce = super().announcer()
+    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
+        announce = super().announcer(channel, channels)
 
         def announced(sequence: int, packed: PackedDescriptor) -> None:
             announce(sequence, packed)
@@ -260,8 +260,8 @@ class RankRuntime:
     def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return self._world.planned(self._rank, request, plan)
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank))
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank), channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
