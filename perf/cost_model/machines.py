@@ -9,8 +9,8 @@ kernels   the part of it that a kernel's loads and stores reach: 320 and 600 in 
           kernels (`src/sym_kernels.cc`, Hopper and Blackwell); the same 86 % if no model is published
 multicast the part of it that loads and stores through the switch reach: PyTorch's multimem all-reduce of 64 MiB took
           320 us of 8 H100 (vllm-project/vllm#42324) and NCCL's NVLS reached 480 GB/s of bus bandwidth
-          (NVIDIA/nccl#1455), both 307 for (1 + 1/N) n bytes a direction; Blackwell's is scaled with `kernels` and NCCL's
-          efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no switch that adds
+          (NVIDIA/nccl#1455), both 307 for (1 + 1/N) n bytes a direction; Blackwell's is scaled with `kernels` and
+          NCCL's efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no switch that adds
 block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled with
           the links for older GPUs
 memory    bandwidth of the GPU's own memory, from its data sheet

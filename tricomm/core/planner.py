@@ -21,6 +21,7 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
@@ -29,6 +30,7 @@ from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
+_SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
@@ -149,8 +151,8 @@ class Planner:
                 return fused
             why = fused
         choice = selection.choose(
-            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
-            _bits(request.dtype),
+            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode,
+            request.fitting, _bits(request.dtype),
         )  # fmt: skip
         return _of_request(choice, request, why)
 
@@ -238,11 +240,15 @@ class Planner:
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice) -> Choice:
-        """With the reason for the kind of memory, if it is not the usual one."""
+        """With the reasons for the kind of memory, if it is not the usual one, and for the way past a switch."""
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
-        return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
+        if memory:
+            choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
+        if self.site.no_multicast and choice.collective in _SWITCHED:
+            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {self.site.no_multicast}")
+        return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
