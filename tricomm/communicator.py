@@ -169,6 +169,13 @@ class Communicator:
         """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
         return self._collectives.known(op, dtype, count)
 
+    def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
+        """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.
+
+        Each makes its calls in a channel of its own. Raises the error of the first that has one.
+        """
+        return self._channels.side_by_side(functions)
+
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks` of this one, in that order; called by all ranks with the same list.

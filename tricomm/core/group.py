@@ -30,7 +30,7 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 class Group:
     """One rank's end of a group, as one of its channels sees it. The constructor is collective, and takes over what is
-    in `shared`; it makes channel 0, and with it the others, which are in `channels` (channel 0 is the first).
+    in `shared`; it makes channel 0, and with it the others.
 
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
@@ -73,7 +73,7 @@ class Group:
         self.owned: list[Arena] = []
         self.reachable = all(self.arena.bases)
         self.channel = 0
-        self.channels = (self, *(self._further(number) for number in range(1, options.channels)))
+        self._further = tuple(self._beside(number) for number in range(1, options.channels))
         for group in self.channels:
             group.words = control.words()[layout.control_words(group.channel)]
             group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
@@ -83,9 +83,13 @@ class Group:
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
         for group in self.channels:
             group.device_class, group.max_blocks = agreed
-            group.channels = self.channels
 
-    def _further(self, number: int) -> Group:
+    @property
+    def channels(self) -> tuple[Group, ...]:
+        """The group as each of its channels sees it; asked of channel 0."""
+        return (self, *self._further)
+
+    def _beside(self, number: int) -> Group:
         """The group as another channel sees it."""
         group = copy(self)
         group.channel = number

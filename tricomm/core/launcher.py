@@ -42,7 +42,7 @@ class Launcher:
         self.captured = False
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
-        self._announce = group.control.announcer(group.channel, len(group.channels))
+        self._announce = group.control.announcer(group.channel, group.options.channels)
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
 

@@ -126,7 +126,7 @@ class Planner:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan)
+            self.plans[key] = group.runtime.planned(request, plan, group.channel)
         if self._decided is None:
             what = collective if request.epilogue is None else FUSED
             backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
@@ -194,7 +194,7 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
                 # Beside the kernels of other channels, NCCL's have no more room than one of these.
-                most = group.max_blocks if len(group.channels) > 1 else group.options.max_blocks
+                most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
                 self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))

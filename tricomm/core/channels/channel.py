@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
+from tricomm.core.channels.side_by_side import Functions
 from tricomm.core.collectives import Collectives
 from tricomm.core.entry_guard import entry
 from tricomm.core.faults import Faults
@@ -102,6 +104,13 @@ class Channels:
         if number and (why := self._group.routes.no_kernels) is not None:
             raise InvalidArgument(f"channel {number}: no kernel can run, and NCCL is behind channel 0 alone: {why}")
         return self._all[number]
+
+    def side_by_side(self, functions: Functions) -> list[Any]:
+        """As `Communicator.side_by_side`."""
+        strange = [function for function in functions if not callable(function)]
+        if strange:
+            raise InvalidArgument(f"side_by_side: functions without arguments are needed, found {strange[0]!r}")
+        return self._group.runtime.side_by_side(functions, self._group.gpu)
 
     @contextmanager
     def held(self, while_suspended: bool) -> Iterator[None]:

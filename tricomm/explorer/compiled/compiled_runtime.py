@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tricomm.core.channels.side_by_side import Functions, on_streams
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.topology_agreement import DeviceFacts
@@ -214,8 +215,11 @@ class CompiledRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return self._interpreted.planned(request, plan)
+    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+        return self._interpreted.planned(request, plan, channel)
+
+    def side_by_side(self, functions: Functions, gpu: Any) -> list[Any]:
+        return on_streams(self._gpu, functions)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
         return self._interpreted.monitor(control, timeout, stall_timeout, channels)
