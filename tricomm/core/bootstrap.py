@@ -67,6 +67,7 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    multicast, no_multicast = 0, "the ranks share no memory"
     no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
     suspended = closed = False
     nbytes = 0
@@ -185,7 +186,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
         topology = topology_agreement.agree(control, options, device, terms.timeout)
         reach = topology_agreement.reach(topology, rank)
         try:
-            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach)).close)
+            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach, True)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise

@@ -118,6 +118,7 @@ class Group:
             self.rank, [base and base + start for base in arena.bases],
             control + 8 * layout.control_words(self.channel).start, memory, self.topology, self.options.first_epoch,
         )  # fmt: skip
+        values[layout.MULTICAST] = arena.multicast and arena.multicast + start
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
         arena.tensor(self.rank, start + memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)

@@ -12,8 +12,9 @@ from functools import cache
 from importlib.resources import files
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs, wide_words
+from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import Dtype, reduction
 from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
 from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS, has_compact_form
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
@@ -145,6 +146,23 @@ def _registers(facts: SelectionFacts, row: TableRow | None) -> int:
     """Registers a thread that a call may take: few ones mean the compact form of a kernel."""
     most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
     return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
+
+
+def why_not_multicast(device: str, reason: str) -> str:
+    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot go through the switch, or empty: `reason` of the memory,
+    empty if it has a multicast address, or that of the devices."""
+    if reason or device == "cpu":
+        return reason
+    if device == "cuda":
+        return "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
+    return multimem.why_not(int(device.removeprefix("sm_"))) or ""
+
+
+def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
+    """The facts of a call of `collective` on `dtype` by `op`: the switch does not reduce every type by all."""
+    if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:
+        return facts
+    return replace(facts, no_multicast=multimem.why_not_reduced(*reduction(dtype, op)) or "")
 
 
 def nccl(collective: str, reason: str) -> Choice:
