@@ -54,6 +54,8 @@ class Monitor:
     it closed the group. `describers` has, by the code that a kernel reports in the status word, the fault that it
     means, of the peer and the number in the report; the parts that have such kernels add to it before `start`, and
     `stop` forgets them. `waited` has, by peer, for how many seconds calls that it had not entered waited for it.
+    `unseen` says which of the ranks that cannot be seen from here a call waits for, when its time is over; None: ask
+    again at the next look.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Monitor:
         self._stall = stall_timeout
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
-        self._backend: FallbackBackend | None = None
+        self._backends: list[FallbackBackend] = []
         self._lock = threading.RLock()  # a signal handler may abort the group while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
@@ -79,6 +81,7 @@ class Monitor:
         self._user_calls: list[_UserCall] = []
         self._relaxed = False
         self._describe: Callable[[int], str] = str
+        self.unseen: Callable[[], str | None] = lambda: "the other ranks cannot be seen from here"
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
 
     def start(self, describe: Callable[[int], str]) -> None:
@@ -88,7 +91,7 @@ class Monitor:
 
     def watch(self, backend: FallbackBackend) -> None:
         """From now on ask `backend` for its errors too, and abort it with the group."""
-        self._backend = backend
+        self._backends.append(backend)
 
     def stop(self) -> None:
         """End the watch; on return nothing looks at the group any more. Idempotent."""
@@ -109,8 +112,8 @@ class Monitor:
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
-                if self._backend is not None:  # on a thread of its own, because NCCL does not say how long it takes
-                    threading.Thread(target=self._backend.abort, name="tricomm-abort", daemon=True).start()
+                for backend in self._backends:  # on threads of their own, because NCCL does not say how long it takes
+                    threading.Thread(target=backend.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
     def diagnose(self) -> None:
@@ -213,13 +216,13 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
-        error = self._backend.error() if self._backend is not None else None
+        error = next((text for backend in self._backends if (text := backend.error()) is not None), None)
         if error is not None:
             self._blame(errors.GroupAborted, self._control.rank, error)
             return
         if self._running is None:
             return
-        if self._elapsed > _COMPARE_SECONDS and self._diverging():
+        if self._elapsed > _COMPARE_SECONDS and self.diverging():
             return
         self._wait_for(tick)
         late = self.unfinished()
@@ -234,8 +237,14 @@ class Monitor:
         if self._elapsed > self._timeout:
             self._late(late)
 
-    def _diverging(self) -> bool:
-        """Compare what this rank called with what the others did, for kernels and NCCL do not meet in any mailbox."""
+    @property
+    def waited_for(self) -> float:
+        """For how many seconds the running call has lasted, as the looks have counted them."""
+        return self._elapsed
+
+    def diverging(self) -> bool:
+        """Compare what this rank called with what the others did, because kernels and NCCL do not meet in any mailbox.
+        True if that differs; the group is aborted then."""
         control = self._control
         for rank in self._peers:
             last = min(control.sequence(control.rank), control.sequence(rank))
@@ -299,18 +308,22 @@ class Monitor:
             f"(limit {self._stall:g} s): stopped or starved; {self._last_call(rank)}",
         )
 
-    def _late(self, late: list[int]) -> Fault:
+    def _late(self, late: list[int]) -> None:
         control = self._control
         for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
             if control.stopped(rank):
                 who = f"rank {rank} (pid {control.pid(rank)})"
                 text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank)}"
-                return self._blame(errors.PeerStalled, rank, text)
+                self._blame(errors.PeerStalled, rank, text)
+                return
         text = "; ".join(f"rank {r} (alive) {self._last_call(r)}" for r in late)
         if not text:
             unseen = len(self._peers) + 1 < self._control.world_size
-            text = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
-        return self._blame(
+            said = self.unseen() if unseen else "all peers have done their part"
+            if said is None:
+                return
+            text = said
+        self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
             f"timeout after {self._timeout:g} s: {text}",
