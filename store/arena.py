@@ -32,6 +32,17 @@ class Arena(Protocol):
         """Why the memory is not of the usual kind; empty if it is."""
 
     @property
+    def no_suspend(self) -> str:
+        """Why the memory cannot be given back while its addresses are kept; empty if it can."""
+
+    @property
+    def suspended(self) -> bool:
+        """Whether there is nothing behind the addresses, or not on all ranks."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
     def nbytes(self) -> int: ...
 
     @property
@@ -39,6 +50,17 @@ class Arena(Protocol):
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
+
+    def suspend(self) -> None:
+        """Give this rank's share of the memory back, and keep all addresses; other ranks are not waited for.
+
+        No kernel of any rank may be using it. Raises `ResourceError` if something was refused: what is left is tried
+        again by the next `suspend`, `resume` or `close`."""
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
+
+        Raises the same error on all ranks, with everything given back again, as the opening of an arena does."""
 
     def close(self) -> None:
         """Let the memory go; idempotent."""

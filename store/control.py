@@ -149,12 +149,13 @@ class ControlPage:
     def state(self, rank: int) -> RankState:
         return RankState(self._page(rank).state)
 
-    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
+    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed) publishes this rank's call number `sequence` of one of `channels` channels; the
+        last 8 of each stay readable.
 
         For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
-        return self._own().announcer()
+        return self._own().announcer(channel, channels)
 
     def announce_message(self, message: Descriptor) -> None:
         """Publish what this rank sends or receives as its message number `message.sequence`."""
@@ -164,17 +165,17 @@ class ControlPage:
         """The rank's last 8 messages, in order."""
         return self._page(rank).messages()
 
-    def last(self, rank: int) -> Descriptor | None:
-        """The rank's latest call; None if it has made none."""
-        return self._page(rank).last()
+    def last(self, rank: int, channel: int = 0) -> Descriptor | None:
+        """The rank's latest call in `channel`; None if it has made none."""
+        return self._page(rank).last(channel)
 
-    def called(self, rank: int, sequence: int) -> Descriptor | None:
-        """The rank's call number `sequence`; None if it has not made it, or if it is more than 8 calls ago."""
-        return self._page(rank).called(sequence)
+    def called(self, rank: int, sequence: int, channel: int = 0) -> Descriptor | None:
+        """Call number `sequence` of a rank's channel; None if it has not made it, or if it is more than 8 calls ago."""
+        return self._page(rank).called(sequence, channel)
 
-    def sequence(self, rank: int) -> int:
-        """Number of the rank's latest call; 0 before the first."""
-        return self._page(rank).sequence
+    def sequence(self, rank: int, channel: int = 0) -> int:
+        """Number of the latest call of a rank's channel; 0 before the first."""
+        return self._page(rank).sequence(channel)
 
     def raise_fault(self, fault: Fault) -> None:
         """Publish why this rank aborts the group. The first fault stays; its text is cut to what fits."""

@@ -101,8 +101,7 @@ def cases(
     for collective in collectives:
         ordered = env.batch_invariant()
         fused = collective == FUSED
-        known = [k for k in registry.FUSED if k.collective == FUSED] if fused else registry.of(collective, world_size)
-        kernels = [k for k in known if k.rank_order or not ordered]
+        kernels = [k for k in registry.of(collective, world_size) if k.rank_order or not ordered]
         shipped = [(k.algorithm, k.protocol) for k in kernels]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
@@ -66,6 +67,8 @@ def predict(
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
     own = (1 + kind.rows_out(world_size) / kind.rows_in(world_size)) * nbytes + sent  # what has arrived is read again
+    if kernel.collective in collective_specs.FUSED:
+        own += 2 * nbytes  # the residual, and the norm
     barriers = kernel.barriers * machine.barrier
     waits = machine.launch + kernel.hops * machine.hop + barriers
     if mode == "eager":

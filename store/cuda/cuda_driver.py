@@ -269,13 +269,15 @@ class Cleanup:
         self._driver, self._context = driver, context
 
     def attempt(self, call: Callable[..., None], *arguments: int) -> bool:
+        """Whether the call has been made: leaving the context may fail after it."""
+        made = False
         try:
             with self._driver.current(self._context):
                 call(*arguments)
+                made = True
         except ResourceError as error:
             self._failed(error)
-            return False
-        return True
+        return made
 
     def release_context(self, ordinal: int) -> None:
         try:

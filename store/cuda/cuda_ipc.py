@@ -79,6 +79,10 @@ class IpcBlocks:
     """This rank's cuMemAlloc, and the mappings of the others'."""
 
     kind = "cuda_ipc"
+    no_suspend = (
+        "legacy CUDA IPC cannot map memory again at the same addresses: close the communicator and make a new one, and "
+        "capture graphs anew, or make shared memory by descriptors possible (tricomm doctor says what is missing)"
+    )
 
     def __init__(self, control: ControlPage, nbytes: int) -> None:
         self._control, self._nbytes = control, nbytes
@@ -116,6 +120,9 @@ class IpcBlocks:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         self._mapped.append(address)
         return address + peer.offset
+
+    def give_back(self, undo: Cleanup) -> None:
+        raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
         """The peers are told, so that they keep their blocks, too."""

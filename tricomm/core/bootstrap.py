@@ -73,6 +73,8 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
+    suspended = closed = False
     nbytes = 0
 
     def __init__(self, world_size: int) -> None:
@@ -80,6 +82,12 @@ class NoArena:
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise InvalidArgument("the ranks of this communicator share no memory")
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -139,7 +147,9 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     if world_size > layout.MAX_WORLD_SIZE and fallback(device, options)[0] is None:
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
-    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
+    if options.channels > 1 and device.type == "cuda" and not torch.cuda.is_initialized():
+        env.default("CUDA_DEVICE_MAX_CONNECTIONS", str(topology_agreement.MOST_QUEUES))
+    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes, options.channels)
     selection.check_device(device.type, memory, options.tile)
     return memory
 

@@ -95,7 +95,7 @@ class Collectives:
         if found is None:
             return False
         group = self._group
-        if group.flags[_STATUS] or group.closed or self._monitor.fault is not None:  # in a forked child it is closed
+        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
             self._faults.check_usable()
         if captured:
             self._launcher.captured = True

@@ -45,6 +45,7 @@ class Planner:
               three small look-ups take less time than one of a tuple
     nccl      NCCL's communicator, made by the first call that goes there
     levels    an all_reduce in two levels; None if the group has none
+    others    the planners of the communicator's other channels, which have the same table
 
     `decided` is the route of every call if the caller has decided it, and printed it, before.
     """
@@ -67,6 +68,7 @@ class Planner:
         self._repeats = 0
         self.nccl: nccl.Nccl | None = None
         self.levels: TwoLevel | None = None
+        self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
         self._bind = partial(group.runtime.bind, group=group.argument, timeout=group.timeout)
@@ -126,7 +128,7 @@ class Planner:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan)
+            self.plans[key] = group.runtime.planned(request, plan, group.channel)
         if self._decided is None:
             what = collective if request.epilogue is None else FUSED
             backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
@@ -218,7 +220,9 @@ class Planner:
             watched = self._monitor.user_call(None)
         with self._launcher.held(), self._faults.abort_on_error("NCCL"), watched:
             try:
-                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
+                # Beside the kernels of other channels, NCCL's have no more room than one of these.
+                most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return
@@ -271,6 +275,8 @@ class Planner:
     def _with_memory(self, choice: Choice) -> Choice:
         """With the reason for the kind of memory, if it is not the usual one."""
         memory = self._group.arena.reason
+        if self._group.suspended:
+            memory = "suspended, so no call is possible before resume()"
         return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
@@ -284,8 +290,9 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("use_table"):
             digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
             group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
-            self.site = replace(self.site, tuned=given, tuned_name=name)
-            self.forget()
+            for planner in (self, *self.others):
+                planner.site = replace(planner.site, tuned=given, tuned_name=name)
+                planner.forget()
 
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
@@ -296,7 +303,8 @@ class Planner:
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
-        self.forget()
+        for planner in (self, *self.others):
+            planner.forget()
 
 
 def _of_request(choice: Choice, request: Request, why: str) -> Choice:

@@ -77,9 +77,20 @@ class Calls:
 
 
 @dataclass(frozen=True)
+class HeldMemory:
+    """Of one rank: how it is shared, and the bytes of its arena and of its symmetric memory that are taken from the
+    device now: none while the communicator is suspended."""
+
+    kind: str = "none"
+    nbytes: int = 0
+    suspended: bool = False
+
+
+@dataclass(frozen=True)
 class Statistics:
     """A communicator's life so far. `waited` is, by peer, the seconds that this rank was in a call that the peer had
-    not entered, as the monitor sees it every 20 ms: shorter delays are not in it."""
+    not entered, as the monitor sees it every 20 ms: shorter delays are not in it. `memory` is what it holds of its
+    device at the moment."""
 
     group: str
     rank: int
@@ -89,6 +100,7 @@ class Statistics:
     calls: tuple[Calls, ...]
     waited: dict[int, float]
     spans: tuple[Span, ...] = ()
+    memory: HeldMemory = HeldMemory()
 
 
 class _ProcessTallies:

@@ -239,7 +239,7 @@ def dies(rank, world_size, tell, url):
 def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
     """Ranks that call with different sizes, and so go different ways, or one way to different ends."""
     if not compared:
-        Monitor.diverging = lambda monitor: False
+        Monitor.diverging = lambda monitor, channel: False
     with joined(rank, world_size, url, timeout=30.0 if compared else 3.0) as comm:
         for size in before:
             comm.all_reduce(torch.ones(size))

@@ -103,8 +103,8 @@ class Bridge:
 
     def _carry(self) -> None:
         outer, inner = self._outer.monitor, self._inner.monitor
-        if outer.fault is None and outer.waited_for > _COMPARE_SECONDS and inner.fault is None:
-            inner.diverging()
+        if outer.fault is None and outer.channels[0].elapsed > _COMPARE_SECONDS and inner.fault is None:
+            inner.diverging(inner.channels[0])
         if outer.fault is None and inner.fault is not None:
             outer.abort(self._outward(inner.fault))
         if outer.fault is not None and inner.fault is None:
@@ -164,7 +164,7 @@ class Bridge:
         self._due = now + ROUND_SECONDS
         self._told = fault is not None
         self._beats += 1
-        number, waits = self._beats, self._outer.monitor.waited_for > _COMPARE_SECONDS
+        number, waits = self._beats, self._outer.monitor.channels[0].elapsed > _COMPARE_SECONDS
         self._pending = self._thread.start(lambda: self._ask(reports, fault, number, waits))
 
     def _ask(self, reports: NodeReports, fault: Fault | None, beat: int, waits: bool) -> _Heard:
@@ -214,11 +214,15 @@ class Bridge:
             )
             self._abort(errors.PeerStalled.__name__, self._parts.members(self._next)[0], text)
             return
-        mine = self._outer.control.last(self._rank)
+        mine, waits = self._outer.control.last(self._rank), self._outer.monitor.channels[0].elapsed > 0
         if mine is not None:
             self._slow = {part: late for part, (number, _, late, _) in heard.calls.items() if number >= mine.sequence}
             for part, (number, fingerprint, _, text) in heard.calls.items():
-                if number == mine.sequence and fingerprint != mine.fingerprint and self._outer.monitor.waited_for:
+                if (
+                    number == mine.sequence
+                    and fingerprint != mine.fingerprint
+                    and self._outer.monitor.channels[0].elapsed
+                ):
                     other = self._parts.members(part)[0]
                     said = different(self._rank, mine.text(), other, text)
                     self._abort(errors.CollectiveMismatch.__name__, other, said)

@@ -119,4 +119,4 @@ def _open_across(group: Group, store: Store, parts: Parts, backend: str, make: M
 def _options(group: Group, members: Sequence[int]) -> Options:
     """Those of a communicator of some of the ranks."""
     topology = group.topology.of(members) if group.topology is not None else None
-    return replace(group.options, nccl=False, two_level=False, topology=topology)
+    return replace(group.options, nccl=False, two_level=False, topology=topology, channels=1)
