@@ -23,7 +23,7 @@ from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
 from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes, selection
 from tricomm.policy.selection import SelectionFacts
 
 ARENA_BYTES = 64 << 20  # what `Options` has
@@ -189,7 +189,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words = -(-elements // 2)
     blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
-    warps = min(shape.warps, tile // selection.WORDS_PER_WARP)
+    warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP)
     shape = LaunchShape(blocks, warps, tile, shape.registers)
     round_words = blocks * tile * divided
     chunk = chunk_words(kernel, world_size, plan)

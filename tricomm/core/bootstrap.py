@@ -24,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice, selection
+from tricomm.policy import backend_choice, launch_shapes
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake
@@ -134,7 +134,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
     memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
-    selection.check_device(device.type, memory, options.tile)
+    launch_shapes.check_device(device.type, memory, options.tile)
     return memory
 
 

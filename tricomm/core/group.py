@@ -15,6 +15,7 @@ from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.options import Options
+from tricomm.policy import launch_shapes
 from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
@@ -62,6 +63,7 @@ class Group:
         facts = runtime.facts(device)
         # This exchange also says that every rank has written its table: only after it may a kernel run.
         device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
+        launch_shapes.check_grid(options.blocks, most, options.max_blocks)
         self.device_class, self.max_blocks = device_class, most
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
