@@ -24,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import GLOO, NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice, selection
+from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.levels import Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
@@ -151,7 +151,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     if options.channels > 1 and device.type == "cuda" and not torch.cuda.is_initialized():
         env.default("CUDA_DEVICE_MAX_CONNECTIONS", str(topology_agreement.MOST_QUEUES))
     memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes, options.channels)
-    selection.check_device(device.type, memory, options.tile)
+    launch_shapes.check_device(device.type, memory, options.tile)
     return memory
 
 
