@@ -40,6 +40,7 @@ class RegisteredArena:
 
     no_suspend = "registered memory is the user's"
     reason = ""
+    multicast, no_multicast = 0, "registered memory is not bound to a multicast address"
 
     def __init__(
         self, kind: str, tensor: torch.Tensor, bases: Sequence[int],

@@ -192,6 +192,9 @@ class TensorPieces:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         return start + peer.offset
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        raise ResourceError("registered memory is not bound to a multicast address")
+
     def give_back(self, undo: Cleanup) -> None:
         raise ResourceError(self.no_suspend)
 
