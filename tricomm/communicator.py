@@ -133,6 +133,7 @@ class Communicator:
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
+        activity.held = group.memory
         publish.add(activity)
         self._channels = Channels(group, monitor, activity, tuned, decided)
         first = self._channels.first
@@ -238,7 +239,7 @@ class Communicator:
         """
         if self._activity.clock is not None:
             self._activity.clock.collect()
-        return replace(self._activity.statistics(), memory=self._group.memory())
+        return self._activity.statistics()
 
     rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
     world_size: int = fact(lambda comm: comm._group.world_size, "How many ranks there are.")

@@ -5,24 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm import env
 from tricomm.c10d import fallback_backends, gloo_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, options_for, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
 from tricomm.c10d.gloo_collectives import CallContext, CallRecords
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
-from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
@@ -46,7 +43,6 @@ from tricomm.store.control import PackedDescriptor
 
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
-_CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
 
@@ -400,15 +396,3 @@ def _capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
-    """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
-    if given is not None:
-        return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
-    limit = limit_seconds(timeout)
-    options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
-    nbytes = env.integer("TRICOMM_ARENA_BYTES")
-    if nbytes is None and device == "cpu":
-        nbytes = _CPU_ARENA_BYTES
-    return options if nbytes is None else replace(options, arena_bytes=nbytes)

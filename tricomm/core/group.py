@@ -149,7 +149,8 @@ class Group:
 
     def memory(self) -> HeldMemory:
         """What this rank holds of its device."""
-        held = 0 if self.suspended else sum(arena.nbytes for arena in self.live_arenas().values())
+        live = self.live_arenas().values()
+        held = 0 if self.suspended else sum(arena.nbytes for arena in live if not arena.closed)
         return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
