@@ -153,7 +153,7 @@ def _count(
     form: str = "",
 ) -> None:
     arena = comm.arena_layout
-    counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.channel_states, arena.slots))
+    counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.queue_states, arena.slots))
     with interpreter.observe(counter):
         call()
     emit(

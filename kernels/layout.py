@@ -5,9 +5,9 @@
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
     wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload
     simple      mailbox       [parity][source], `simple_buffer` bytes each
-    channel_states            of messages: [rank][channel], 16 words each: headers of what comes, acknowledgements of
+    queue_states              of messages: [rank][queue], 16 words each: headers of what comes, acknowledgements of
                               what was sent, own counters
-    slots                     of messages: [source][channel][slot], `slot` bytes each
+    slots                     of messages: [source][queue][slot], `slot` bytes each
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
@@ -32,22 +32,23 @@ PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
-EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(8, 16)
+EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 16)
 PEERS = 16
 # A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
 PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
+MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
 HEADERS = 1024
 
-# The state of a channel: a header of two words for each slot, an acknowledgement for each, and the numbers of the next
+# The state of a queue: a header of two words for each slot, an acknowledgement for each, and the numbers of the next
 # piece to send and of the first one not received, with a bit for each later one that was; a bit for each slot that has
 # held plain data.
 SLOTS = 4
-CHANNEL_STATE = 128
+QUEUE_STATE = 128
 ACKS, SENT, NEXT, RECEIVED_AHEAD, PLAIN = 8, 12, 13, 14, 15
-MAX_CHANNELS = 16
+MAX_QUEUES = 16
 
 # Words of the control page that host and kernel share (host memory, mapped for a GPU). Of messages: the number of the
 # one that runs, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
@@ -78,8 +79,8 @@ class Layout:
     wide_buffer: int
     simple: int
     simple_buffer: int
-    channel_states: int
-    channels: int
+    queue_states: int
+    queues: int
     slots: int
     slot: int
 
@@ -93,8 +94,8 @@ class Layout:
         """The words of a group table that say where everything is."""
         return {
             LL_BASE: self.ll, LL_BUFFER: self.ll_buffer, WIDE_BASE: self.wide, WIDE_BUFFER: self.wide_buffer,
-            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, CHANNEL_STATES: self.channel_states,
-            CHANNELS: self.channels, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
+            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, QUEUE_STATES: self.queue_states,
+            QUEUES: self.queues, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
         }  # fmt: skip
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
@@ -116,15 +117,15 @@ class Layout:
         return self.slot // (16 if protocol == "ll" else 8)
 
     def first_counters(self, epoch: int) -> list[list[list[int]]]:
-        """[rank][channel][word of its state], of a group that begins with `epoch`."""
+        """[rank][queue][word of its state], of a group that begins with `epoch`."""
         first = max(epoch, SLOTS)
-        state = [0] * (CHANNEL_STATE // 8)
+        state = [0] * (QUEUE_STATE // 8)
         state[SENT] = state[NEXT] = first
         for number in range(first, first + SLOTS):  # as if the four before had been read
             wrapped = number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
             last = wrapped - SLOTS if wrapped >= 2 * SLOTS else wrapped + EPOCH_LIMIT - 2 * SLOTS
             state[ACKS + wrapped % SLOTS] = (last << 32) - (last >> 31 << 64)  # signed
-        return [[state] * self.channels] * self.world_size
+        return [[state] * self.queues] * self.world_size
 
 
 def tile_words(protocol: str, block: int) -> int:
@@ -133,7 +134,7 @@ def tile_words(protocol: str, block: int) -> int:
 
 
 def unacknowledged(state: list[int]) -> bool:
-    """True if a piece that was sent through the channel of this state has not been acknowledged."""
+    """True if a piece that was sent through the queue of this state has not been acknowledged."""
     for back in range(1, SLOTS + 1):
         number = state[SENT] - back
         number += (EPOCH_LIMIT - SLOTS) if number < SLOTS else 0
@@ -163,11 +164,11 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
     ll = -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // 4096) * 4096
-    good = world_size * (CHANNEL_STATE + SLOTS * _GOOD_SLOT)
+    good = world_size * (QUEUE_STATE + SLOTS * _GOOD_SLOT)
     large = 8 * good <= arena_bytes
-    reserve = world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
+    reserve = world_size * (QUEUE_STATE + SLOTS * _LEAST_SLOT)
     if large:
-        reserve = max(good, world_size * MAX_CHANNELS * CHANNEL_STATE + arena_bytes // 16)
+        reserve = max(good, world_size * MAX_QUEUES * QUEUE_STATE + arena_bytes // 16)
     half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes, two parities each
     if half < _LEAST_BUFFER:
         least = max(MIN_ARENA, ll + reserve + world_size * _LEAST_BUFFER * 18 // 4)
@@ -185,11 +186,11 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     if large:
         simple_buffer = _simple_buffer((arena_bytes - simple - reserve) // (2 * world_size))
     states = simple + 2 * world_size * simple_buffer
-    channels, slot = _channels((arena_bytes - states) // world_size)
-    slots = states + world_size * channels * CHANNEL_STATE
-    nbytes = slots + world_size * channels * SLOTS * slot
+    queues, slot = _queues((arena_bytes - states) // world_size)
+    slots = states + world_size * queues * QUEUE_STATE
+    nbytes = slots + world_size * queues * SLOTS * slot
     return Layout(
-        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, channels, slots, slot
+        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, queues, slots, slot
     )
 
 
@@ -205,10 +206,10 @@ def _simple_buffer(nbytes: int) -> int:
     return nbytes // step * step
 
 
-def _channels(nbytes: int) -> tuple[int, int]:
-    """(number of channels, bytes of a slot) that fit into `nbytes` bytes."""
-    channels = 1
-    while channels < MAX_CHANNELS and nbytes >= 2 * channels * (CHANNEL_STATE + SLOTS * _GOOD_SLOT):
-        channels *= 2
-    each = (nbytes // channels - CHANNEL_STATE) // SLOTS
-    return channels, min(_LARGEST_SLOT, 1 << (each.bit_length() - 1))
+def _queues(nbytes: int) -> tuple[int, int]:
+    """(number of queues, bytes of a slot) that fit into `nbytes` bytes."""
+    queues = 1
+    while queues < MAX_QUEUES and nbytes >= 2 * queues * (QUEUE_STATE + SLOTS * _GOOD_SLOT):
+        queues *= 2
+    each = (nbytes // queues - QUEUE_STATE) // SLOTS
+    return queues, min(_LARGEST_SLOT, 1 << (each.bit_length() - 1))

@@ -12,10 +12,10 @@ from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError, TricommError
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Driver, load_driver
 
 if TYPE_CHECKING:
-    from tricomm.store.cuda_arena import CudaArena
+    from tricomm.store.cuda.cuda_arena import CudaArena
 
 _log = logging.getLogger("tricomm")
 
@@ -72,8 +72,8 @@ def open_cuda(
 ) -> CudaArena:  # fmt: skip
     """`open_blocks` of memory that is shared by descriptors; of legacy CUDA IPC if a rank cannot, or must not
     (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks`, with both reasons."""
-    from tricomm.store.cuda_ipc import open_cuda_ipc
-    from tricomm.store.cuda_vmm import open_cuda_vmm
+    from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
+    from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
     deadline = Deadline(timeout)
     wanted = control.exchange(b"\x01" if env.memory_by_descriptor() else b"\x00", "kind of memory", deadline.left)

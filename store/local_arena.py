@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Driver, load_driver
 from tricomm.store.host_words import HostWords
 
 _MAX_NBYTES = 1 << 46

@@ -33,16 +33,17 @@ WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
 _NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
-_OWN_ARRIVALS = ("primitives.finish", "channels.end_message")  # count a rank's own blocks
+_OWN_ARRIVALS = ("primitives.finish", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
             "rlx.sys", "per 16 B")  # fmt: skip
 
 LEGEND = """\
 spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
-than 128 bits (of ll128 and of rows 64, of their codes 32 or 8).  tail: element by element, past the last full tile or misaligned.  scalar, control: one
-word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
-instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row (of ll128 24)."""
+than 128 bits (of ll128 and of rows 64, of their codes 32 or 8).  tail: element by element, past the last full tile or
+misaligned.  scalar, control: one word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses
+at `.sys` scope in PTX.  per 16 B: instructions in SASS of the innermost loops that move payload, for each 16 bytes of a
+row (of ll128 24)."""
 
 
 @dataclass(frozen=True)

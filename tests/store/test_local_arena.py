@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view

@@ -74,7 +74,7 @@ class Group:
         )
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
-        arena.tensor(self.rank, memory.channel_states, tuple(counters.shape), torch.int64).copy_(counters)
+        arena.tensor(self.rank, memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
         if self.gpu is not None:  # the first kernel may run on another stream than this copy
             self.gpu.synchronize()
         return table, layout.group_argument(table, values, self.world_size)

@@ -24,7 +24,7 @@ from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.store.control import RING, ControlPage, Fault, RankState
-from tricomm.store.cuda_driver import load_driver
+from tricomm.store.cuda.cuda_driver import load_driver
 
 _USER_SECONDS = 1.0
 _COMPARE_SECONDS = 0.1  # a call that takes no longer is none that waits for another one

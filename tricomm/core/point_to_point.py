@@ -199,7 +199,7 @@ class PointToPoint:
         choice = selection.choose(site, kind, nbytes, None, protocol)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
-        # From any rank one block serves all channels: blocks could not agree on a source.
+        # From any rank one block serves all queues: blocks could not agree on a source.
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
@@ -216,8 +216,8 @@ class PointToPoint:
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
         group, memory = self.group, self.group.layout
-        shape = (group.world_size, memory.channels, layout.CHANNEL_STATE // 8)
-        lines = group.arena.tensor(group.rank, memory.channel_states, shape, torch.int64).cpu()
+        shape = (group.world_size, memory.queues, layout.QUEUE_STATE // 8)
+        lines = group.arena.tensor(group.rank, memory.queue_states, shape, torch.int64).cpu()
         return [rank for rank in range(group.world_size) if any(map(layout.unacknowledged, lines[rank].tolist()))]
 
     def acknowledged(self, seconds: float) -> bool:

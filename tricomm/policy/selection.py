@@ -77,6 +77,7 @@ class SelectionFacts:
     batch_invariant: bool = False  # only kernels that reduce in rank order
     max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
     beside: bool = False  # the group's calls run beside other kernels
+    no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
 
 
 def check_device(device: str, arena: Layout, tile: int | None) -> None:
@@ -189,7 +190,7 @@ def _allowed(
     facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None
 ) -> list[registry.Kernel]:
     """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
-    known = registry.of(collective, facts.world_size)
+    known = registry.of(collective, facts.world_size, multicast=not facts.no_multicast)
     if not facts.reachable:
         known = [k for k in known if k.needs_cube or k.pairwise]
         if not known:
@@ -207,6 +208,11 @@ def _allowed(
         return _in_rank_order(collective, asked, known, fits)
     if fits:
         return fits
+    if facts.no_multicast and any(k.collective == collective and k.algorithm == algorithm for k in registry.MULTICAST):
+        raise InvalidArgument(
+            f"{collective}: {asked} goes through the switch, and here {facts.no_multicast}; there is "
+            + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
+        )
     shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
     if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
         raise InvalidArgument(
@@ -260,8 +266,9 @@ def _in_rank_order(
     if ordered:
         return ordered
     others = ", ".join(f"{k.algorithm}/{k.protocol}" for k in known if k.rank_order)
+    how = "in the switch's order" if fits[0].multicast else "the sums of two quads"
     raise InvalidArgument(
-        f"{collective}: {asked} adds the sums of two quads, and a batch-invariant group reduces in rank order; "
+        f"{collective}: {asked} adds {how}, and a batch-invariant group reduces in rank order; "
         + (f"{others} do that" if others else "no kernel that these devices' links carry does that")
         + ", or make the group without batch_invariant (TRICOMM_BATCH_INVARIANT)"
     )
@@ -332,12 +339,12 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks as there are channels to serve."""
+    """The same with as many blocks as there are queues to serve."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = min(facts.tile or tile, widest)
-    blocks = 1 if facts.device == "cpu" else min(facts.layout.channels, max(1, -(-words // tile)))
+    blocks = 1 if facts.device == "cpu" else min(facts.layout.queues, max(1, -(-words // tile)))
     warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
-    return min(facts.blocks or blocks, facts.layout.channels, facts.max_blocks), warps, tile
+    return min(facts.blocks or blocks, facts.layout.queues, facts.max_blocks), warps, tile
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.store.fake_driver import FakeCuda
+from tests.store.cuda.fake_driver import FakeCuda
 from tricomm.cli import cli
 from tricomm.kernels.launch import interpreter
 from tricomm.perf.system import doctor, info

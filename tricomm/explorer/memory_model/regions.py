@@ -19,8 +19,8 @@ _TABLE = {
     layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_BUFFER: "ll_buffer",
     layout.WIDE_BASE: "wide_base", layout.WIDE_BUFFER: "wide_buffer", layout.SIMPLE_BASE: "simple_base",
     layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch", layout.ARRIVALS: "arrivals",
-    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.CHANNEL_STATES: "channel_states",
-    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
+    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.QUEUE_STATES: "queue_states",
+    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.QUEUES: "queues",
 }  # fmt: skip
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
@@ -73,7 +73,7 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
         row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
         row, source = divmod(row, plan.world_size)
         return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
-    if offset >= plan.channel_states:
+    if offset >= plan.queue_states:
         return _message_label(plan, offset)
     mailboxes = (("simple", plan.simple, plan.simple_buffer), ("ll128", plan.wide, plan.wide_buffer))
     kind, start, buffer = next((m for m in mailboxes if offset >= m[1]), ("ll", plan.ll, plan.ll_buffer))
@@ -83,16 +83,16 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
 
 def _message_label(plan: layout.Layout, offset: int) -> str:
     if offset < plan.slots:
-        line, at = divmod(offset - plan.channel_states, layout.CHANNEL_STATE)
-        rank, channel = divmod(line, plan.channels)
+        line, at = divmod(offset - plan.queue_states, layout.QUEUE_STATE)
+        rank, queue = divmod(line, plan.queues)
         word, heads = at // 8, 2 * layout.SLOTS
         own = {layout.SENT: "number to send", layout.NEXT: "number to receive", layout.RECEIVED_AHEAD: "received ahead",
                layout.PLAIN: "slots with plain data"}  # fmt: skip
         name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
-        return f"messages with rank {rank}, channel {channel}, {name}"
+        return f"messages with rank {rank}, queue {queue}, {name}"
     slot, at = divmod(offset - plan.slots, plan.slot)
     queue, slot = divmod(slot, layout.SLOTS)
-    return f"messages from rank {queue // plan.channels}, channel {queue % plan.channels}, slot {slot}, byte {at}"
+    return f"messages from rank {queue // plan.queues}, queue {queue % plan.queues}, slot {slot}, byte {at}"
 
 
 @dataclass(slots=True)

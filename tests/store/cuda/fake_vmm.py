@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.store.fake_bindings import Bindings
+    from tests.store.cuda.fake_bindings import Bindings
 
 GRANULE = 2 << 20
 VMM, BY_DESCRIPTOR = 102, 103

@@ -19,8 +19,8 @@ from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.collective_stages import pass_descriptors
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda_driver import UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 

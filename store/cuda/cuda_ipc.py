@@ -20,8 +20,8 @@ import torch
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 
 CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.store import fake_vmm
+from tests.store.cuda import fake_vmm
+from tests.store.cuda.fake_vmm import Physical, VirtualMemory
 from tests.store.fake_host import PinnedPages
-from tests.store.fake_vmm import Physical, VirtualMemory
 
 if TYPE_CHECKING:
-    from tests.store.fake_driver import CudaRuleBroken, FakeCuda
+    from tests.store.cuda.fake_driver import CudaRuleBroken, FakeCuda
 
 GRANULE = 2 << 20
 
