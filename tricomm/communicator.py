@@ -211,8 +211,7 @@ class Communicator:
 
         Times are those of the calls that `time_calls` has chosen.
         """
-        if self._activity.clock is not None:
-            self._activity.clock.collect()
+        self._activity.collect()
         return self._activity.statistics()
 
     @property
@@ -337,6 +336,7 @@ class Communicator:
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        self._activity.collect()
         with ExitStack() as undo:
             if self._launcher.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
