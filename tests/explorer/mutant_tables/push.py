@@ -184,13 +184,8 @@ PUSHES = (
         "P23", "LL: a block without words polls the first tile", "it is another block's, whose peers push over it",
         (
             Edit(FILE, _NO_WORDS, "False, status, SPEC)\n    more = status == 0"),
-            Edit(FILE, f"        if status == 0:\n{_SUM}", f"        if (status == 0) & (first < chunk.count):\n{_SUM}"),
+            Edit(FILE, f"if status == 0:\n{_SUM}", f"if (status == 0) & (first < chunk.count):\n{_SUM}"),
         ),
         (DL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256, blocks=2,
-    ),
-    Mutant(
-        "P24", "LL: a block without words waits for nothing", "it sends headers of epochs that its peers' are not in",
-        (Edit(FILE, _NO_WORDS, _NO_WORDS.replace("(first >= chunk.count)", "False")),),
-        (DL,), frozenset({"leftover", "race"}), sizes=(600,), tile=256, blocks=2,
     ),
 )  # fmt: skip
