@@ -180,7 +180,7 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
 @triton.jit
 def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half = tensors
-    push_shards(x_ptr, numel, chunk, SPEC)
+    push_shards(x_ptr, numel, chunk, False, SPEC)
 
 
 @triton.jit

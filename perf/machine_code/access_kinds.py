@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import arrival, channels, counts, mailbox, packing, plain_data
+from tricomm.kernels.device import arrival, counts, mailbox, message_queues, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
 
-_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, channels)
+_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, message_queues)
 _PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
@@ -38,7 +38,7 @@ def classify(line: Line, tiles: set[Line]) -> str:
 
 def clears(line: Line) -> bool:
     """True for code that runs once in 2^30 epochs or pieces, and is no part of a call's cost."""
-    return function_of(line) in ("mailbox.clear_idle", "mailbox.clear_runs", "channels.clear_stale")
+    return function_of(line) in ("mailbox.clear_idle", "mailbox.clear_runs", "message_queues.clear_stale")
 
 
 def aside(line: Line) -> bool:

@@ -126,7 +126,7 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
             raise ImportError(f"{folder}: no package")
         sys.modules[name] = importlib.util.module_from_spec(package)
         primitives = importlib.import_module(f"{name}.primitives")
-        for module in ("primitives", "wide_words", "device.channels", "device.arrival"):
+        for module in ("primitives", "wide_words", "device.message_queues", "device.arrival"):
             allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
         interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
         wide_words = importlib.import_module(f"{name}.wide_words")

@@ -129,10 +129,10 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, kernel: registry.Kernel, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks at most as there are channels to serve."""
+    """The same with as many blocks at most as there are queues to serve."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = _tile(facts, kernel, tile, widest, MOST_REGISTERS)
-    channels = facts.layout.channels
+    queues = facts.layout.queues
     blocks = 1 if facts.device == "cpu" else max(1, -(-words // tile))
     warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
-    return min(facts.blocks or min(blocks, facts.max_blocks), channels), warps, tile
+    return min(facts.blocks or min(blocks, facts.max_blocks), queues), warps, tile

@@ -12,8 +12,9 @@ from functools import cache
 from importlib.resources import files
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs, wide_words
+from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import Dtype, reduction
 from tricomm.kernels.layout import Layout
 from tricomm.policy.compact_forms import MOST_REGISTERS, has_compact_form
 from tricomm.policy.launch_shapes import registers_of, shape_of
@@ -73,6 +74,7 @@ class SelectionFacts:
     batch_invariant: bool = False  # only kernels that reduce in rank order
     max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
     beside: bool = False  # the group's calls run beside other kernels
+    no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
 
 
 def choose(
@@ -95,7 +97,7 @@ def choose(
     fits = _allowed(facts, collective, algorithm, protocol)
     candidates = [
         (name, number, row, k)
-        for name, number, row in _rows(facts, collective, nbytes, mode, bits)
+        for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
         if registers_of(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
@@ -122,6 +124,23 @@ def choose(
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
         registers=registers,
     )  # fmt: skip
+
+
+def why_not_multicast(device: str, reason: str) -> str:
+    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot go through the switch, or empty: `reason` of the memory,
+    empty if it has a multicast address, or that of the devices."""
+    if reason or device == "cpu":
+        return reason
+    if device == "cuda":
+        return "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
+    return multimem.why_not(int(device.removeprefix("sm_"))) or ""
+
+
+def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
+    """The facts of a call of `collective` on `dtype` by `op`: the switch does not reduce every type by all."""
+    if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:
+        return facts
+    return replace(facts, no_multicast=multimem.why_not_reduced(*reduction(dtype, op)) or "")
 
 
 def nccl(collective: str, reason: str) -> Choice:
@@ -167,7 +186,7 @@ def _allowed(
     facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None
 ) -> list[registry.Kernel]:
     """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
-    known = registry.of(collective, facts.world_size)
+    known = registry.of(collective, facts.world_size, multicast=not facts.no_multicast)
     if not facts.reachable:
         known = [k for k in known if k.needs_cube or k.pairwise]
         if not known:
@@ -185,6 +204,11 @@ def _allowed(
         return _in_rank_order(collective, asked, known, fits)
     if fits:
         return fits
+    if facts.no_multicast and any(k.collective == collective and k.algorithm == algorithm for k in registry.MULTICAST):
+        raise InvalidArgument(
+            f"{collective}: {asked} goes through the switch, and here {facts.no_multicast}; there is "
+            + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
+        )
     shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
     if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
         raise InvalidArgument(
@@ -238,8 +262,9 @@ def _in_rank_order(
     if ordered:
         return ordered
     others = ", ".join(f"{k.algorithm}/{k.protocol}" for k in known if k.rank_order)
+    how = "in the switch's order" if fits[0].multicast else "the sums of two quads"
     raise InvalidArgument(
-        f"{collective}: {asked} adds the sums of two quads, and a batch-invariant group reduces in rank order; "
+        f"{collective}: {asked} adds {how}, and a batch-invariant group reduces in rank order; "
         + (f"{others} do that" if others else "no kernel that these devices' links carry does that")
         + ", or make the group without batch_invariant (TRICOMM_BATCH_INVARIANT)"
     )
@@ -254,11 +279,13 @@ def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
     """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
-    ends = (row.max_bytes for _, _, row in _rows(facts, collective, 0, "eager", 32))
+    ends = (row.max_bytes for _, _, row in table_rows(facts, collective, 0, "eager", 32))
     return sorted({end for end in ends if end is not None})
 
 
-def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int) -> list[tuple[str, int, TableRow]]:
+def table_rows(
+    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None
+) -> list[tuple[str, int, TableRow]]:
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
@@ -275,6 +302,7 @@ def _rows(facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: 
         if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
+        if row.epilogue in (None, epilogue)
     ]
 
 
