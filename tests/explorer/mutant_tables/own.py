@@ -62,6 +62,7 @@ _TORN = """\
 """
 _MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
+_REST = "(not takes), status, SPEC)\n    more"
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
 
@@ -169,8 +170,8 @@ OWN = (
     ),
     Mutant(
         "M21", "tail read one element too far", "off by one in a mask",
-        (Edit(PACKING, "part = tl.load(elements, mask=at < numel, other=0)",
-              "part = tl.load(elements, mask=at <= numel, other=0)"),),
+        (Edit(PACKING, "part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at < numel, other=0)",
+              "part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at <= numel, other=0)"),),
         (S,), OUTSIDE,
     ),
     Mutant(
@@ -264,7 +265,7 @@ OWN = (
     ),
     Mutant(
         "M40", "LL: a block without words does not look at headers", "the next call finds it still there",
-        (Edit(PUSH, "& (SPEC.LL | (first < chunk.count))", "& (first < chunk.count)"),),
+        (Edit(PUSH, f"(first >= chunk.count) | {_REST}", _REST),),
         (L,), frozenset({"leftover", "race"}), blocks=2, sizes=(1, 1, 12),
     ),
     Mutant(
