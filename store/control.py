@@ -75,8 +75,9 @@ class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
     `group` is a short name for messages. `host` is this machine by default. `gather`, for ranks that share no memory,
-    takes a message and a limit in seconds and returns the payloads of all ranks; `peers` is empty then. Methods raise
-    `GroupAborted` after `close` and in a forked child, `InvalidArgument` for a rank outside the group.
+    takes a message, a limit in seconds and what to call meanwhile, which may raise, and returns the payloads of all
+    ranks; `peers` is empty then. Methods raise `GroupAborted` after `close` and in a forked child, `InvalidArgument`
+    for a rank outside the group.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ControlPage:
         nonce: bytes,
         members: Sequence[RankSegment],
         host: Host | None = None,
-        gather: Callable[[ExchangeMessage, float], list[bytes]] | None = None,
+        gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(members)
@@ -204,7 +205,7 @@ class ControlPage:
             self._own().post(mine)
             self._host.changed()
             if self._gather_elsewhere is not None:
-                return self._gather_elsewhere(mine, timeout)
+                return self._gather_elsewhere(mine, timeout, self._refuse_lost if abort_on_fault else lambda: None)
             return self._gather(mine, timeout, abort_on_fault)
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -300,6 +301,12 @@ class ControlPage:
             late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come"
             raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
         return [arrived[rank] for rank in range(self.world_size)]
+
+    def _refuse_lost(self) -> None:
+        """Raises this rank's own fault, if it has one: of ranks that cannot be seen none else is known."""
+        fault = self.fault(self.rank)
+        if fault is not None:
+            raise getattr(errors, fault.kind, GroupAborted)(fault.text)
 
     def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import pick_device
 from tricomm.core.channels.channel import Channels
@@ -27,6 +28,8 @@ from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import PlansOfShape
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
+from tricomm.core.levels.opening import Whole, open_levels
+from tricomm.core.levels.two_level import Inside
 from tricomm.core.monitor import FallbackBackend
 from tricomm.core.planner import Planner
 from tricomm.core.point_to_point import PointToPoint
@@ -88,11 +91,21 @@ class Communicator:
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
-        terms = bootstrap.Terms(rank, world_size, device, limit, meeting_timeout or limit, options, memory, look)
+        wait = meeting_timeout or limit
+        terms = bootstrap.Terms(rank, world_size, device, limit, wait, options, memory, look, decided is not None)
 
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
             self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
+            if shared.parts is not None:
+                whole = Whole(self._group, self._faults, self._monitor, self._launcher, store)
+                self._planner.use_levels(open_levels(undo, whole, shared.parts, shared.across, part, wait))
+
+        def part(store: Store, rank: int, size: int, options: Options) -> Inside:
+            comm = Communicator(store, rank, size, device, limit, options, meeting_timeout=wait)
+            comm._activity.leave_to_another()
+            _live.discard(comm)
+            return Inside(comm._group.control, comm._collectives, comm._launcher, comm._monitor, comm.close)
 
         set_up(make)
 
@@ -188,7 +201,7 @@ class Communicator:
         self._faults.check_usable()
         if self._store is None:
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
-        members, error = _members(ranks, group.world_size)
+        members, error = arguments.members(ranks, group.world_size)
         with self._launcher.held(), self._faults.abort_on_error("split"):
             group.control.agree(error, "split", group.timeout, abort_on_fault=True)
             group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True)
@@ -222,8 +235,7 @@ class Communicator:
 
         Times are those of the calls that `time_calls` has chosen.
         """
-        if self._activity.clock is not None:
-            self._activity.clock.collect()
+        self._activity.collect()
         return replace(self._activity.statistics(), memory=self._group.memory())
 
     rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
@@ -317,6 +329,9 @@ class Communicator:
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        if self._planner.levels is not None:
+            self._planner.levels.close(kept=self._launcher.captured)
+        self._activity.collect()
         with ExitStack() as undo:
             if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
@@ -361,12 +376,3 @@ def init(
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
     return Communicator(store, rank, world_size, chosen, timeout, options, meeting_timeout=left)
-
-
-def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
-    """The ranks of a split, and what is wrong with them, if anything."""
-    members = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
-    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in members)
-    if not members or not whole or len(set(members)) < len(members):
-        return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
-    return members, None

@@ -37,6 +37,7 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
+    two_level      whether an all_reduce may go in two levels, inside nodes or islands of fast links and across
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. What cannot promise that is refused. Also for all groups
                    of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
@@ -57,6 +58,7 @@ class Options:
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
+    two_level: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -64,7 +66,7 @@ class Options:
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "batch_invariant", "beside_compute"):
+        for name in ("nccl", "share_device", "two_level", "batch_invariant", "beside_compute"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):

@@ -45,7 +45,8 @@ class Monitor:
     kernel reports in the status word, the fault that it means, of the peer and the number in the report; the parts that
     have such kernels add to them before `start`, and `stop` forgets them. While the group is `suspended` no call shows
     that a peer is gone, so its death is a fault by itself. `waited` has, by peer, for how many seconds calls that it
-    had not entered waited for it.
+    had not entered waited for it. `unseen` says which of the ranks that cannot be seen from here a call waits for, when
+    its time is over; None: ask again at the next look.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Monitor:
         self._timeout = timeout
         self._stall = stall_timeout
         self._peers = control.peers
-        self._backend: FallbackBackend | None = None
+        self._backends: list[FallbackBackend] = []
         self._lock = threading.RLock()  # a signal handler may abort the group while this thread does
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
@@ -67,6 +68,7 @@ class Monitor:
         self._beats: dict[int, tuple[int, float]] = {}
         self._absent: dict[int, float] = {}
         self._describe: Callable[[int], str] = str
+        self.unseen: Callable[[], str | None] = lambda: "the other ranks cannot be seen from here"
 
     def start(self, describe: Callable[[int], str]) -> None:
         """Begin to watch. `describe` says what a message waits for, by its number."""
@@ -75,7 +77,7 @@ class Monitor:
 
     def watch(self, backend: FallbackBackend) -> None:
         """From now on ask `backend` for its errors too, and abort it with the group."""
-        self._backend = backend
+        self._backends.append(backend)
 
     def stop(self) -> None:
         """End the watch; on return nothing looks at the group any more. Idempotent."""
@@ -97,8 +99,8 @@ class Monitor:
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
-                if self._backend is not None:  # on a thread of its own, because NCCL does not say how long it takes
-                    threading.Thread(target=self._backend.abort, name="tricomm-abort", daemon=True).start()
+                for backend in self._backends:  # on threads of their own, because NCCL does not say how long it takes
+                    threading.Thread(target=backend.abort, name="tricomm-abort", daemon=True).start()
             return self.fault
 
     def diagnose(self) -> None:
@@ -151,7 +153,7 @@ class Monitor:
             if fault is not None:
                 self._adopt(rank, fault)
                 return
-        error = self._backend.error() if self._backend is not None else None
+        error = next((text for backend in self._backends if (text := backend.error()) is not None), None)
         if error is not None:
             self._blame(errors.GroupAborted, self._control.rank, error, self.channels[0])
             return
@@ -165,7 +167,7 @@ class Monitor:
 
     def _ended(self, channel: InFlight, tick: float) -> bool:
         """Look at the call that `channel` runs, `tick` seconds after the last time; True if it ended the group."""
-        if channel.elapsed > _COMPARE_SECONDS and self._diverging(channel):
+        if channel.elapsed > _COMPARE_SECONDS and self.diverging(channel):
             return True
         for rank in channel.not_entered():
             self.waited[rank] += tick
@@ -179,12 +181,12 @@ class Monitor:
                 self._stalled(rank, channel)
                 return True
         if channel.elapsed > self._timeout:
-            self._late(late, channel)
-            return True
+            return self._late(late, channel)
         return False
 
-    def _diverging(self, channel: InFlight) -> bool:
-        """Compare what this rank called with what the others did, for kernels and NCCL do not meet in any mailbox."""
+    def diverging(self, channel: InFlight) -> bool:
+        """Compare what this rank called with what the others did, because kernels and NCCL do not meet in any mailbox.
+        True if that differs; the group is aborted then."""
         control, number = self._control, channel.number
         for rank in self._peers:
             last = min(control.sequence(control.rank, number), control.sequence(rank, number))
@@ -246,23 +248,29 @@ class Monitor:
             channel,
         )
 
-    def _late(self, late: list[int], channel: InFlight) -> Fault:
+    def _late(self, late: list[int], channel: InFlight) -> bool:
+        """Abort the group because a call's time is over; False if it is not known yet which rank is late."""
         control = self._control
         for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
             if control.stopped(rank):
                 who = f"rank {rank} (pid {control.pid(rank)})"
                 text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank, channel)}"
-                return self._blame(errors.PeerStalled, rank, text, channel)
+                self._blame(errors.PeerStalled, rank, text, channel)
+                return True
         text = "; ".join(f"rank {r} (alive) {self._last_call(r, channel)}" for r in late)
         if not text:
             unseen = len(self._peers) + 1 < self._control.world_size
-            text = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
-        return self._blame(
+            said = self.unseen() if unseen else "all peers have done their part"
+            if said is None:
+                return False
+            text = said
+        self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
             f"timeout after {self._timeout:g} s: {text}",
             channel,
         )
+        return True
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str, channel: InFlight) -> Fault:
         control, number = self._control, channel.number
