@@ -37,9 +37,7 @@ _AHEAD = "PUSH(tensors, ahead, SPEC)\n"
 _MET = "status = synchronize(ahead, 0, SPEC)\n"
 _ONE_BACK = "nth(unknown(whole, SPEC), number - 1, chunk_words)"
 _TWO_BACK = "nth(unknown(whole, SPEC), number - 2, chunk_words)"
-_SHARD = """\
-            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-        for first in range(chunk.own, shard"""
+_SHARD = "buffer = simple_buffer(chunk, peer_ahead(chunk.group, STEP, SPEC.WORLD_SIZE), chunk.me, SPEC)"
 _TO = "\n            buffer"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
@@ -250,7 +248,7 @@ OWN = (
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
-        (Edit(PLAIN, _SHARD, _SHARD.replace("me,", "to,")),),
+        (Edit(PLAIN, _SHARD, _SHARD.replace("chunk.me,", "(chunk.me + STEP) % SPEC.WORLD_SIZE,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
