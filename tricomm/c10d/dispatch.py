@@ -129,7 +129,10 @@ class Dispatcher:
     def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
         no_kernels = self._no_kernels.get(device, f"no {device} kernels")
-        across = {"cpu": GLOO, "cuda": NCCL}[device] if self._agreed.nodes > 1 and no_kernels is None else ""
+        across, one_level = "", ""
+        if self._agreed.nodes > 1:
+            one_level = self._one_level() or no_kernels or ""
+            across = "" if one_level else {"cpu": GLOO, "cuda": NCCL}[device]
         return GroupFacts(
             device,
             self._config.world_size,
@@ -138,8 +141,8 @@ class Dispatcher:
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
             batch_invariant=self.batch_invariant,
-            across=across if self._one_level() is None else "",
-            one_level=self._one_level() or no_kernels or "",
+            across=across,
+            one_level=one_level,
         )
 
     def _one_level(self) -> str | None:
