@@ -97,9 +97,11 @@ class LocalArena:
 
     kind = "local"
     reason = ""
+    multicast = 0
 
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
+        self.no_multicast = "" if blocks.device.type == "cpu" else "all ranks are on one GPU"
         self.bases = blocks.bases
         self.suspended, self.no_suspend = False, blocks.no_suspend
         self.control_address = blocks.control_addresses[rank]

@@ -164,8 +164,9 @@ class Page:
         """announce(sequence, packed): call number `sequence` of one of `channels` channels, with its
         `Descriptor.packed`; by one thread at a time. Made for speed: every collective does this."""
         words, ring = self._words, _ring(channel)
+        latest = ring + RING
         share = _PLACES // channels
-        places = self._places.setdefault(channel, _Places(words, ring, channel * share, share, self._write))
+        places = self._places.setdefault(channel, _Places(self._buffer, ring, channel * share, share))
         numbers, place = places.numbers, places.place
 
         def announce(sequence: int, packed: PackedDescriptor) -> None:
@@ -174,17 +175,13 @@ class Page:
             except KeyError:
                 number = place(sequence, packed)
             words[ring + sequence % RING] = word = sequence << _BITS | number
-            words[ring + RING] = word
+            words[latest] = word
 
         return announce
 
-    def _write(self, at: int, number: int, packed: PackedDescriptor) -> None:
-        crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
-        _NUMBERED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
-
     def announce_message(self, message: Descriptor) -> None:
         """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
-        self._write(_MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
+        _write(self._buffer, _MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
 
     def messages(self) -> list[Descriptor]:
         """The rank's last messages, in order."""
@@ -266,11 +263,9 @@ class _Places:
     """`count` places of the page from number `first` on, where the descriptors of one channel are. `numbers`: the lower
     bits of the number of each that has a place."""
 
-    def __init__(
-        self, words: memoryview, ring: int, first: int, count: int, write: Callable[[int, int, PackedDescriptor], None]
-    ) -> None:  # fmt: skip
+    def __init__(self, buffer: memoryview, ring: int, first: int, count: int) -> None:
         self.numbers: dict[PackedDescriptor, int] = {}
-        self._words, self._ring, self._first, self._write = words, ring, first, write
+        self._buffer, self._words, self._ring, self._first = buffer, buffer.cast("q"), ring, first
         self._placed: list[PackedDescriptor | None] = [None] * count
         self._turn = -1
 
@@ -286,7 +281,7 @@ class _Places:
         before, self._placed[at] = self._placed[at], packed
         if before is not None:
             self.numbers.pop(before, None)
-        self._write(_PLACES_AT + (self._first + at) * _PLACE, number, packed)
+        _write(self._buffer, _PLACES_AT + (self._first + at) * _PLACE, number, packed)
         self.numbers[packed] = number
         return number
 
@@ -294,6 +289,11 @@ class _Places:
         """The places of the last calls' descriptors, but for the call whose word call `sequence` takes."""
         others = (self._words[self._ring + n] for n in range(RING) if n != sequence % RING)
         return {(word & _LOWER) % _PLACES for word in others}
+
+
+def _write(buffer: memoryview, at: int, number: int, packed: PackedDescriptor) -> None:
+    crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
+    _NUMBERED.pack_into(buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
 
 
 def _ring(channel: int) -> int:

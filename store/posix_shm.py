@@ -52,6 +52,7 @@ class PosixShmArena:
 
     kind = "posix_shm"
     reason = no_suspend = ""
+    multicast, no_multicast = 0, ""
 
     def __init__(self, rank: int, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes

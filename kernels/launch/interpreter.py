@@ -107,6 +107,7 @@ def _held() -> bool:
 
 def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) -> None:
     """Give the interpreter back, if this launch has taken it, or to `outer`, in the middle of which it ran."""
+    global _current
     if nested:
         _resume(outer)
         return
@@ -116,6 +117,7 @@ def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) ->
         return
     if not _launched:
         triton_adapter.restore()
+    _current = None  # it would keep the tensors of a launch
     while _held():
         _lock.release()
 

@@ -168,7 +168,9 @@ def _collect() -> None:
         for owner, name, old in scope._changes:
             old = _MISSING if old is _triton._MISSING else old
             first.setdefault((id(owner), name), (owner, name, old))
-        changes = [(owner, name, old, getattr(owner, name)) for owner, name, old in first.values()]
+        changes = [
+            (owner, name, old, triton_shortcuts.direct(getattr(owner, name))) for owner, name, old in first.values()
+        ]
         scope.restore()
     except BaseException:
         if scope is not None:

@@ -19,7 +19,6 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
-from tricomm.kernels.wide_words import why_not
 from tricomm.perf import row_calls, text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
@@ -32,6 +31,7 @@ WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for eac
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
+_NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
 _OWN_ARRIVALS = ("primitives.finish", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
@@ -39,9 +39,10 @@ _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "sc
 
 LEGEND = """\
 spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
-than 128 bits (of ll128 64).  tail: element by element, past the last full tile or misaligned.  scalar, control: one
-word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
-instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row (of ll128 24)."""
+than 128 bits (of ll128 and of rows 64, of their codes 32 or 8).  tail: element by element, past the last full tile or
+misaligned.  scalar, control: one word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses
+at `.sys` scope in PTX.  per 16 B: instructions in SASS of the innermost loops that move payload, for each 16 bytes of a
+row (of ll128 24)."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
         v
         for arch in archs
         for k in kernels
-        if name is not None or not k.wide or why_not(int(arch.removeprefix("sm_"))) is None
+        if name is not None or k.why_not_compiled(int(arch.removeprefix("sm_"))) is None
         for v in _of(k, arch, everything)
+        if k.why_not_reduced(*reduction(DTYPES[v.dtype], v.op)) is None
     ]
 
 
@@ -295,7 +297,15 @@ def check(report: KernelReport) -> list[str]:
 
 
 def _least_bits(variant: Variant) -> int:
-    """Of a bulk access. Planes of wide words have one word of a tensor a thread; a mailbox has 128 bits."""
+    """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
+    threads share; a mailbox has 128 bits. Codes of a word's elements, and scales, are narrower than the word. The
+    switch reduces integers one by one."""
+    if variant.form:
+        return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
+    kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)
+    if kernel is not None and kernel.multicast and kernel.reduces:
+        element, _ = reduction(DTYPES[variant.dtype], variant.op)
+        return DTYPES[element].bits if "int" in element else 128
     return 64 if variant.kernel.endswith("_ll128") else 128
 
 

@@ -73,7 +73,8 @@ class Coordinator:
         self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
 
     def _pool(self, point: Point) -> list[Candidate]:
-        kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
+        known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
+        kernels = [k for k in known if self._runs(point, k)]
         comm = self._worker.comm
         found = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
         return [c for c in found if _as_it_is(self._site, point, c)] if point.epilogue else found
@@ -81,7 +82,7 @@ class Coordinator:
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:
             _explained(self._worker.comm, point, algorithm=kernel.algorithm, protocol=kernel.protocol)
-        except InvalidArgument:  # not over these links
+        except InvalidArgument:  # not over these links, or not of this type
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
 
@@ -199,7 +200,7 @@ def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
     if candidate.blocks > rows:
         return False
     tabled = replace(site, tuned=(candidate.row(point, site.world_size, None),))
-    facts = (point.collective, point.bits, form.hidden, rows, None, None, form.quantize, point.mode)
+    facts = (point.collective, point.bits, form.hidden, rows, (None, None), form.quantize, point.mode)
     choice = row_shapes.choose(tabled, *facts)
     shape = (candidate.algorithm, candidate.protocol, candidate.blocks, candidate.warps, candidate.tile)
     return isinstance(choice, tricomm.Choice) and shape == (

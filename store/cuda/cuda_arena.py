@@ -67,6 +67,10 @@ class Blocks(Protocol):
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        """The address of all blocks at once, tried with the bytes from `probe` on; called by all ranks together.
+        Raises the same `ResourceError` on all if there is none; then everything is as before."""
+
     def give_back(self, undo: Cleanup) -> None:
         """Let go of all memory, and keep its addresses. May be repeated."""
 
@@ -102,7 +106,8 @@ def open_blocks(
 
 class CudaArena:
     """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
-    out of reach. `reason`: why it is not of the usual kind, if it is not."""
+    out of reach. `reason`: why it is not of the usual kind, if it is not. `multicast`: the address of all blocks at
+    once, 0 if there is none because of `no_multicast`."""
 
     def __init__(
         self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks, reach: Sequence[bool] | None
@@ -112,6 +117,7 @@ class CudaArena:
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
         self.reason = ""
+        self.multicast, self.no_multicast = 0, "it was not asked for"
         self.suspended = False
         self._control, self._blocks = control, blocks
         self._reach = tuple(reach) if reach is not None else (True,) * control.world_size
@@ -166,6 +172,21 @@ class CudaArena:
         stage("write to peers", self._write_probe)
         stage("see peers' writes", self._read_probe)
         stage("clear", self._clear_probe)
+        if self.multicast and self._multicast(deadline) != self.multicast:
+            raise ResourceError("the multicast address is another one than before")
+
+    def look_for_switch(self, deadline: Deadline) -> None:
+        """Set `multicast`, or why there is none; called by all ranks together. Raises if a rank has ended."""
+        try:
+            if self._control.world_size == 1 or not all(self._reach):
+                raise ResourceError("not every rank reaches the memory of another one")
+            self.multicast, self.no_multicast = self._multicast(deadline), ""
+        except ResourceError as error:  # the same on all ranks
+            self.no_multicast = str(error)
+
+    def _multicast(self, deadline: Deadline) -> int:
+        probe = self.nbytes - WORD_BYTES * self._control.world_size
+        return self._blocks.multicast(probe, deadline)
 
     def close(self) -> None:
         """Let go of all blocks, as their kind demands. Idempotent.

@@ -130,6 +130,9 @@ class IpcBlocks:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        raise ResourceError("legacy CUDA IPC memory cannot be bound to a multicast address")
+
     def release(self, undo: Cleanup) -> bool:
         """Unmap the peers' blocks, wait until the peers have unmapped this one, `CLOSE_SECONDS` at most, free it."""
         if self._site is None:

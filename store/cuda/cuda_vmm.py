@@ -21,6 +21,7 @@ from tricomm.store.collective_stages import pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_multicast import Multicast
 from tricomm.store.cuda.mapped_memory import MappedMemory
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
@@ -83,6 +84,7 @@ class VmmBlocks:
         self._mapped: dict[int, MappedMemory] = {}  # by rank, the own one first
         self._exported: list[int] = []
         self._passing = DescriptorSocket()
+        self._switch: Multicast | None = None
 
     def allocate(self, site: GpuSite) -> bytes:
         self._site, driver = site, site.driver
@@ -117,6 +119,19 @@ class VmmBlocks:
         self._close_exported()
         return tuple(addresses[rank] for rank in range(len(peers)))
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        site = self._site
+        assert site is not None, "allocate comes first"
+        if self._switch is None:
+            self._switch = Multicast(self._control, site, self._mapped[self._control.rank])
+        try:
+            return self._switch.share(probe, deadline)
+        except BaseException:
+            undo = Cleanup(site.driver, site.context)
+            undo.attempt(site.driver.synchronize)
+            self._switch.give_back(undo)
+            raise
+
     def _map_peer(self, peer: VmmRecord, fd: int) -> int:
         assert self._site is not None, "allocate comes first"
         self._site.refuse_unreachable(peer.rank, peer.uuid)
@@ -139,6 +154,8 @@ class VmmBlocks:
         return block
 
     def give_back(self, undo: Cleanup) -> None:
+        if self._switch is not None:
+            self._switch.give_back(undo)
         self._passing.abandon()
         self._close_exported()
         for block in self._mapped.values():
@@ -148,6 +165,8 @@ class VmmBlocks:
         """Nothing to do: what is mapped here lives without its owner, and there without this rank."""
 
     def release(self, undo: Cleanup) -> bool:
+        if self._switch is not None:
+            self._switch.release(undo)
         self._passing.abandon()
         self._close_exported()
         while self._mapped:

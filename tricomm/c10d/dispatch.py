@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -343,6 +344,20 @@ class Dispatcher:
             raise
 
     # Life
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Those whose calls have a communicator; the same on all ranks, but for the number of a GPU."""
+        return sorted(self._comms, key=str)
+
+    def step(self, device: torch.device, what: str, step: Callable[[Communicator], None]) -> None:
+        """Take `step`, which is called `what`, with the communicator of `device`, in its turn."""
+        self.check_usable(what)
+        call = partial(step, self._comms[device])
+        if device.type == "cpu":
+            self._queue.run(call, f"{self._config}: {what}", [], False, self.interrupted)
+        else:
+            call()
 
     def check_usable(self, what: str) -> None:
         """Raises `GroupAborted` if the group is closed or lost."""

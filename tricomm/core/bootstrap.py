@@ -24,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import GLOO, KERNELS, NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice, selection
+from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.levels import ISLANDS, Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
@@ -73,6 +73,7 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    multicast, no_multicast = 0, "the ranks share no memory"
     no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
     suspended = closed = False
     nbytes = 0
@@ -150,7 +151,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     if options.channels > 1 and device.type == "cuda" and not torch.cuda.is_initialized():
         env.default("CUDA_DEVICE_MAX_CONNECTIONS", str(topology_agreement.MOST_QUEUES))
     memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes, options.channels)
-    selection.check_device(device.type, memory, options.tile)
+    launch_shapes.check_device(device.type, memory, options.tile)
     return memory
 
 
@@ -193,7 +194,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
         topology = topology_agreement.agree(control, options, device, terms.timeout)
         reach = topology_agreement.reach(topology, rank)
         try:
-            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach)).close)
+            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach, True)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise

@@ -20,6 +20,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
+from tricomm.policy import launch_shapes
 from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
@@ -81,6 +82,7 @@ class Group:
         facts = runtime.facts(device)
         # This exchange also says that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
+        launch_shapes.check_grid(options.blocks, agreed[1], options.max_blocks)
         for group in self.channels:
             group.device_class, group.max_blocks = agreed
 
@@ -118,6 +120,7 @@ class Group:
             self.rank, [base and base + start for base in arena.bases],
             control + 8 * layout.control_words(self.channel).start, memory, self.topology, self.options.first_epoch,
         )  # fmt: skip
+        values[layout.MULTICAST] = arena.multicast and arena.multicast + start
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
         arena.tensor(self.rank, start + memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)

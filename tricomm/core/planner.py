@@ -23,15 +23,17 @@ from tricomm.core.levels.two_level import TwoLevel
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.levels import TWO_LEVEL
-from tricomm.policy.selection import Choice
+from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
+_SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
@@ -61,6 +63,7 @@ class Planner:
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
             max_registers=group.options.max_registers or MOST_REGISTERS,
+            no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
@@ -156,10 +159,16 @@ class Planner:
                 return fused
             why = fused
         choice = selection.choose(
-            self.site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
-            _bits(request.dtype),
+            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode,
+            request.fitting, _bits(request.dtype),
         )  # fmt: skip
         return _of_request(choice, request, why)
+
+    def _site_of(self, request: Request) -> SelectionFacts:
+        """The facts of a call: the switch does not reduce every type by every operation."""
+        if self.site.no_multicast or request.op is None or request.dtype not in arguments.DTYPES:
+            return self.site
+        return selection.for_reduction(self.site, request.collective, arguments.DTYPES[request.dtype], request.op)
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
@@ -279,11 +288,15 @@ class Planner:
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice) -> Choice:
-        """With the reason for the kind of memory, if it is not the usual one."""
+        """With the reasons for the kind of memory, if it is not the usual one, and for the way past a switch."""
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
-        return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
+        if memory:
+            choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
+        if self.site.no_multicast and choice.collective in _SWITCHED:
+            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {self.site.no_multicast}")
+        return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.

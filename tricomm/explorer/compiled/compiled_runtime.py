@@ -24,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes
 from tricomm.ptx.analysis import limits
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
@@ -52,7 +52,7 @@ def checked_options(world_size: int, options: Options | None) -> Options:
         return smallest
     try:
         plan = layout.plan(world_size, options.arena_bytes, options.channels)
-        selection.check_device("cuda", plan, options.tile)
+        launch_shapes.check_device("cuda", plan, options.tile)
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{error}; compiled kernels have a GPU's tiles, which Options(arena_bytes={smallest.arena_bytes}) holds "
@@ -67,7 +67,7 @@ def _smallest(world_size: int) -> Options:
     while True:
         try:
             arena = layout.plan(world_size, nbytes)
-            if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) >= selection.GPU_TILE:
+            if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) >= launch_shapes.GPU_TILE:
                 return Options(arena_bytes=nbytes)
         except InvalidArgument:
             if nbytes > 1 << 30:  # a world size that cannot be
