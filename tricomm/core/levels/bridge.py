@@ -214,7 +214,7 @@ class Bridge:
             )
             self._abort(errors.PeerStalled.__name__, self._parts.members(self._next)[0], text)
             return
-        mine = self._outer.control.last(self._rank)
+        mine, waits = self._outer.control.last(self._rank), self._outer.monitor.channels[0].elapsed > 0
         if mine is not None:
             self._slow = {part: late for part, (number, _, late, _) in heard.calls.items() if number >= mine.sequence}
             for part, (number, fingerprint, _, text) in heard.calls.items():
