@@ -1,8 +1,9 @@
 """What ranks, groups, nodes and channels cost a process of this machine: python -m devtools.scale
 
-One line for each set-up of interpreted ranks, as rank 0 sees it: what it has more than before the first group. Memory is
-resident and proportional (Pss), CPU that of all threads of an idle process. `docs/scale.md` has the last results, and
-what follows from them for machines that are not here.
+One line for each set-up of interpreted ranks, as rank 0 sees it: what it has more than before. Mapped are the segments
+that ranks share, the peers' among them; resident is the proportional share of what has been touched (Pss). Store keys
+are those of all ranks, CPU is that of all threads of an idle process. `docs/scale.md` has the last results, and what
+follows from them for machines that are not here.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ CASES = (
     (1, 1, 0, 1), (2, 1, 0, 1), (4, 1, 0, 1), (8, 1, 0, 1), (2, 8, 0, 1), (2, 64, 0, 1), (2, 1, 0, 2), (2, 1, 0, 4),
     (4, 1, 2, 1), (6, 1, 2, 1), (8, 1, 2, 1),
 )  # fmt: skip
-_COLUMNS = ("ranks", "groups", "nodes", "channels", "set-up ms", "memory KiB", "descriptors", "sockets", "threads",
-            "store keys", "CPU ms/s")  # fmt: skip
+_COLUMNS = ("ranks", "groups", "nodes", "channels", "set-up ms", "mapped KiB", "resident KiB", "descriptors", "sockets",
+            "threads", "store keys", "CPU ms/s")  # fmt: skip
 
 
 def measure(cases: tuple[tuple[int, int, int, int], ...] = CASES) -> list[dict[str, Any]]:
@@ -76,8 +77,11 @@ def _resources() -> dict[str, int]:
     open_files = [_mode(name) for name in os.listdir("/proc/self/fd")]
     with open("/proc/self/smaps_rollup") as file:
         pss = next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+    with open("/proc/self/maps") as file:
+        ends = [line.split()[0].split("-") for line in file if "tricomm" in line and "memfd" in line]
     return {
-        "memory KiB": pss,
+        "mapped KiB": sum(int(end, 16) - int(begin, 16) for begin, end in ends) >> 10,
+        "resident KiB": pss,
         "descriptors": len(open_files),
         "sockets": sum(stat.S_ISSOCK(mode) for mode in open_files),
         "threads": len(os.listdir("/proc/self/task")),
@@ -94,9 +98,12 @@ def _mode(name: str) -> int:
 @click.command()
 def main() -> None:
     """Print the table of docs/scale.md, measured on this machine."""
+    load = os.getloadavg()[0]
     rows = [tuple(row[name] for name in _COLUMNS) for row in measure()]
     click.echo("\n".join(text_table.lines(_COLUMNS, rows)))
-    click.echo(f"{provenance.processor()}, {date.today()}, arenas of {_ARENA >> 20} MiB a channel; simulated")
+    click.echo(
+        f"{provenance.processor()}, {date.today()}, arenas of {_ARENA >> 20} MiB a channel; simulated; load {load:.0f}"
+    )
 
 
 if __name__ == "__main__":
