@@ -292,6 +292,8 @@ class Planner:
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
         if self.site.no_multicast and choice.collective in _SWITCHED:
