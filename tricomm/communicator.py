@@ -237,8 +237,7 @@ class Communicator:
 
         Times are those of the calls that `time_calls` has chosen.
         """
-        if self._activity.clock is not None:
-            self._activity.clock.collect()
+        self._activity.collect()
         return self._activity.statistics()
 
     rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
@@ -334,6 +333,7 @@ class Communicator:
             return
         if self._planner.levels is not None:
             self._planner.levels.close(kept=self._launcher.captured)
+        self._activity.collect()
         with ExitStack() as undo:
             if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read

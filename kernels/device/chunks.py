@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.group import RANK, rank_of, table_of
-from tricomm.kernels.device.push import after_clearing, open_epoch, synchronize
+from tricomm.kernels.device.push import open_epoch, synchronize
 from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
 
@@ -103,7 +103,6 @@ def run_ll(
         PUSH(tensors, chunk, tiles, SPEC)
         if number == 0:
             announce(group, start, call, SPEC.LANES, SPEC.PTX)
-        status = after_clearing(chunk, SPEC)
         status = TAKE(tensors, chunk, status, SPEC)
         number += 1
     finish(group, start, chunks, status)

@@ -22,8 +22,10 @@ from tricomm import env
 from tricomm.c10d.work_handles import limit_seconds
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.options import Options
+from tricomm.policy.levels import Parts
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.gather import Arrived, Gathering, missing
@@ -62,6 +64,14 @@ class GroupCapabilities:
     check: bool
     no_kernels: dict[str, str | None]
     batch_invariant: bool = False
+
+    def one_level(self, options: Options | None) -> str | None:
+        """Why an all_reduce of several nodes has no two levels, or None; the same on all ranks."""
+        if options is not None and not options.two_level:
+            return "Options(two_level=False)"
+        if self.batch_invariant:
+            return "they do not reduce in rank order"
+        return Parts.by([member.node for member in self.members]).why_not(layout.MAX_WORLD_SIZE)
 
 
 def exchange_capabilities(

@@ -32,17 +32,13 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.kernels import layout
 from tricomm.metrics.counters import GLOO, KERNELS, NCCL, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
-from tricomm.policy.levels import Parts
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
 
-# A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
-# this and 5.3 s with 64 MiB (2 ranks, simulated).
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
 
@@ -126,7 +122,10 @@ class Dispatcher:
     def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
         no_kernels = self._no_kernels.get(device, f"no {device} kernels")
-        across = {"cpu": GLOO, "cuda": NCCL}[device] if self._agreed.nodes > 1 and no_kernels is None else ""
+        across, one_level = "", ""
+        if self._agreed.nodes > 1:
+            one_level = self._agreed.one_level(self._options) or no_kernels or ""
+            across = "" if one_level else {"cpu": GLOO, "cuda": NCCL}[device]
         return GroupFacts(
             device,
             self._config.world_size,
@@ -135,17 +134,9 @@ class Dispatcher:
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
             batch_invariant=self.batch_invariant,
-            across=across if self._one_level() is None else "",
-            one_level=self._one_level() or no_kernels or "",
+            across=across,
+            one_level=one_level,
         )
-
-    def _one_level(self) -> str | None:
-        """Why an all_reduce of several nodes has no two levels, or None; the same on all ranks."""
-        if self._options is not None and not self._options.two_level:
-            return "Options(two_level=False)"
-        if self.batch_invariant:
-            return "they do not reduce in rank order"
-        return Parts.by([member.node for member in self._agreed.members]).why_not(layout.MAX_WORLD_SIZE)
 
     def _refuse(self, batch: list[GroupCall]) -> None:
         """Raises `InvalidArgument` for a call that a batch-invariant group does not make, before anything is sent."""

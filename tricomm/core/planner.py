@@ -192,13 +192,18 @@ class Planner:
         if self._decided is not None and self.levels is None:
             return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self.routes, *facts)
+        route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == NCCL and self.nccl is None:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl(request)
             route = backend_choice.decide(self.routes, *facts)
         return route
+
+    def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
+        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        fused = request.epilogue is not None and self.routes.nodes == 1
+        return replace(self.routes, across="") if fused else self.routes
 
     def use_levels(self, levels: TwoLevel | str) -> None:
         """From now on there are two levels, or they are missing for that reason; the same on all ranks."""
@@ -272,7 +277,8 @@ class Planner:
         if request.algorithm == TWO_LEVEL:
             route = self._in_two_levels(request)
         else:
-            route = backend_choice.decide(self.routes, collective, request.dtype, op_name, size, request.forced)
+            facts = (collective, request.dtype, op_name, size, request.forced)
+            route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == TWO_LEVEL and self.levels is not None:
             return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
         if route.backend != NCCL:

@@ -30,11 +30,12 @@ _REGISTERS = 65536
 
 
 def choose(
-    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int, algorithm: str | None,
-    protocol: str | None, quantize: str = "", mode: str = "eager",
+    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int,
+    forced: tuple[str | None, str | None], quantize: str = "", mode: str = "eager",
 ) -> Choice | str:  # fmt: skip
     """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them. A table's row gives kernel and
-    shape; without one the rules here do."""
+    shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open."""
+    algorithm, protocol = forced
     nbytes = rows * hidden * bits // 8
     if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
         return f"hidden={hidden}: fused kernels take multiples of 8 up to {MOST_HIDDEN}"
@@ -44,8 +45,7 @@ def choose(
         return f"fused kernels take more than {facts.max_registers} registers a thread"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
-    forced = algorithm is not None or protocol is not None
-    if not forced and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
+    if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
         return f"{nbytes} bytes; fused kernels take less time up to {MOST_FUSED}"
     wide = has_wide_words(facts, forced=protocol == "ll128")
     fits, reasons = [], []
@@ -74,7 +74,7 @@ def choose(
             kernel, (blocks, warps, tile), table, number = fitting, shape, tabled, at
             reason = f"table {table!r} row {number}: {collective} {name}, {nbytes} bytes"
             break
-    if forced:
+    if forced != (None, None):
         reason, number = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller", None
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"

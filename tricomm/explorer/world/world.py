@@ -36,6 +36,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
+_MULTICAST = 1 << 60  # an address that this process has nothing at
 
 
 class Turns(Protocol):
@@ -99,6 +100,9 @@ class World:
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
         self.arenas = self._group.open(self.plan.nbytes)
+        self.memory.multicast = _MULTICAST, self.plan.nbytes, self.arenas[0].bases
+        for arena in self.arenas:
+            arena.multicast = _MULTICAST
         for rank, base in enumerate(self.arenas[0].bases):
             name = f"rank {rank}'s arena"
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
