@@ -5,7 +5,7 @@
     tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
-             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_planes`, whose accesses
+             `mailbox.py`, `counts.py` and `arrival.py`, except `store_ll`, `get_ll` and `poll_planes`, whose accesses
              are payload
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
@@ -22,7 +22,7 @@ from tricomm.kernels.device import arrival, channels, counts, mailbox, packing, 
 from tricomm.perf.machine_code.accesses import Line
 
 _SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, channels)
-_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
+_PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
