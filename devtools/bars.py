@@ -187,7 +187,7 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
 
 def _counted(kernel: Kernel) -> tuple[Value, ...]:
     """Bytes of payload of one block that does the whole call, over the formula."""
-    plan, shape = layout.plan(WORLD_SIZE, from_code.ARENA_BYTES), LaunchShape(1, 8, 512)
+    plan, shape = layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES), LaunchShape(1, 8, 512)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, shape, plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
 

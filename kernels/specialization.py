@@ -9,6 +9,7 @@ from typing import Any
 
 import triton.language as tl
 
+from tricomm.kernels import multimem
 from tricomm.kernels.dtypes import DTYPES
 
 
@@ -91,6 +92,11 @@ class Specialization:
     @cached_property
     def BITWISE(self) -> bool:
         return self.OP in ("band", "bor", "bxor")
+
+    @cached_property
+    def LOAD_REDUCED(self) -> str:
+        """PTX by which the switch reduces two words."""
+        return multimem.instruction(self.ELEMENT, self.OP)
 
     @cached_property
     def ACCUMULATOR(self) -> str:

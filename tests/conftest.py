@@ -1,5 +1,6 @@
 """What has to be set before any test imports torch, and what processes that tests start inherit."""
 
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,13 @@ def pytest_collection_modifyitems(items):
         return next((n for name, n in places.items() if str(item.path).endswith(name)), len(places))
 
     items.sort(key=place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled():
+    """What is there before a file's tests is left out of garbage collections: each would take a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test` runs, and which are left to `make test-all`."""
+"""Which parameters of a test `make test` runs, which are left to `make test-all`, and which this Triton has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+
+from tricomm.kernels.collectives.registry import Kernel
 
 
 def some(values: Iterable[Any], keep: Callable[[int, Any], bool] | int) -> list[Any]:
@@ -19,6 +21,11 @@ def some(values: Iterable[Any], keep: Callable[[int, Any], bool] | int) -> list[
         value if getattr(value, "marks", ()) or chosen(number, value) else _exhaustive(value)
         for number, value in enumerate(values)
     ]
+
+
+def compiles(kernel: Kernel, architecture: int = 90) -> bool:
+    """False for a kernel of wide words, or through a switch, that this Triton or `architecture` is refused."""
+    return kernel.why_not_compiled(architecture) is None
 
 
 def _exhaustive(value: Any) -> Any:

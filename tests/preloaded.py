@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 from importlib import import_module
 
@@ -21,3 +22,5 @@ for _module in pkgutil.walk_packages(kernels.__path__, "tricomm.kernels."):
 triton_adapter.implicit(torch.ones(1))  # imports a part of Triton at its first use
 triton_adapter.patch()
 triton_adapter.restore()
+gc.collect()
+gc.freeze()  # a collection in a process would copy all of this, and take a second

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.group import table_of
 from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
+from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.planes import plane_length, plane_start, put_planes
 from tricomm.kernels.device.reduction import element
 from tricomm.kernels.primitives import store_ll
@@ -113,13 +114,6 @@ def store_plane(y_ptr, number, n: tl.constexpr, words, BITS: tl.constexpr, SPEC:
         for j in tl.static_range(WHOLE // UNIT):
             part = (words >> (UNIT * j)).to(y.dtype.element_ty)
             tl.store(y + at * (WHOLE // UNIT) + j, part, mask=inside)
-
-
-@triton.jit
-def raw_pointer(pointer, BITS: tl.constexpr):
-    """`pointer` as one to integers of BITS."""
-    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
-    return pointer.to(tl.pointer_type(RAW))
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
+from tests.marks import compiles
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -18,7 +19,7 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher
 
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
               "ELEMENT": "float32"}  # fmt: skip
-KERNELS = pytest.mark.parametrize("kernel", registry.KERNELS, ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if compiles(k)], ids=lambda k: k.name)
 GROUP = torch.arange(1 << 40, (1 << 40) + 512)
 GROUP[layout.RANK] = 1
 _numbers = itertools.count()

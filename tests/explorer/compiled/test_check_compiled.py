@@ -15,13 +15,13 @@ import tricomm
 from tests import forked
 from tests.explorer import public
 from tests.explorer.compiled import ptx_mutants
-from tests.marks import some
+from tests.marks import compiles, some
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import Report, replay, shipped
 from tricomm.explorer.memory_model import allowed
 from tricomm.kernels import primitives
 
-_KERNELS = {k.name: k for k in shipped.kernels(None, None, None)}
+_KERNELS = {k.name: k for k in shipped.kernels(None, None, None) if compiles(k)}
 
 
 # `test_bits` executes those of a cube mesh.

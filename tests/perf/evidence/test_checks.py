@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tricomm
+from tests.marks import compiles
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
@@ -93,7 +94,9 @@ def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch
         assert not found if name in ("streams", "device_time") else found >= worlds, kernel.name
 
 
-@pytest.mark.parametrize("kernel", (*registry.KERNELS, *registry.ZERO_COPY), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(
+    "kernel", [k for k in (*registry.KERNELS, *registry.ZERO_COPY) if compiles(k)], ids=lambda kernel: kernel.name
+)
 def test_what_is_checked_is_what_was_compiled(kernel, monkeypatch):
     monkeypatch.setattr(hardware, "capability", lambda settings: 90)
     parts = checks.parts(kernel)

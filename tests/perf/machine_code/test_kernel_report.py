@@ -9,7 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from tests.marks import some
+from tests.marks import compiles, some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
@@ -32,9 +32,9 @@ def _of_each_kind(arch: str, which: float) -> list[Variant]:
     """Of the kernels that share flags, loads and stores one each: the first, the last, or one between."""
     kinds: dict[tuple[object, ...], list[Variant]] = {}
     widest = {variant.kernel: variant for variant in _widest(arch)}
-    for kernel in registry.ALL:
-        if kernel.collective != "barrier":
-            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces)
+    for kernel in filter(compiles, registry.ALL):
+        if kernel.collective != "barrier" and kernel.name in widest:
+            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces, kernel.multicast)
             kinds.setdefault(kind, []).append(widest[kernel.name])
     return [found[round((len(found) - 1) * which)] for found in kinds.values()]
 
@@ -66,7 +66,7 @@ def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [k.name for k in registry.ALL])
+@pytest.mark.parametrize("kernel", [k.name for k in registry.ALL if compiles(k)])
 def test_all_variants(kernel: str, arch: str) -> None:
     found = kernel_report.examine_all(kernel_report.variants((arch,), kernel, everything=True))
     broken = {str(report.variant): bad for report in found if (bad := kernel_report.check(report))}

@@ -31,7 +31,7 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
         return "there is no epilogue"
     choice = row_shapes.choose(
         site, ROWS if epilogue.own else FUSED, dtype.bits, epilogue.hidden, request.elements // epilogue.hidden,
-        request.algorithm, request.protocol, epilogue.quantize or "",
+        (request.algorithm, request.protocol), epilogue.quantize or "", mode,
     )  # fmt: skip
     if epilogue.own and isinstance(choice, str):
         raise InvalidArgument(f"{ROWS}: {choice}")

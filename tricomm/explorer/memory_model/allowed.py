@@ -18,12 +18,12 @@ from pathlib import Path
 
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import primitives, wide_words
-from tricomm.kernels.device import arrival, channels
+from tricomm.kernels.device import arrival, message_queues
 
 _LL = (
     "store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
 )  # fmt: skip
-_MODULES = (primitives, wide_words, channels, arrival)
+_MODULES = (primitives, wide_words, message_queues, arrival)
 _files = {str(module.__file__) for module in _MODULES}
 
 

@@ -6,8 +6,6 @@ from tricomm.explorer.memory_model.clocks import ANY, SEEN, STRICT, THREAD, Join
 from tricomm.explorer.memory_model.shadow import Clash
 from tricomm.explorer.report.findings import Finding, Record
 
-_STRONG = ("acquire", "release", "acq_rel", "relaxed")
-
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
     """`second`, made by `thread`, conflicts with `first`, and `first` does not happen before it."""

@@ -73,10 +73,6 @@ class Liveness:
         """Registers that are live just before instruction `index`."""
         return self._set(self._before[index])
 
-    def at_end(self, block: int) -> frozenset[str]:
-        """Registers that are live at the end of a block, whichever way it is left."""
-        return self._set(self._after(block))
-
     def _after(self, block: int) -> int:
         live = 0
         for each in self._flow.blocks[block].successors:
@@ -109,14 +105,5 @@ def definitions(kernel: PtxKernel) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for index, instruction in enumerate(kernel.instructions):
         for name in written(instruction):
-            found.setdefault(name, []).append(index)
-    return found
-
-
-def uses(kernel: PtxKernel) -> dict[str, list[int]]:
-    """Register -> indices of the instructions that read it."""
-    found: dict[str, list[int]] = {}
-    for index, instruction in enumerate(kernel.instructions):
-        for name in read(instruction):
             found.setdefault(name, []).append(index)
     return found

@@ -13,10 +13,6 @@ from tricomm.ptx.arithmetic.rule import Rule
 _SYMBOL = {"and": "&", "or": "|", "xor": "^"}
 
 
-_UNTYPED = ("b16", "b32", "b64")
-_TYPED = ("u16", "u32", "u64", "s16", "s32", "s64")
-
-
 def rule(form: Form) -> Rule | None:
     make = _RULES.get(form.opcode)
     return make(form) if make is not None and len(form.types) == 1 else None

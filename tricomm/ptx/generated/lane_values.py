@@ -14,7 +14,6 @@ import numpy as np
 from tricomm.ptx.access import Array
 
 Predicate = bool | Array
-_MIRRORED = {">": ("<", 0), ">=": ("<", -1)}
 
 
 class LaneValues:

@@ -99,8 +99,3 @@ def nanosleep(instruction: Instruction, operands: Operands, partial: bool) -> Op
     (time,) = instruction.operands
     del time
     return Operation(lambda unit, mask: unit.turn())
-
-
-def is_full(members: Operand | None) -> bool:
-    """A member mask of all 32 lanes, as a literal."""
-    return members is None or isinstance(members, Integer) and members.value & 0xFFFFFFFF == 0xFFFFFFFF

@@ -10,7 +10,6 @@ from tricomm.ptx.text.operands import divided, floating, integer
 from tricomm.ptx.text.scopes import Scope
 
 SPACES = ("shared", "const", "global", "local", "param")
-_LINKING = ("extern", "visible", "weak", "common")
 _TOKEN = re.compile(r"\.[\w:]+(?:\([^)]*\))?|[%$\w]+(?:<\d+>)?(?:\s*\[[^\]]*\])*|=.*|\S")
 _DECLARED = re.compile(r"([%$\w]+)(?:<(\d+)>)?((?:\s*\[[^\]]*\])*)")
 _KIND = re.compile(r"[busf](?:8|16|32|64|128)(?:x2)?|pred|b128|tf32")

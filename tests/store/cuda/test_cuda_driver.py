@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.store.fake_bindings import GRANULE, CUipcMemHandle
-from tests.store.fake_driver import CudaRuleBroken, FakeCuda, FakeDriver
+from tests.store.cuda.fake_bindings import GRANULE, CUipcMemHandle
+from tests.store.cuda.fake_driver import CudaRuleBroken, FakeCuda, FakeDriver
 from tricomm.errors import ResourceError
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Driver, load_driver
 from tricomm.store.segments import Segment
 
 
