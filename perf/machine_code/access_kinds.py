@@ -22,13 +22,8 @@ from tricomm.kernels import primitives
 from tricomm.kernels.device import arrival, counts, mailbox, message_queues, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
 
-<<<<<<< HEAD
-_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, channels)
-_PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
-=======
 _SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, message_queues)
-_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
->>>>>>> int
+_PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
