@@ -9,6 +9,10 @@
                               what was sent, own counters
     slots                     of messages: [source][queue][slot], `slot` bytes each
 
+All of that is the slice of one channel (`Options.channels`), `slice` bytes; an arena has the slices of its channels one
+behind the other, and the peers' addresses in the group table of a channel are those of their slices of that channel.
+So channels share nothing, and no kernel knows that there are several. Messages use those of channel 0 alone.
+
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
 their messages are short: of a large arena LL gets a quarter at most, wide words an eighth, messages between two ranks
@@ -20,14 +24,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from tricomm.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
-VERSION = 5
+VERSION = 6
+MAX_CHANNELS = 8
 PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
@@ -50,11 +55,13 @@ QUEUE_STATE = 128
 ACKS, SENT, NEXT, RECEIVED_AHEAD, PLAIN = 8, 12, 13, 14, 15
 MAX_QUEUES = 16
 
-# Words of the control page that host and kernel share (host memory, mapped for a GPU). Of messages: the number of the
+# Words of the control page that host and kernel share (host memory, mapped for a GPU), by channel: channel 0 has all of
+# them, the others the first 16, from `control_words` on. Of messages: the number of the
 # one that runs, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
 # message received from any rank, by the message's number.
 ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
+_CONTROL_WORDS, _MORE_CHANNELS = 16, RECV_SOURCE + RECV_SOURCE_WORDS
 
 # Status codes in the low byte of the status word.
 MISMATCH, OVERLAP, SPLITS, PENDING, MESSAGE_MISMATCH = 2, 3, 4, 5, 6
@@ -63,16 +70,20 @@ EPOCH_LIMIT = 1 << 32
 CLEAR_EVERY = 1 << 30
 MIN_ARENA = 64 * 1024
 _LEAST_BUFFER, _LEAST_SLOT, _GOOD_SLOT, _LARGEST_SLOT = 512, 256, 8192, 65536  # bytes
+_LEAST_STATE = QUEUE_STATE + SLOTS * _LEAST_SLOT
+_PAGE = 4096
 _GOOD_LL = 65536  # bytes of an LL buffer up to which LL gets half of an arena
 _LEAST_STEP, _LARGEST_STEP = 32768, 131072  # bytes: two halves of tiles of 2048 words (a GPU's), of 8192 (a CPU's)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets and sizes in bytes of one arena."""
+    """Offsets and sizes in bytes of one arena of `nbytes`; offsets are those in the slice of a channel."""
 
     world_size: int
     nbytes: int
+    channels: int
+    slice: int
     ll: int
     ll_buffer: int
     wide: int
@@ -133,6 +144,12 @@ def tile_words(protocol: str, block: int) -> int:
     return block * 3 // 2 if protocol == "ll128" else block
 
 
+def control_words(channel: int) -> slice:
+    """Which words of the control page belong to `channel`."""
+    start = 0 if channel == 0 else _MORE_CHANNELS + (channel - 1) * _CONTROL_WORDS
+    return slice(start, _MORE_CHANNELS if channel == 0 else start + _CONTROL_WORDS)
+
+
 def unacknowledged(state: list[int]) -> bool:
     """True if a piece that was sent through the queue of this state has not been acknowledged."""
     for back in range(1, SLOTS + 1):
@@ -156,22 +173,48 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
     return (table, *constants, *peers[rank:], *peers[:rank], *peers)
 
 
-def plan(world_size: int, arena_bytes: int) -> Layout:
-    """Divide `arena_bytes` between the mailboxes and messages. Of a small arena those of `ll` and `simple` are alike.
+def plan(world_size: int, arena_bytes: int, channels: int = 1) -> Layout:
+    """Divide `arena_bytes` between the channels, and each one's slice between the mailboxes and messages. Of a small
+    slice those of `ll` and `simple` are alike.
 
     Raises `InvalidArgument` if it is too small for the group.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
-    ll = -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // 4096) * 4096
+    if channels == 1:
+        return _slice(world_size, arena_bytes)
+    room = arena_bytes // channels // _PAGE * _PAGE
+    try:
+        one = _slice(world_size, room)
+    except InvalidArgument:
+        least = max(MIN_ARENA, channels * -(-_least(world_size) // _PAGE) * _PAGE)
+        raise InvalidArgument(
+            f"arena_bytes={arena_bytes} is too small for channels={channels} of {world_size} ranks: at least {least} "
+            "bytes are needed, or fewer channels"
+        ) from None
+    return replace(one, nbytes=(channels - 1) * room + one.nbytes, channels=channels, slice=room)
+
+
+def _least(world_size: int) -> int:
+    """Bytes of the smallest slice."""
+    return _headers_end(world_size) + world_size * (_LEAST_STATE + _LEAST_BUFFER * 18 // 4)
+
+
+def _headers_end(world_size: int) -> int:
+    return -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // _PAGE) * _PAGE
+
+
+def _slice(world_size: int, arena_bytes: int) -> Layout:
+    """A channel's slice of at most `arena_bytes`, as an arena of its own."""
+    ll = _headers_end(world_size)
     good = world_size * (QUEUE_STATE + SLOTS * _GOOD_SLOT)
     large = 8 * good <= arena_bytes
-    reserve = world_size * (QUEUE_STATE + SLOTS * _LEAST_SLOT)
+    reserve = world_size * _LEAST_STATE
     if large:
         reserve = max(good, world_size * MAX_QUEUES * QUEUE_STATE + arena_bytes // 16)
     half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes, two parities each
     if half < _LEAST_BUFFER:
-        least = max(MIN_ARENA, ll + reserve + world_size * _LEAST_BUFFER * 18 // 4)
+        least = max(MIN_ARENA, _least(world_size))
         raise InvalidArgument(
             f"arena_bytes={arena_bytes} is too small for {world_size} ranks: at least {least} bytes are needed"
         )
@@ -190,7 +233,20 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     slots = states + world_size * queues * QUEUE_STATE
     nbytes = slots + world_size * queues * SLOTS * slot
     return Layout(
-        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, queues, slots, slot
+        world_size,
+        nbytes,
+        1,
+        nbytes,
+        ll,
+        ll_buffer,
+        wide,
+        wide_buffer,
+        simple,
+        simple_buffer,
+        states,
+        queues,
+        slots,
+        slot,
     )
 
 

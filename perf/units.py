@@ -51,8 +51,11 @@ def bus_factor(collective: str, world_size: int) -> float:
 def moved(kernel: Kernel, world_size: int) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 
-    The input is a rank's; it is the message if there is a root.
+    The input is a rank's; it is the message if there is a root. If a switch adds and copies, they are those of the
+    busier direction of a GPU's links.
     """
+    if kernel.switched is not None:
+        return kernel.switched(world_size)
     return kernel.written(world_size) + kernel.read(world_size)
 
 

@@ -27,11 +27,13 @@ ELSEWHERE = {
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
-    "synchronize in tricomm.core.group.Group._write_table",
+    "synchronize in tricomm.core.group.Group.begin",
     "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
     "synchronize in store.cuda.cuda_arena.CudaArena._write_probe",
     "synchronize in store.cuda.cuda_arena.CudaArena._clear_probe",
+    "synchronize in store.cuda.cuda_arena.CudaArena.suspend", "synchronize in store.local_arena._GpuBlocks.give_back",
     "synchronize in store.local_arena._GpuBlocks.__init__", "synchronize in store.local_arena._GpuBlocks.free",
+    "synchronize in store.local_arena._GpuBlocks.take_again",
     # the interpreter's own, on the CPU
     "item in kernels.launch.triton_adapter._atomic_poll",
 }  # fmt: skip

@@ -6,8 +6,8 @@
     rank 2   [a2 b2 c2 d2]      2: c0 + c1 + c2 + c3 = C             C from 2
     rank 3   [a3 b3 c3 d3]      3: d0 + d1 + d2 + d3 = D             D from 3
 
-A shard is rounded up to 16 bytes. Shard p is staged in buffer p of a rank's own mailbox, first half; the sum goes to the
-second half of buffer p of all ranks: the places of two shots, so that what takes the results is the same.
+A shard is rounded up to 16 bytes. Shard p is staged in buffer p of a rank's own mailbox, first half; the sum goes to
+the second half of buffer p of all ranks: the places of two shots, so that what takes the results is the same.
 
 Bytes     (1 + 1/N) n leave a GPU, and as many come in: its n for the switch to add and the sum of its shard, 1/N n of
           sums and the n of all results. By number, (N-1)/N n of peers' memory is read, and as much of it written; n is

@@ -2,8 +2,8 @@
 
     root 0 [x] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      every rank but the root copies x out
 
-Bytes     n leave the root and come in at every rank, the root among them; one shot without the switch has the root write
-          (N-1) n. By number, (N-1) n of peers' memory is written.
+Bytes     n leave the root and come in at every rank, the root among them; one shot without the switch has the root
+          write (N-1) n. By number, (N-1) n of peers' memory is written.
 Hops      1, with a barrier behind it, one a chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
 Waits     header, release to acquire at `.sys`: what block b of the root stored is here. Headers go from every rank to
           every other one, so that the root does not run ahead.

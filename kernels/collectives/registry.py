@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs
+from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collective_specs import Collective
 from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh import all_gather_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_gather_multicast import all_gather_multicast
@@ -110,6 +110,16 @@ class Kernel:
         """True for a kernel of wide words, which not every compiler and GPU has (`wide_words.why_not`)."""
         return self.protocol == "ll128"
 
+    def why_not_compiled(self, architecture: int) -> str | None:
+        """None if this Triton compiles it for `architecture` (90 for sm_90), else the reason."""
+        if self.wide:
+            return wide_words.why_not(architecture)
+        return multimem.why_not(architecture) if self.multicast else None
+
+    def why_not_reduced(self, element: str, op: str) -> str | None:
+        """None if it reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
+        return multimem.why_not_reduced(element, op) if self.reduces and self.multicast else None
+
     @property
     def pairwise(self) -> bool:
         """True for one half of a message between two ranks."""
@@ -118,7 +128,7 @@ class Kernel:
     @property
     def staged(self) -> bool:
         """Whether peers read what a rank has staged: all buffers of a parity are one stage then."""
-        return not self.zero_copy and self.read(2) > 0
+        return not self.zero_copy and not self.multicast and self.read(2) > 0
 
     @property
     def shards(self) -> int | None:
@@ -219,10 +229,10 @@ ZERO_COPY = (
 
 # Through the switch, over memory with a multicast address.
 MULTICAST = (
-    Kernel("all_reduce", "multicast", "simple", all_reduce_multicast, _rows, _rows, 3, 2, switched=_switched),
+    Kernel("all_reduce", "multicast", "simple", all_reduce_multicast, _rows, _rows, 4, 2, switched=_switched),
     Kernel("all_gather", "multicast", "simple", all_gather_multicast, _peers, _none, 1, 1, switched=_all),
     Kernel(
-        "reduce_scatter", "multicast", "simple", reduce_scatter_multicast, _none, _rows, 2, 1,
+        "reduce_scatter", "multicast", "simple", reduce_scatter_multicast, _none, _rows, 3, 1,
         switched=_fixed(Fraction(1)),
     ),
     Kernel("broadcast", "multicast", "simple", broadcast_multicast, _peers, _none, 1, 1, switched=_fixed(Fraction(1))),

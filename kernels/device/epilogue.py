@@ -21,9 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.quantize import quantize_row
 from tricomm.kernels.device.reduction import element, raw_bits
-from tricomm.kernels.device.rows import load_plane, raw_pointer, store_plane, words_at
+from tricomm.kernels.device.rows import load_plane, store_plane, words_at
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)

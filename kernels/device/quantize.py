@@ -15,8 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.reduction import element, from_e4m3, to_fp8
-from tricomm.kernels.device.rows import raw_pointer, store_plane
+from tricomm.kernels.device.rows import store_plane
 
 _INFINITE = tl.constexpr(0x7F800000)
 _SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32

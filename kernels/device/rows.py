@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.planes import plane_length, plane_start
 from tricomm.kernels.device.reduction import element
 
@@ -95,13 +96,6 @@ def store_plane(y_ptr, number, n: tl.constexpr, words, BITS: tl.constexpr, SPEC:
         for j in tl.static_range(WHOLE // UNIT):
             part = (words >> (UNIT * j)).to(y.dtype.element_ty)
             tl.store(y + at * (WHOLE // UNIT) + j, part, mask=inside)
-
-
-@triton.jit
-def raw_pointer(pointer, BITS: tl.constexpr):
-    """`pointer` as one to integers of BITS."""
-    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
-    return pointer.to(tl.pointer_type(RAW))
 
 
 @triton.jit

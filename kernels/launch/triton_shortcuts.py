@@ -15,6 +15,9 @@ import triton.language as tl
 from triton.runtime import interpreter as _triton
 
 Change = tuple[Any, str, Any, Any]
+_MOST_CONSTANTS = 4096
+# Of the function that `tl.core.builtin` puts around each operation: it looks for `_semantic`, and hands all on.
+_BUILTIN = tl.core.builtin(lambda: None).__code__
 
 
 def changes() -> list[Change]:
@@ -30,12 +33,27 @@ def changes() -> list[Change]:
         (tl.core.dtype, "__eq__", _equal_types),
         (semantic, "computation_type_impl", _computation_type),
         (semantic, "broadcast_impl_value", _broadcast),
+        (semantic, "binary_op_type_checking_impl", _operands),
     )
     known = [(owner, name, vars(owner)[name], short) for owner, name, short in shortcuts if name in vars(owner)]
     return [
         (builder, "options", builder.options, unchecked),
         *((owner, name, own, short(own)) for owner, name, own, short in known),
     ]
+
+
+def direct(operation: Any) -> Any:
+    """The interpreter's form of an operation of the language, without the two functions around it."""
+    inner: Any = (getattr(operation, "__kwdefaults__", None) or {}).get("member")
+    if getattr(inner, "__code__", None) is not _BUILTIN:
+        return operation
+    function, semantic = inner.__wrapped__, _triton.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _np_dtype(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,3 +134,37 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, left, right)
 
     return broadcast
+
+
+def _operands(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of two tensors that are used as they are, the types are looked at once; a number becomes a tensor once."""
+    tensor = tl.core.tensor
+    unchanged: set[tuple[Any, ...]] = set()
+    constants: dict[tuple[Any, ...], Any] = {}
+
+    def operands(self: Any, left: Any, right: Any, *how: Any, **named: Any) -> Any:
+        if named or left.__class__ is not tensor:
+            return original(self, left, right, *how, **named)
+        if right.__class__ is int:
+            key = (right, left.type.name, how)
+            known = constants.get(key)
+            if known is None:
+                found = original(self, left, right, *how)
+                if found[0] is left:
+                    if len(constants) >= _MOST_CONSTANTS:
+                        constants.clear()
+                    found[1].handle.data.flags.writeable = False
+                    constants[key] = found[1]
+                return found
+            return left, known
+        if right.__class__ is tensor and left.shape is right.shape:
+            key = (left.dtype.name, right.dtype.name, how)
+            if key in unchanged:
+                return left, right
+            found = original(self, left, right, *how)
+            if found[0] is left and found[1] is right:
+                unchanged.add(key)
+            return found
+        return original(self, left, right, *how)
+
+    return operands

@@ -19,7 +19,6 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
-from tricomm.kernels.wide_words import why_not
 from tricomm.perf import row_calls, text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
@@ -116,8 +115,9 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
         v
         for arch in archs
         for k in kernels
-        if name is not None or not k.wide or why_not(int(arch.removeprefix("sm_"))) is None
+        if name is not None or k.why_not_compiled(int(arch.removeprefix("sm_"))) is None
         for v in _of(k, arch, everything)
+        if k.why_not_reduced(*reduction(DTYPES[v.dtype], v.op)) is None
     ]
 
 
@@ -298,9 +298,14 @@ def check(report: KernelReport) -> list[str]:
 
 def _least_bits(variant: Variant) -> int:
     """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
-    threads share; a mailbox has 128 bits. Codes of a word's elements, and scales, are narrower than the word."""
+    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
+    scales, are narrower than the word."""
     if variant.form:
         return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
+    kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)
+    if kernel is not None and kernel.multicast and kernel.reduces:
+        element, _ = reduction(DTYPES[variant.dtype], variant.op)
+        return DTYPES[element].bits if "int" in element else 128
     return 64 if variant.kernel.endswith("_ll128") else 128
 
 

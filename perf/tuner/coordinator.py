@@ -73,7 +73,8 @@ class Coordinator:
         self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
 
     def _pool(self, point: Point) -> list[Candidate]:
-        kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
+        known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
+        kernels = [k for k in known if self._runs(point, k)]
         comm = self._worker.comm
         found = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
         return [c for c in found if _as_it_is(self._site, point, c)] if point.epilogue else found
@@ -81,7 +82,7 @@ class Coordinator:
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:
             _explained(self._worker.comm, point, algorithm=kernel.algorithm, protocol=kernel.protocol)
-        except InvalidArgument:  # not over these links
+        except InvalidArgument:  # not over these links, or not of this type
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
 

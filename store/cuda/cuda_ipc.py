@@ -79,6 +79,10 @@ class IpcBlocks:
     """This rank's cuMemAlloc, and the mappings of the others'."""
 
     kind = "cuda_ipc"
+    no_suspend = (
+        "legacy CUDA IPC cannot map memory again at the same addresses: close the communicator and make a new one, and "
+        "capture graphs anew, or make shared memory by descriptors possible (tricomm doctor says what is missing)"
+    )
 
     def __init__(self, control: ControlPage, nbytes: int) -> None:
         self._control, self._nbytes = control, nbytes
@@ -117,11 +121,17 @@ class IpcBlocks:
         self._mapped.append(address)
         return address + peer.offset
 
+    def give_back(self, undo: Cleanup) -> None:
+        raise ResourceError(self.no_suspend)
+
     def keep(self) -> None:
         """The peers are told, so that they keep their blocks, too."""
         if self._exported:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
+
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        raise ResourceError("legacy CUDA IPC memory cannot be bound to a multicast address")
 
     def release(self, undo: Cleanup) -> bool:
         """Unmap the peers' blocks, wait until the peers have unmapped this one, `CLOSE_SECONDS` at most, free it."""

@@ -69,3 +69,8 @@ def test_torchrun(tmp_path):
     done = forked.script(*command, str(script), timeout=200, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_memory_goes_and_comes_back(route, url):
+    assert ranks.run(2, bodies.sleeps, url, route) == [[], []]

@@ -229,7 +229,7 @@ REAL = (
     Mutant(
         "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",
         (Edit(GROUP, _MEETING, _MEETING.replace("options.max_blocks", "None")),),
-        (S,), DEADLOCK, blocks=2, max_blocks=1, residency=1,
+        (S,), DEADLOCK, blocks=0, max_blocks=1, residency=1, body=bodies.two_blocks_by_table,
         processes="no: a process runs its blocks one after another, always in the same order",
     ),
     Mutant(

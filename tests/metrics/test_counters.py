@@ -19,7 +19,7 @@ import tricomm
 from devtools import c10d_overhead
 from tests import forked, ranks
 from tests.core.bodies.common_bodies import communicator
-from tricomm.core import monitor
+from tricomm.core.channels import in_flight
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
@@ -250,4 +250,4 @@ def test_calls_that_were_timed_last_are_in_the_statistics_of_a_closed_communicat
     ],
 )
 def test_who_has_come_to_an_epoch(theirs: int, started: int, entered: bool) -> None:
-    assert monitor._entered(theirs, started) is entered
+    assert in_flight._entered(theirs, started) is entered

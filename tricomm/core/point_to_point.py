@@ -72,9 +72,10 @@ class PointToPoint:
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
         unmet = self._unmet
-        monitor.describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
+        describers = monitor.channels[0].describers
+        describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
         unlike = "has this tag and is not what is asked for"
-        monitor.describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
+        describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False

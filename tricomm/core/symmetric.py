@@ -25,8 +25,9 @@ class Symmetric:
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
 
-    It lives until `close()` or until its communicator is closed. Its memory starts zeroed. `group` and `number` name it
-    on all ranks alike: the communicator's, and which of that one's it is.
+    It lives until `close()` or until its communicator is closed. Its memory starts zeroed, and is zeroed again at the
+    same addresses after the communicator was suspended and resumed; in between it cannot be used. `group` and `number`
+    name it on all ranks alike: the communicator's, and which of that one's it is.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Symmetric:
     def _check(self) -> None:
         if self._closed:
             raise GroupAborted("this symmetric memory is closed")
+        if self._arena.suspended:
+            raise InvalidArgument("this symmetric memory is suspended with its communicator: resume() comes first")
 
 
 @dataclass(frozen=True, eq=False)

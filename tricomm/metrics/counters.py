@@ -79,9 +79,20 @@ class Calls:
 
 
 @dataclass(frozen=True)
+class HeldMemory:
+    """Of one rank: how it is shared, and the bytes of its arena and of its symmetric memory that are taken from the
+    device now: none while the communicator is suspended."""
+
+    kind: str = "none"
+    nbytes: int = 0
+    suspended: bool = False
+
+
+@dataclass(frozen=True)
 class Statistics:
     """A communicator's life so far. `waited` is, by peer, the seconds that this rank was in a call that the peer had
-    not entered, as the monitor sees it every 20 ms: shorter delays are not in it."""
+    not entered, as the monitor sees it every 20 ms: shorter delays are not in it. `memory` is what it holds of its
+    device at the moment."""
 
     group: str
     rank: int
@@ -91,6 +102,7 @@ class Statistics:
     calls: tuple[Calls, ...]
     waited: dict[int, float]
     spans: tuple[Span, ...] = ()
+    memory: HeldMemory = HeldMemory()
 
 
 class _ProcessTallies:
@@ -107,17 +119,23 @@ class _ProcessTallies:
         self.fallback: dict[tuple[str, str, int], Tally] = {}  # by route, collective and bucket
         self._numbers = itertools.count()
 
-    def add(self, activity: object, tallies: dict[Key, Tally]) -> None:
-        """Count `tallies` as long as `activity` lives, and what is in them then for ever."""
+    def add(self, activity: object, tallies: dict[Key, Tally]) -> int:
+        """Count `tallies` as long as `activity` lives, and what is in them then for ever; returns their number."""
         number = next(self._numbers)
         with self.lock:
             self._fold()
             self.live[number] = tallies
         weakref.finalize(activity, self.ended.append, number).atexit = False
+        return number
+
+    def leave_out(self, number: int) -> None:
+        """Count those tallies no more."""
+        with self.lock:
+            self.live.pop(number, None)
 
     def _fold(self) -> None:
         while self.ended:
-            _add(self.past, self.live.pop(self.ended.popleft()))
+            _add(self.past, self.live.pop(self.ended.popleft(), {}))
 
     def calls(self) -> Counter[tuple[str, str]]:
         """By route and collective."""
@@ -185,7 +203,7 @@ class Activity:
         self._gpu, self._waited = gpu, waited
         self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
-        _process.add(self, self._tallies)
+        self._number = _process.add(self, self._tallies)
         self.time_calls(env.integer("TRICOMM_STATS_EVERY") or 0, "TRICOMM_STATS_EVERY")
 
     def time_calls(self, every: int, name: str = "every") -> None:
@@ -202,6 +220,10 @@ class Activity:
                 self.clock.collect()
             except RuntimeError as error:
                 log.warning("times of earlier calls are lost: %s", error)
+
+    def leave_to_another(self) -> None:
+        """Count nothing here in the process's statistics: its calls are steps of those of another communicator."""
+        _process.leave_out(self._number)
 
     def tally(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> Tally:
         """The tally of a call of `nbytes` of input; the same one for all sizes of its bucket."""

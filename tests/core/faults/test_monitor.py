@@ -40,13 +40,13 @@ class Control:
     def pid(self, rank):
         return 1000 + rank
 
-    def sequence(self, rank):
+    def sequence(self, rank, channel=0):
         return 0
 
     def fault(self, rank):
         return None
 
-    called = last = lambda self, rank, sequence=0: None
+    called = last = lambda self, rank, sequence=0, channel=0: None
     raise_fault = set_state = lambda self, said: None
 
 

@@ -169,8 +169,8 @@ OWN = (
     ),
     Mutant(
         "M21", "tail read one element too far", "off by one in a mask",
-        (Edit(PACKING, "part = tl.load(raw + at, mask=at < numel, other=0)",
-              "part = tl.load(raw + at, mask=at <= numel, other=0)"),),
+        (Edit(PACKING, "part = tl.load(elements, mask=at < numel, other=0)",
+              "part = tl.load(elements, mask=at <= numel, other=0)"),),
         (S,), OUTSIDE,
     ),
     Mutant(

@@ -115,7 +115,7 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
     done = _predict("--gpu", "H100", "--sizes", "1K,64M")
     assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
     best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
-    assert best == [["1024", "one_shot/ll128"], ["67108864", "two_shot/simple"]]
+    assert best == [["1024", "one_shot/ll128"], ["67108864", "multicast/simple"]]
     assert _predict("--check").output.splitlines()[-1].startswith("median error")
 
 

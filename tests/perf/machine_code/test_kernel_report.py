@@ -33,8 +33,8 @@ def _of_each_kind(arch: str, which: float) -> list[Variant]:
     kinds: dict[tuple[object, ...], list[Variant]] = {}
     widest = {variant.kernel: variant for variant in _widest(arch)}
     for kernel in filter(compiles, registry.ALL):
-        if kernel.collective != "barrier":
-            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces)
+        if kernel.collective != "barrier" and kernel.name in widest:
+            kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces, kernel.multicast)
             kinds.setdefault(kind, []).append(widest[kernel.name])
     return [found[round((len(found) - 1) * which)] for found in kinds.values()]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.store.cuda import fake_vmm
+from tests.store.cuda import fake_multicast, fake_vmm
+from tests.store.cuda.fake_multicast import Switch
 from tests.store.cuda.fake_vmm import Physical, VirtualMemory
 from tests.store.fake_host import PinnedPages
 
@@ -97,9 +98,9 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return recorded
 
 
-def _of_vmm(name: str) -> Callable[..., tuple[Any, ...]]:
+def _of(part: str, name: str) -> Callable[..., tuple[Any, ...]]:
     def call(self: Bindings, *arguments: Any) -> Any:
-        return getattr(self.vmm, name)(*arguments)
+        return getattr(getattr(self, part), name)(*arguments)
 
     call.__name__ = name
     return _call(call)
@@ -113,9 +114,12 @@ class Bindings:
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUmemAllocationProp, CUmemAccessDesc = fake_vmm.CUmemAllocationProp, fake_vmm.CUmemAccessDesc
     locals().update(fake_vmm.NAMES)
-    for _name in vars(VirtualMemory):
-        if _name.startswith("cu"):
-            locals()[_name] = _of_vmm(_name)
+    CUmulticastObjectProp = fake_multicast.CUmulticastObjectProp
+    locals().update(fake_multicast.NAMES)
+    for _part, _kind in (("vmm", VirtualMemory), ("switch", Switch)):
+        for _name in vars(_kind):
+            if _name.startswith("cu"):
+                locals()[_name] = _of(_part, _name)
 
     def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
         self.world, self.number, self.visible = world, number, visible
@@ -133,6 +137,7 @@ class Bindings:
         self._mappings: list[Mapping] = []
         self.pinned = PinnedPages(self._complain)
         self.vmm = VirtualMemory(self, _Refused)
+        self.switch = Switch(self, _Refused)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -143,6 +148,7 @@ class Bindings:
             + [f"{me} pinned page {page.address:#x}" + " (gone)" * (not page.there) for page in self.pinned.all]
             + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
             + self.vmm.holds()
+            + self.switch.holds()
         )
 
     def die(self) -> None:
@@ -150,6 +156,7 @@ class Bindings:
         for mapping in self._mappings:
             if mapping.live:
                 mapping.block.mappings[self.number] -= 1
+        self.switch.die()
         self.vmm.die()
 
     @_call

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from tests.store.cuda.fake_bindings import Bindings
 
 GRANULE = 2 << 20
-VMM, BY_DESCRIPTOR = 102, 103
+VMM, BY_DESCRIPTOR, MULTICAST = 102, 103, 132
 POSIX, DEVICE, PINNED, READ_WRITE, RECOMMENDED = 1, 1, 1, 3, 1
 
 NAMES = {
     "CUdevice_attribute": SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=VMM,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=BY_DESCRIPTOR,
+        CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED=MULTICAST,
     ),
     "CUmemAllocationHandleType": SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=POSIX),
     "CUmemAllocationType": SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=PINNED),
@@ -48,6 +49,14 @@ class Physical:
     shareable: bool
     maker: int
     users: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def allow(self, gpu: int) -> str | None:
+        """Nothing against access from a GPU that reaches this one."""
+        return None
 
 
 @dataclass(eq=False)
@@ -88,6 +97,8 @@ class VirtualMemory:
         return bool(left)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        if attribute == MULTICAST:
+            return int(self.process.switch.supported)
         return int(self.supported and attribute in (VMM, BY_DESCRIPTOR))
 
     def cuMemGetAllocationGranularity(self, properties: CUmemAllocationProp, option: int) -> int:
@@ -103,14 +114,14 @@ class VirtualMemory:
         shareable = bool(properties.requestedHandleTypes & POSIX)
         memory = Physical(gpu, bytearray(b"\xa5" * nbytes), shareable, self.process.number)
         self.process.world.physical.append(memory)
-        return self._handle(memory)
+        return self.handle(memory)
 
     def cuMemRelease(self, handle: int) -> None:
-        self._memory(handle).users -= 1
+        self.memory(handle).users -= 1
         del self._handles[handle]
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:
-        memory = self._memory(handle)
+        memory = self.memory(handle)
         if not memory.shareable or kind != POSIX:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         fd = os.memfd_create("fake-cuda")
@@ -125,7 +136,7 @@ class VirtualMemory:
             memory = None
         if memory is None or kind != POSIX:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        return self._handle(memory)
+        return self.handle(memory)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, wanted: int, flags: int) -> int:
         if nbytes <= 0 or nbytes % GRANULE or alignment & (alignment - 1) or wanted or flags:
@@ -140,8 +151,8 @@ class VirtualMemory:
         self._ranges.remove(found)
 
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
-        found, memory = self._range(address, nbytes), self._memory(handle)
-        if offset or flags or nbytes != len(memory.data) or found.memory is not None:
+        found, memory = self._range(address, nbytes), self.memory(handle)
+        if offset or flags or nbytes != memory.nbytes or found.memory is not None:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         found.memory, found.access = memory, set()
         memory.users += 1
@@ -165,6 +176,8 @@ class VirtualMemory:
             gpu = self.process.visible[each.location.id]
             if gpu != found.memory.gpu and not self.process.world.reachable(gpu, found.memory.gpu):
                 raise self._refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+            if (wrong := found.memory.allow(gpu)) is not None:
+                raise self.process._complain(wrong)
             found.access.add(gpu)
 
     def behind(self, address: int, nbytes: int, gpu: int) -> tuple[Physical, int] | None:
@@ -175,19 +188,25 @@ class VirtualMemory:
                     raise self.process._complain(f"touched {address:#x}, a range with no memory behind it")
                 if gpu not in found.access:
                     raise self.process._complain(f"touched {address:#x} from GPU {gpu} before it was given access")
+                if not isinstance(found.memory, Physical):
+                    raise self.process._complain(f"touched {address:#x}, a multicast address, by a plain access")
                 return found.memory, address - found.base
         return None
 
     def made(self, memory: Physical) -> bool:
         return memory.maker == self.process.number
 
-    def _handle(self, memory: Physical) -> int:
+    def mapped(self, address: int) -> Range | None:
+        """The range that an address lies in."""
+        return next((r for r in self._ranges if r.base <= address < r.base + r.nbytes), None)
+
+    def handle(self, memory: Physical) -> int:
         memory.users += 1
         self._next += 1
         self._handles[self._next] = memory
         return self._next
 
-    def _memory(self, handle: int) -> Physical:
+    def memory(self, handle: int) -> Physical:
         if handle not in self._handles:
             raise self.process._complain(f"used handle {handle}, which it does not have")
         return self._handles[handle]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,11 @@ _TABLE = {
     layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.QUEUE_STATES: "queue_states",
     layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.QUEUES: "queues",
 }  # fmt: skip
+_ABORT_WORDS = [
+    layout.control_words(channel).start + word
+    for channel in range(layout.MAX_CHANNELS)
+    for word in (layout.ABORT, layout.STATUS)
+]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
 
@@ -53,15 +58,23 @@ class Region:
         """A readable name of byte `offset`."""
         if self.plan is None:
             return f"{self.name} byte {offset}"
-        return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
+        channel, offset = divmod(offset, self.plan.slice)
+        part = f" channel {channel}," if self.plan.channels > 1 else ""
+        return f"rank {self.rank}'s arena,{part} {_arena_label(self.plan, offset)}"
 
     def constant(self, lowest: int, highest: int) -> bool:
         """True for words of a group table that no kernel writes: reading them is no event."""
-        return (
-            self.plan is not None
-            and highest < layout.HEADERS
-            and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
-        )
+        if self.plan is None:
+            return False
+        start = lowest // self.plan.slice * self.plan.slice
+        lowest, highest = lowest - start, highest - start
+        return highest < layout.HEADERS and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
+
+
+def slices(arenas: Sequence[Region]) -> range:
+    """Where the slices of the channels begin in arenas, which are alike."""
+    plan = arenas[0].plan if arenas else None
+    return range(0, plan.nbytes, plan.slice) if plan is not None else range(0)
 
 
 def _arena_label(plan: layout.Layout, offset: int) -> str:
@@ -153,10 +166,9 @@ class Memory:
         return places
 
     def abort_words(self, rank: int) -> bytes:
-        """The abort and status words of a rank."""
-        return (
-            next(r for r in self if r.kind == "control" and r.rank == rank).bytes[: 8 * (layout.STATUS + 1)].tobytes()
-        )
+        """The abort and status words of a rank, of all channels."""
+        control = next(r for r in self if r.kind == "control" and r.rank == rank)
+        return control.bytes.view(np.int64)[_ABORT_WORDS].tobytes()
 
     def nearest(self, address: int, private: list[Region]) -> str:
         """The region closest to an address that lies in none."""

@@ -15,10 +15,11 @@ import torch
 import triton
 
 from tricomm import kernels
-from tricomm.kernels.launch import interpreted_wide, interpreter, memory_access, triton_adapter
+from tricomm.kernels.launch import interpreted_wide, interpreter, memory_access, triton_adapter, triton_shortcuts
 
 _HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, np, torch, greenlet)) + tuple(
-    str(Path(m.__file__ or "")) for m in (memory_access, triton_adapter, interpreter, interpreted_wide)
+    str(Path(m.__file__ or ""))
+    for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide)
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _HERE = str(Path(__file__).parent)
