@@ -331,9 +331,9 @@ class Communicator:
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        self._activity.collect()
         if self._planner.levels is not None:
             self._planner.levels.close(kept=self._launcher.captured)
-        self._activity.collect()
         with ExitStack() as undo:
             if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
