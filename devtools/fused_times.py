@@ -9,32 +9,26 @@ by one sum. The all-reduce alone is the faster one of its LL kernels. bfloat16; 
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 import torch
 import triton
 import triton.language as tl
 
-from tricomm.core.fused import fused_kernels
-from tricomm.core.fused.fused_call import Epilogue
-from tricomm.core.launch_plan import Request
+from tricomm.core.fused.fused_call import FUSED
+from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE
 from tricomm.perf import text_table
-from tricomm.perf.cost_model import from_code, recorded_launch, timed_call
+from tricomm.perf.cost_model import from_code, row_times, timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_call import TimedArenas
-from tricomm.perf.cost_model.timed_links import RankQueues
-from tricomm.perf.cost_model.timed_ranks import TimedRanks
-from tricomm.policy.selection import Choice, SelectionFacts
-from tricomm.ptx import grid
+from tricomm.perf.row_calls import RowForm
 
 LABEL = "modelled from the compiled code, not measured"
 BAR = 0.75
-_CALL = 1 << 32 | 1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -56,22 +50,10 @@ def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands
     )
 
 
-def fused(machine: MachineSpec, world_size: int, rows: int, hidden: int, algorithm: str, protocol: str) -> float:
-    """Microseconds of a fused call."""
-    epilogue = Epilogue(hidden, torch.bfloat16, 1e-6)
-    request = Request("all_reduce", "sum", algorithm, protocol, epilogue=epilogue).sized(torch.bfloat16, rows * hidden)
-    plan = layout.plan(world_size, from_code.ARENA_BYTES)
-    site = SelectionFacts(timed_call.architecture(machine), world_size, plan, layout.MAX_BLOCKS)
-    choice = fused_kernels.choose(site, request, "graph")
-    if not isinstance(choice, Choice):
-        raise click.ClickException(choice)
-    made: dict[str, Any] = {}
-
-    def bind(function: Any, blocks: int, values: dict[str, Any], bits: int | None, aligned: bool, more: Any) -> Any:
-        made.update(function=function, blocks=blocks, values=values)
-
-    fused_kernels.make(site, choice, request, True, "graph", bind)
-    return _timed(machine, world_size, made["function"], choice.blocks, made["values"], rows, hidden, plan)
+def fused(machine: MachineSpec, world_size: int, rows: int, form: RowForm, algorithm: str, protocol: str) -> float:
+    """Microseconds of a fused call of bfloat16."""
+    kernel = registry.find(FUSED, algorithm, protocol)
+    return row_times.predict(machine, kernel, world_size, rows, form, torch.bfloat16).time_us
 
 
 def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
@@ -82,43 +64,27 @@ def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
         "WORLD_SIZE": 1, "BLOCK": block, "LANES": 32 * warps, "PTX": True, "ELEMENT": "bfloat16", "HIDDEN": hidden,
         "OPERANDS": ("fp32", "fp32", *["*i16" + WIDE] * 3), **COMPILE_OPTIONS, "num_warps": warps, "maxnreg": 128,
     }  # fmt: skip
-    return _timed(machine, 1, separate_norm, rows, values, rows, hidden, layout.plan(1, 1 << 20))
+    arenas = TimedArenas(1, layout.plan(1, 1 << 20), rows * hidden // 4, rows * hidden // 4, False)
+    operands = [arenas.new(2 * n, 0, "an operand") for n in (hidden, rows * hidden, rows * hidden)]
 
+    def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
+        more = ((1e-6, 0.0, *operands),)
+        arguments = (arenas.inputs[0], arenas.outputs[0], rows * hidden, timed_call.CALL, more)
+        return gpu.launched(separate_norm, rows, values, 16, [], arenas.group(0), arguments)
 
-def _timed(
-    machine: MachineSpec, world_size: int, function: Any, blocks: int, values: dict[str, Any], rows: int, hidden: int,
-    plan: layout.Layout,
-) -> float:  # fmt: skip
-    """Boundary and critical path of one launch on all ranks; of each the first block is executed."""
-    gpu, times, words = (
-        recorded_launch.gpu(timed_call.architecture(machine)),
-        LATENCIES[machine.name],
-        rows * hidden // 4,
-    )
-    arenas = TimedArenas(world_size, plan, words, words, False)
-    arenas.expect_last(blocks)
-    started = []
-    for rank in range(world_size):
-        more = [arenas._new(2 * n, rank, "an operand") for n in (hidden, rows * hidden, rows * hidden)]
-        arguments: Any = (
-            arenas.inputs[rank], arenas.outputs[rank], rows * hidden, _CALL, ((1e-6, 0.0, *more),),
-        )  # fmt: skip
-        launch = gpu.launched(function, blocks, values, 16, [], arenas.group(rank), arguments)
-        if rank == 0:
-            loaded = grid.LoadedKernel(launch.loaded.kernel, arenas.memory, timed=True)
-        (block,) = grid.launch(loaded, (1, 1, 1), launch.threads, launch.shared, launch.parameters)
-        block.grid = launch.grid
-        started.append(block)
-    costs = timed_call._costs(gpu, launch.loaded, machine.name)
-    ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
-    ranks.run(started)
-    return times.boundary + sum(ranks.path())
+    return LATENCIES[machine.name].boundary + timed_call.executed(machine, arenas, rows, launch).time_us
 
 
 def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, str]:
     """Microseconds of the faster all-reduce by words with flags, and its name."""
     kernels = [registry.find("all_reduce", algorithm, "ll") for algorithm in ("one_shot", "two_shot")]
     return min((from_code.predict(machine, kernel, world_size, nbytes).time_us, kernel.name) for kernel in kernels)
+
+
+def ratio(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> float:
+    """The faster fused call by words with flags over the unfused sequence."""
+    ways = [fused(machine, world_size, rows, form, algorithm, "ll") for algorithm in ("one_shot", "two_shot")]
+    return min(ways) / (alone(machine, world_size, 2 * rows * form.hidden)[0] + separate(machine, rows, form.hidden))
 
 
 @click.command()
@@ -128,14 +94,14 @@ def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, st
 @click.option("--gpu", default="h100")
 def main(rows: str, hidden: int, world_size: int, gpu: str) -> None:
     """Print modelled microseconds of the fused and of the unfused sequence."""
-    machine, table = MACHINES[gpu], []
+    machine, form, table = MACHINES[gpu], RowForm(hidden), []
     for count in (int(n) for n in rows.split(",")):
-        one, two = (fused(machine, world_size, count, hidden, name, "ll") for name in ("one_shot", "two_shot"))
+        one, two = (fused(machine, world_size, count, form, name, "ll") for name in ("one_shot", "two_shot"))
         sums, name = alone(machine, world_size, 2 * count * hidden)
         rest = separate(machine, count, hidden)
-        ratio = min(one, two) / (sums + rest)
-        cells = [f"{value:.2f}" for value in (one, two, sums, rest, ratio)]
-        table.append((count, *cells[:3], name, *cells[3:], "yes" if ratio <= BAR else "no"))
+        saved = min(one, two) / (sums + rest)
+        cells = [f"{value:.2f}" for value in (one, two, sums, rest, saved)]
+        table.append((count, *cells[:3], name, *cells[3:], "yes" if saved <= BAR else "no"))
     click.echo(f"# microseconds, {world_size} x {machine.name}, bfloat16, hidden {hidden}: {LABEL}")
     header = ("rows", "one shot", "two shots", "all-reduce", "by", "norm", "fused/unfused", f"<= {BAR}")
     click.echo("\n".join(text_table.lines(header, table, right=header[:4])))

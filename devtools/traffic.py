@@ -18,11 +18,14 @@ import numpy as np
 import torch
 
 import tricomm
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreter
 from tricomm.perf import text_table, units
-from tricomm.perf.bench import collective_calls
+from tricomm.perf.bench import collective_calls, fused_bench
+from tricomm.perf.bench.request import Case
+from tricomm.perf.row_calls import RowForm
 from tricomm.perf.workers import run_workers
 
 WORLDS = (2, 3, 4)
@@ -33,7 +36,7 @@ _OPTIONS = tricomm.Options(arena_bytes=1 << 20)
 @dataclass(frozen=True)
 class Moved:
     """The bytes that one rank moved in one call of `nbytes` input (the root's input if there is one): `written` to and
-    `read` from peers' mailboxes, in `headers`, and all of them by link."""
+    `read` from peers' mailboxes, in `headers`, and all of them by link. `form` names the rows of a fused call."""
 
     collective: str
     algorithm: str
@@ -45,6 +48,7 @@ class Moved:
     read: int
     headers: int
     links: tuple[int, ...] = ()
+    form: str = ""
     simulated: bool = True
 
     @property
@@ -94,14 +98,19 @@ class Counter:
                 self.written += data
 
 
-def count(world_size: int, nbytes: int, timeout: float = 120.0) -> Iterator[Moved]:
+def count(
+    world_size: int, nbytes: int, timeout: float = 120.0, quantized: tuple[str, ...] = ("", *QUANTIZATIONS)
+) -> Iterator[Moved]:
     """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield the bytes by rank.
 
     Eight ranks run the kernels for a cube mesh only. A message goes from rank 0 to rank 1 and is counted for rank 0.
+    Fused calls have two rows of bfloat16, and are counted once for each of `quantized`.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
     """
-    for rank, message in run_workers("devtools.traffic:rank_main", world_size, {"nbytes": nbytes}, timeout):
+    for rank, message in run_workers(
+        "devtools.traffic:rank_main", world_size, {"nbytes": nbytes, "quantized": quantized}, timeout
+    ):
         message.pop("event")
         message["links"] = tuple(message["links"])
         yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **message)
@@ -121,6 +130,12 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
             tensors = collective_calls.tensors(comm, kernel.collective, row, torch.float32, kernel)
             call = partial(collective_calls.call, comm, kernel.collective, 0, *tensors, kernel)
             _count(comm, ranges, emit, kernel, call)
+        for quantize in data["quantized"] if world_size < registry.CUBE_RANKS else ():
+            form = RowForm(data["nbytes"] // 4, quantize)
+            for kernel in registry.of(FUSED, world_size):
+                case = Case(FUSED, kernel.algorithm, kernel.protocol, "bfloat16", hidden=form.hidden, quantize=quantize)
+                made = fused_bench.tensors(comm, case, 2 * form.hidden)
+                _count(comm, ranges, emit, kernel, fused_bench.ours(comm, case, made), form.name)
         for kernel in registry.of("send", world_size) if world_size < registry.CUBE_RANKS else []:
             if rank == 0:
                 _count(comm, ranges, emit, kernel, partial(comm.send, x, 1, protocol=kernel.protocol))
@@ -135,9 +150,10 @@ def _count(
     emit: Callable[..., None],
     kernel: registry.Kernel,
     call: Callable[[], object],
+    form: str = "",
 ) -> None:
     arena = comm.arena_layout
-    counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.channel_states, arena.slots))
+    counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.queue_states, arena.slots))
     with interpreter.observe(counter):
         call()
     emit(
@@ -149,6 +165,7 @@ def _count(
         read=counter.read,
         headers=counter.headers,
         links=counter.links,
+        form=form,
     )
 
 
@@ -170,14 +187,14 @@ def main(nbytes: int | None, as_json: bool) -> None:
         m = max((m for m in moved if _key(m) == key), key=lambda m: m.written + m.read)
         relative = f"{(m.written + m.read) / float(m.optimum):.2f}"
         rows.append(
-            (m.kernel.name, m.world_size, m.nbytes, m.written, m.read, f"{float(m.formula):.0f}", f"{m.ratio:.2f}",
-             f"{float(m.optimum):.0f}", relative, m.headers, m.kernel.hops)
+            (f"{m.kernel.name} {m.form}".strip(), m.world_size, m.nbytes, m.written, m.read, f"{float(m.formula):.0f}",
+             f"{m.ratio:.2f}", f"{float(m.optimum):.0f}", relative, m.headers, m.kernel.hops)
         )  # fmt: skip
     click.echo("\n".join(text_table.lines(header, rows, right=header[1:])))
 
 
-def _key(moved: Moved) -> tuple[str, int]:
-    return moved.kernel.name, moved.world_size
+def _key(moved: Moved) -> tuple[str, str, int]:
+    return moved.kernel.name, moved.form, moved.world_size
 
 
 if __name__ == "__main__":

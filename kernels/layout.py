@@ -5,9 +5,13 @@
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
     wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload
     simple      mailbox       [parity][source], `simple_buffer` bytes each
-    channel_states            of messages: [rank][channel], 16 words each: headers of what comes, acknowledgements of
+    queue_states              of messages: [rank][queue], 16 words each: headers of what comes, acknowledgements of
                               what was sent, own counters
-    slots                     of messages: [source][channel][slot], `slot` bytes each
+    slots                     of messages: [source][queue][slot], `slot` bytes each
+
+All of that is the slice of one channel (`Options.channels`), `slice` bytes; an arena has the slices of its channels one
+behind the other, and the peers' addresses in the group table of a channel are those of their slices of that channel.
+So channels share nothing, and no kernel knows that there are several. Messages use those of channel 0 alone.
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
@@ -20,40 +24,44 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from tricomm.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
-VERSION = 5
+VERSION = 6
+MAX_CHANNELS = 8
 PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
-EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, CHANNEL_STATES, SLOT_DATA, SLOT_BYTES, CHANNELS = range(8, 16)
+EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 16)
 PEERS = 16
 # A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
 PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
+MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
 HEADERS = 1024
 
-# The state of a channel: a header of two words for each slot, an acknowledgement for each, and the numbers of the next
+# The state of a queue: a header of two words for each slot, an acknowledgement for each, and the numbers of the next
 # piece to send and of the first one not received, with a bit for each later one that was; a bit for each slot that has
 # held plain data.
 SLOTS = 4
-CHANNEL_STATE = 128
+QUEUE_STATE = 128
 ACKS, SENT, NEXT, RECEIVED_AHEAD, PLAIN = 8, 12, 13, 14, 15
-MAX_CHANNELS = 16
+MAX_QUEUES = 16
 
-# Words of the control page that host and kernel share (host memory, mapped for a GPU). Of messages: the number of the
+# Words of the control page that host and kernel share (host memory, mapped for a GPU), by channel: channel 0 has all of
+# them, the others the first 16, from `control_words` on. Of messages: the number of the
 # one that runs, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
 # message received from any rank, by the message's number.
 ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
+_CONTROL_WORDS, _MORE_CHANNELS = 16, RECV_SOURCE + RECV_SOURCE_WORDS
 
 # Status codes in the low byte of the status word.
 MISMATCH, OVERLAP, SPLITS, PENDING, MESSAGE_MISMATCH = 2, 3, 4, 5, 6
@@ -62,24 +70,28 @@ EPOCH_LIMIT = 1 << 32
 CLEAR_EVERY = 1 << 30
 MIN_ARENA = 64 * 1024
 _LEAST_BUFFER, _LEAST_SLOT, _GOOD_SLOT, _LARGEST_SLOT = 512, 256, 8192, 65536  # bytes
+_LEAST_STATE = QUEUE_STATE + SLOTS * _LEAST_SLOT
+_PAGE = 4096
 _GOOD_LL = 65536  # bytes of an LL buffer up to which LL gets half of an arena
 _LEAST_STEP, _LARGEST_STEP = 32768, 131072  # bytes: two halves of tiles of 2048 words (a GPU's), of 8192 (a CPU's)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets and sizes in bytes of one arena."""
+    """Offsets and sizes in bytes of one arena of `nbytes`; offsets are those in the slice of a channel."""
 
     world_size: int
     nbytes: int
+    channels: int
+    slice: int
     ll: int
     ll_buffer: int
     wide: int
     wide_buffer: int
     simple: int
     simple_buffer: int
-    channel_states: int
-    channels: int
+    queue_states: int
+    queues: int
     slots: int
     slot: int
 
@@ -93,8 +105,8 @@ class Layout:
         """The words of a group table that say where everything is."""
         return {
             LL_BASE: self.ll, LL_BUFFER: self.ll_buffer, WIDE_BASE: self.wide, WIDE_BUFFER: self.wide_buffer,
-            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, CHANNEL_STATES: self.channel_states,
-            CHANNELS: self.channels, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
+            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, QUEUE_STATES: self.queue_states,
+            QUEUES: self.queues, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
         }  # fmt: skip
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
@@ -116,15 +128,15 @@ class Layout:
         return self.slot // (16 if protocol == "ll" else 8)
 
     def first_counters(self, epoch: int) -> list[list[list[int]]]:
-        """[rank][channel][word of its state], of a group that begins with `epoch`."""
+        """[rank][queue][word of its state], of a group that begins with `epoch`."""
         first = max(epoch, SLOTS)
-        state = [0] * (CHANNEL_STATE // 8)
+        state = [0] * (QUEUE_STATE // 8)
         state[SENT] = state[NEXT] = first
         for number in range(first, first + SLOTS):  # as if the four before had been read
             wrapped = number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
             last = wrapped - SLOTS if wrapped >= 2 * SLOTS else wrapped + EPOCH_LIMIT - 2 * SLOTS
             state[ACKS + wrapped % SLOTS] = (last << 32) - (last >> 31 << 64)  # signed
-        return [[state] * self.channels] * self.world_size
+        return [[state] * self.queues] * self.world_size
 
 
 def tile_words(protocol: str, block: int) -> int:
@@ -132,8 +144,14 @@ def tile_words(protocol: str, block: int) -> int:
     return block * 3 // 2 if protocol == "ll128" else block
 
 
+def control_words(channel: int) -> slice:
+    """Which words of the control page belong to `channel`."""
+    start = 0 if channel == 0 else _MORE_CHANNELS + (channel - 1) * _CONTROL_WORDS
+    return slice(start, _MORE_CHANNELS if channel == 0 else start + _CONTROL_WORDS)
+
+
 def unacknowledged(state: list[int]) -> bool:
-    """True if a piece that was sent through the channel of this state has not been acknowledged."""
+    """True if a piece that was sent through the queue of this state has not been acknowledged."""
     for back in range(1, SLOTS + 1):
         number = state[SENT] - back
         number += (EPOCH_LIMIT - SLOTS) if number < SLOTS else 0
@@ -155,22 +173,48 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
     return (table, *constants, *peers[rank:], *peers[:rank], *peers)
 
 
-def plan(world_size: int, arena_bytes: int) -> Layout:
-    """Divide `arena_bytes` between the mailboxes and messages. Of a small arena those of `ll` and `simple` are alike.
+def plan(world_size: int, arena_bytes: int, channels: int = 1) -> Layout:
+    """Divide `arena_bytes` between the channels, and each one's slice between the mailboxes and messages. Of a small
+    slice those of `ll` and `simple` are alike.
 
     Raises `InvalidArgument` if it is too small for the group.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
-    ll = -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // 4096) * 4096
-    good = world_size * (CHANNEL_STATE + SLOTS * _GOOD_SLOT)
+    if channels == 1:
+        return _slice(world_size, arena_bytes)
+    room = arena_bytes // channels // _PAGE * _PAGE
+    try:
+        one = _slice(world_size, room)
+    except InvalidArgument:
+        least = max(MIN_ARENA, channels * -(-_least(world_size) // _PAGE) * _PAGE)
+        raise InvalidArgument(
+            f"arena_bytes={arena_bytes} is too small for channels={channels} of {world_size} ranks: at least {least} "
+            "bytes are needed, or fewer channels"
+        ) from None
+    return replace(one, nbytes=(channels - 1) * room + one.nbytes, channels=channels, slice=room)
+
+
+def _least(world_size: int) -> int:
+    """Bytes of the smallest slice."""
+    return _headers_end(world_size) + world_size * (_LEAST_STATE + _LEAST_BUFFER * 18 // 4)
+
+
+def _headers_end(world_size: int) -> int:
+    return -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // _PAGE) * _PAGE
+
+
+def _slice(world_size: int, arena_bytes: int) -> Layout:
+    """A channel's slice of at most `arena_bytes`, as an arena of its own."""
+    ll = _headers_end(world_size)
+    good = world_size * (QUEUE_STATE + SLOTS * _GOOD_SLOT)
     large = 8 * good <= arena_bytes
-    reserve = world_size * (CHANNEL_STATE + SLOTS * _LEAST_SLOT)
+    reserve = world_size * _LEAST_STATE
     if large:
-        reserve = max(good, world_size * MAX_CHANNELS * CHANNEL_STATE + arena_bytes // 16)
+        reserve = max(good, world_size * MAX_QUEUES * QUEUE_STATE + arena_bytes // 16)
     half = (arena_bytes - ll - reserve) * 4 // (18 * world_size)  # two and a quarter mailboxes, two parities each
     if half < _LEAST_BUFFER:
-        least = max(MIN_ARENA, ll + reserve + world_size * _LEAST_BUFFER * 18 // 4)
+        least = max(MIN_ARENA, _least(world_size))
         raise InvalidArgument(
             f"arena_bytes={arena_bytes} is too small for {world_size} ranks: at least {least} bytes are needed"
         )
@@ -185,11 +229,24 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     if large:
         simple_buffer = _simple_buffer((arena_bytes - simple - reserve) // (2 * world_size))
     states = simple + 2 * world_size * simple_buffer
-    channels, slot = _channels((arena_bytes - states) // world_size)
-    slots = states + world_size * channels * CHANNEL_STATE
-    nbytes = slots + world_size * channels * SLOTS * slot
+    queues, slot = _queues((arena_bytes - states) // world_size)
+    slots = states + world_size * queues * QUEUE_STATE
+    nbytes = slots + world_size * queues * SLOTS * slot
     return Layout(
-        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, channels, slots, slot
+        world_size,
+        nbytes,
+        1,
+        nbytes,
+        ll,
+        ll_buffer,
+        wide,
+        wide_buffer,
+        simple,
+        simple_buffer,
+        states,
+        queues,
+        slots,
+        slot,
     )
 
 
@@ -205,10 +262,10 @@ def _simple_buffer(nbytes: int) -> int:
     return nbytes // step * step
 
 
-def _channels(nbytes: int) -> tuple[int, int]:
-    """(number of channels, bytes of a slot) that fit into `nbytes` bytes."""
-    channels = 1
-    while channels < MAX_CHANNELS and nbytes >= 2 * channels * (CHANNEL_STATE + SLOTS * _GOOD_SLOT):
-        channels *= 2
-    each = (nbytes // channels - CHANNEL_STATE) // SLOTS
-    return channels, min(_LARGEST_SLOT, 1 << (each.bit_length() - 1))
+def _queues(nbytes: int) -> tuple[int, int]:
+    """(number of queues, bytes of a slot) that fit into `nbytes` bytes."""
+    queues = 1
+    while queues < MAX_QUEUES and nbytes >= 2 * queues * (QUEUE_STATE + SLOTS * _GOOD_SLOT):
+        queues *= 2
+    each = (nbytes // queues - QUEUE_STATE) // SLOTS
+    return queues, min(_LARGEST_SLOT, 1 << (each.bit_length() - 1))

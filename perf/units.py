@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from tricomm.kernels import collective_specs
 from tricomm.kernels.collective_specs import COLLECTIVES, FUSED
 from tricomm.kernels.collectives.registry import Kernel
 
@@ -16,7 +17,7 @@ def row_elements(collective: str, size: int, itemsize: int, world_size: int) -> 
     As in nccl-tests, the size is the larger one of input and output. If that has a row for each rank, `size` is the
     size of all rows, each of them a multiple of 16 bytes.
     """
-    spec = COLLECTIVES[collective]
+    spec = collective_specs.find(collective)
     rows = max(spec.rows_in(world_size), spec.rows_out(world_size))
     if rows > 1:
         return max(1, size // rows // 16) * 16 // itemsize
@@ -25,13 +26,13 @@ def row_elements(collective: str, size: int, itemsize: int, world_size: int) -> 
 
 def total_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
     """The larger one of input and output, for `elements` a row: the size S of the bandwidths."""
-    spec = COLLECTIVES[collective]
+    spec = collective_specs.find(collective)
     return elements * itemsize * max(spec.rows_in(world_size), spec.rows_out(world_size))
 
 
 def input_bytes(collective: str, elements: int, itemsize: int, world_size: int) -> int:
     """A rank's input (the root's if there is one), for `elements` a row: the size that selection and tables use."""
-    return elements * itemsize * COLLECTIVES[collective].rows_in(world_size)
+    return elements * itemsize * collective_specs.find(collective).rows_in(world_size)
 
 
 def algorithm_bandwidth(size: int, microseconds: float) -> float:
@@ -50,8 +51,11 @@ def bus_factor(collective: str, world_size: int) -> float:
 def moved(kernel: Kernel, world_size: int) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 
-    The input is a rank's; it is the message if there is a root.
+    The input is a rank's; it is the message if there is a root. If a switch adds and copies, they are those of the
+    busier direction of a GPU's links.
     """
+    if kernel.switched is not None:
+        return kernel.switched(world_size)
     return kernel.written(world_size) + kernel.read(world_size)
 
 

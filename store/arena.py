@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,10 +13,10 @@ from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError, TricommError
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Driver, load_driver
 
 if TYPE_CHECKING:
-    from tricomm.store.cuda_arena import CudaArena
+    from tricomm.store.cuda.cuda_arena import CudaArena
 
 _log = logging.getLogger("tricomm")
 
@@ -32,6 +33,23 @@ class Arena(Protocol):
         """Why the memory is not of the usual kind; empty if it is."""
 
     @property
+    def multicast(self) -> int:
+        """The address that stands for all ranks' blocks at once, for a switch's instructions; 0 if there is none."""
+
+    @property
+    def no_multicast(self) -> str:
+        """Why it has none; empty on a CPU, whose interpreter needs none."""
+
+    @property
+    def no_suspend(self) -> str:
+        """Why the memory cannot be given back while its addresses are kept; empty if it can."""
+
+    suspended: bool  # whether there is nothing behind the addresses, or not on all ranks
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
     def nbytes(self) -> int: ...
 
     @property
@@ -39,6 +57,17 @@ class Arena(Protocol):
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
+
+    def suspend(self) -> None:
+        """Give this rank's share of the memory back, and keep all addresses; other ranks are not waited for.
+
+        No kernel of any rank may be using it. Raises `ResourceError` if something was refused: what is left is tried
+        again by the next `suspend`, `resume` or `close`."""
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
+
+        Raises the same error on all ranks, with everything given back again, as the opening of an arena does."""
 
     def close(self) -> None:
         """Let the memory go; idempotent."""
@@ -48,11 +77,13 @@ class Arena(Protocol):
 
 
 def open_arena(
-    control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None
-) -> Arena:
+    control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None,
+    multicast: bool = False,
+) -> Arena:  # fmt: skip
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
 
     On GPUs `reach` says for each rank if this rank maps its memory, alike at both ends; if not, its address is 0.
+    `multicast`: with an address for all ranks' memory at once, if the box has that and permits it.
 
     Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
@@ -62,7 +93,14 @@ def open_arena(
 
         return open_posix_shm(control, nbytes, timeout)
     if device.type == "cuda":
-        return open_cuda(control, nbytes, device, timeout, reach=reach)
+        deadline = Deadline(timeout)
+        arena = open_cuda(control, nbytes, device, timeout, reach=reach)
+        with ExitStack() as undo:
+            undo.callback(arena.close)
+            if multicast:
+                arena.look_for_switch(deadline)
+            undo.pop_all()
+        return arena
     raise InvalidArgument(f"device={device}: a CPU or a CUDA device is needed")
 
 
@@ -72,8 +110,8 @@ def open_cuda(
 ) -> CudaArena:  # fmt: skip
     """`open_blocks` of memory that is shared by descriptors; of legacy CUDA IPC if a rank cannot, or must not
     (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks`, with both reasons."""
-    from tricomm.store.cuda_ipc import open_cuda_ipc
-    from tricomm.store.cuda_vmm import open_cuda_vmm
+    from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
+    from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
     deadline = Deadline(timeout)
     wanted = control.exchange(b"\x01" if env.memory_by_descriptor() else b"\x00", "kind of memory", deadline.left)
@@ -108,3 +146,17 @@ def expected_kind(gpus: int) -> tuple[str, str]:
         return "cuda_ipc", str(error)
     reason = next((text for text in refusals if text is not None), "")
     return ("cuda_ipc", reason) if reason else ("cuda_vmm", "")
+
+
+def no_multicast_expected(gpus: int) -> str:
+    """Why ranks on this machine's GPUs are not likely to have a multicast address; empty if they are. The ranks try it
+    out together."""
+    kind, _ = expected_kind(gpus)
+    if kind != "cuda_vmm":
+        return f"memory of kind {kind} has none"
+    if not env.multicast():
+        return "TRICOMM_MULTICAST=0 or NCCL_NVLS_ENABLE=0"
+    try:
+        return next((text for text in map(load_driver().multicast_refusal, range(gpus)) if text is not None), "")
+    except TricommError as error:
+        return str(error)

@@ -44,17 +44,22 @@ class BoundedThread:
         """The result of `action`. Raises what it raises, and `RendezvousError` that names `what` after `seconds`."""
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
+        job = self.start(action)
+        if not wait([job], max(seconds, 0.0)).done:
+            self.stuck = what
+            self._jobs.put(None)  # should it ever come back, it ends
+            raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
+        return job.result()
+
+    def start(self, action: Callable[[], _T]) -> Future[_T]:
+        """Begin `action` and return at once; its result or its error is the future's."""
         if self._thread is None:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             thread.start()
             self._thread = thread  # only now: an interrupt must not leave one that was never started
         job: Future[_T] = Future()
         self._jobs.put((job, action))
-        if not wait([job], max(seconds, 0.0)).done:
-            self.stuck = what
-            self._jobs.put(None)  # should it ever come back, it ends
-            raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
-        return job.result()
+        return job
 
     def close(self) -> None:
         """End the thread, unless it is stuck; idempotent."""

@@ -75,8 +75,9 @@ class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
     `group` is a short name for messages. `host` is this machine by default. `gather`, for ranks that share no memory,
-    takes a message and a limit in seconds and returns the payloads of all ranks; `peers` is empty then. Methods raise
-    `GroupAborted` after `close` and in a forked child, `InvalidArgument` for a rank outside the group.
+    takes a message, a limit in seconds and what to call meanwhile, which may raise, and returns the payloads of all
+    ranks; `peers` is empty then. Methods raise `GroupAborted` after `close` and in a forked child, `InvalidArgument`
+    for a rank outside the group.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ControlPage:
         nonce: bytes,
         members: Sequence[RankSegment],
         host: Host | None = None,
-        gather: Callable[[ExchangeMessage, float], list[bytes]] | None = None,
+        gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(members)
@@ -148,12 +149,13 @@ class ControlPage:
     def state(self, rank: int) -> RankState:
         return RankState(self._page(rank).state)
 
-    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
+    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed) publishes this rank's call number `sequence` of one of `channels` channels; the
+        last 8 of each stay readable.
 
         For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
-        return self._own().announcer()
+        return self._own().announcer(channel, channels)
 
     def announce_message(self, message: Descriptor) -> None:
         """Publish what this rank sends or receives as its message number `message.sequence`."""
@@ -163,17 +165,17 @@ class ControlPage:
         """The rank's last 8 messages, in order."""
         return self._page(rank).messages()
 
-    def last(self, rank: int) -> Descriptor | None:
-        """The rank's latest call; None if it has made none."""
-        return self._page(rank).last()
+    def last(self, rank: int, channel: int = 0) -> Descriptor | None:
+        """The rank's latest call in `channel`; None if it has made none."""
+        return self._page(rank).last(channel)
 
-    def called(self, rank: int, sequence: int) -> Descriptor | None:
-        """The rank's call number `sequence`; None if it has not made it, or if it is more than 8 calls ago."""
-        return self._page(rank).called(sequence)
+    def called(self, rank: int, sequence: int, channel: int = 0) -> Descriptor | None:
+        """Call number `sequence` of a rank's channel; None if it has not made it, or if it is more than 8 calls ago."""
+        return self._page(rank).called(sequence, channel)
 
-    def sequence(self, rank: int) -> int:
-        """Number of the rank's latest call; 0 before the first."""
-        return self._page(rank).sequence
+    def sequence(self, rank: int, channel: int = 0) -> int:
+        """Number of the latest call of a rank's channel; 0 before the first."""
+        return self._page(rank).sequence(channel)
 
     def raise_fault(self, fault: Fault) -> None:
         """Publish why this rank aborts the group. The first fault stays; its text is cut to what fits."""
@@ -203,7 +205,7 @@ class ControlPage:
             self._own().post(mine)
             self._host.changed()
             if self._gather_elsewhere is not None:
-                return self._gather_elsewhere(mine, timeout)
+                return self._gather_elsewhere(mine, timeout, self._refuse_lost if abort_on_fault else lambda: None)
             return self._gather(mine, timeout, abort_on_fault)
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -299,6 +301,12 @@ class ControlPage:
             late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come"
             raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
         return [arrived[rank] for rank in range(self.world_size)]
+
+    def _refuse_lost(self) -> None:
+        """Raises this rank's own fault, if it has one: of ranks that cannot be seen none else is known."""
+        fault = self.fault(self.rank)
+        if fault is not None:
+            raise getattr(errors, fault.kind, GroupAborted)(fault.text)
 
     def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:

@@ -18,7 +18,7 @@ import threading
 from dataclasses import dataclass
 
 from tricomm.errors import GroupAborted, ResourceError
-from tricomm.store.cuda_driver import PAGE_BYTES, Driver
+from tricomm.store.cuda.cuda_driver import PAGE_BYTES, Driver
 
 _log = logging.getLogger(__name__)
 

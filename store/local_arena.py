@@ -19,8 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.cuda_driver import Driver, load_driver
+from tricomm.store.collective_stages import CollectiveStages
+from tricomm.store.control import ControlPage
+from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
+from tricomm.store.cuda.mapped_memory import MappedMemory
 from tricomm.store.host_words import HostWords
 
 _MAX_NBYTES = 1 << 46
@@ -93,10 +97,13 @@ class LocalArena:
 
     kind = "local"
     reason = ""
+    multicast = 0
 
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
+        self.no_multicast = "" if blocks.device.type == "cpu" else "all ranks are on one GPU"
         self.bases = blocks.bases
+        self.suspended, self.no_suspend = False, blocks.no_suspend
         self.control_address = blocks.control_addresses[rank]
         self._blocks: _Blocks | None = blocks
 
@@ -114,6 +121,28 @@ class LocalArena:
         numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
         return self._blocks.view(rank, offset, numel, dtype).view(tuple(shape))
 
+    @property
+    def closed(self) -> bool:
+        return self._blocks is None
+
+    def suspend(self) -> None:
+        """Give this rank's block back; see `Arena.suspend`."""
+        self.suspended = True
+        if self._blocks is not None:
+            self._blocks.give_back(self.rank)
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """A zeroed block at the same address, of all ranks or of none; see `Arena.resume`."""
+        blocks = self._blocks
+        assert blocks is not None, "it is not closed"
+        with ExitStack() as undo:
+            undo.callback(blocks.give_back, self.rank)
+            CollectiveStages(control, "local: resume", Deadline(timeout))(
+                "allocate memory", lambda: blocks.take_again(self.rank)
+            )
+            undo.pop_all()
+        self.suspended = False
+
     def close(self) -> None:
         """Idempotent; the last rank's close frees all blocks. Raises the driver's first `ResourceError`."""
         blocks, self._blocks = self._blocks, None
@@ -130,6 +159,7 @@ class _Blocks(ABC):
     device: torch.device
     bases: tuple[int, ...]
     control_addresses: tuple[int, ...]
+    no_suspend = ""
 
     def __init__(self, pages: Sequence[HostWords]) -> None:
         self._users = len(pages)
@@ -147,6 +177,14 @@ class _Blocks(ABC):
     @abstractmethod
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
 
+    @abstractmethod
+    def give_back(self, rank: int) -> None:
+        """Let a rank's memory go and keep its addresses; may be repeated."""
+
+    @abstractmethod
+    def take_again(self, rank: int) -> None:
+        """Zeroed memory at the addresses of a rank."""
+
 
 class _HostBlocks(_Blocks):
     device = torch.device("cpu")
@@ -162,6 +200,11 @@ class _HostBlocks(_Blocks):
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._blocks[rank], dtype=dtype, count=numel, offset=offset)
 
+    def give_back(self, rank: int) -> None:
+        self._blocks[rank].madvise(mmap.MADV_DONTNEED)
+
+    take_again = give_back  # what was written meanwhile goes; pages come when they are touched, as at first
+
     def free(self) -> None:
         # Tensors may still look at a block: it goes with the last of them.
         self._blocks.clear()
@@ -171,17 +214,27 @@ class _GpuBlocks(_Blocks):
     def __init__(self, nbytes: int, device: torch.device, driver: Driver, pages: Sequence[HostWords]) -> None:
         super().__init__(pages)
         self.device, self._driver = device, driver
+        self._mapped: list[MappedMemory] = []
         with ExitStack() as undo:
             driver.init()
             self._context = driver.retain_context(device.index)
             undo.callback(driver.release_context, device.index)
             self.control_addresses = tuple(page.on_device(driver, device.index) for page in pages)
+            self.no_suspend = driver.vmm_refusal(device.index) or ""
             with driver.current(self._context):
+                self._granularity = 0 if self.no_suspend else driver.granularity(device.index)
                 self.bases = tuple(self._allocate(undo, nbytes) for _ in pages)
                 driver.synchronize()
             self._undo = undo.pop_all()
 
     def _allocate(self, undo: ExitStack, nbytes: int) -> int:
+        if not self.no_suspend:
+            whole = -(-nbytes // self._granularity) * self._granularity
+            block = MappedMemory(self._driver, whole)
+            undo.callback(self._release, block)
+            self._mapped.append(block)
+            block.make(self.device.index, self._granularity)
+            return block.address
         base = self._driver.mem_alloc(nbytes)
         undo.callback(self._in_context, self._driver.mem_free, base)
         self._driver.memset(base, 0, nbytes)
@@ -190,6 +243,27 @@ class _GpuBlocks(_Blocks):
     def _in_context(self, call: Callable[[int], None], address: int) -> None:
         with self._driver.current(self._context):
             call(address)
+
+    def _release(self, block: MappedMemory) -> None:
+        undo = Cleanup(self._driver, self._context)
+        block.release(undo)
+        if undo.failures:
+            raise undo.failures[0]
+
+    def give_back(self, rank: int) -> None:
+        with self._driver.current(self._context):
+            self._driver.synchronize()
+        undo = Cleanup(self._driver, self._context)
+        self._mapped[rank].empty(undo)
+        if undo.failures:
+            raise undo.failures[0]
+
+    def take_again(self, rank: int) -> None:
+        block = self._mapped[rank]
+        block.require_empty(Cleanup(self._driver, self._context))
+        with self._driver.current(self._context):
+            block.make(self.device.index, self._granularity)
+            self._driver.synchronize()
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return raw_view(self.bases[rank] + offset, (numel,), dtype, self.device)

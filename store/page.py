@@ -1,11 +1,13 @@
 """One rank's page of the control segment: its layout, and why a reader never sees half a record.
 
-    page 0   identity (written once, before any rank attaches); state, heartbeat, sequence (one word each); fault
+    page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
-    page 2   the last 8 calls, one word each: the sequence number, and the number of its descriptor
+    page 2   of each channel the last 8 calls, one word each: the sequence number, and the number of its descriptor; and
+             the last one's again
     page 3   exchange slot of even steps;  page 4: of odd steps
     page 5   ring of the last 8 descriptors of messages, by the message's number
-    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words
+    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words. The
+             channels have equal shares of the places
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
@@ -34,7 +36,7 @@ MESSAGE_BYTES = 1024
 RING = 8
 WORDS = 512
 
-_MAGIC = b"TRICTRL\x03"
+_MAGIC = b"TRICTRL\x04"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
 _DESCRIPTOR = struct.Struct("<Q24s72s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
@@ -42,10 +44,10 @@ _NUMBERED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descr
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC
 _NUMBER = struct.Struct("<q")
-_STATE, _HEARTBEAT, _SEQUENCE, _FAULTED = 16, 17, 18, 19  # word numbers in page 0
+_STATE, _HEARTBEAT, _FAULTED = 16, 17, 18  # word numbers in page 0
 _FAULT_AT, _FAULT_TEXT = 256, 2048
 _DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT, _PLACES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5, 6))
-_RING = _RING_AT // 8  # its word number
+_RING, _CALL_WORDS = _RING_AT // 8, 2 * RING  # the first channel's word number, and how many words each one has
 _ENTRY = PAGE_BYTES // RING
 _PLACE = 256
 _PLACES = (NBYTES - _PLACES_AT) // _PLACE  # a power of two, so that a number's lower bits tell its place
@@ -124,9 +126,7 @@ class Page:
         self.device_address = address + _DEVICE_AT
         self._buffer = buffer
         self._words = buffer.cast("q")
-        self._numbers: dict[PackedDescriptor, int] = {}  # lower bits, of those that have a place
-        self._placed: list[PackedDescriptor | None] = [None] * _PLACES
-        self._number = 0
+        self._places: dict[int, _Places] = {}  # by channel
 
     def identify(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
         self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
@@ -154,63 +154,43 @@ class Page:
     def heartbeat(self, nanoseconds: int) -> None:
         self._words[_HEARTBEAT] = nanoseconds
 
-    @property
-    def sequence(self) -> int:
-        return self._words[_SEQUENCE] >> _BITS
+    def sequence(self, channel: int = 0) -> int:
+        return self._words[_ring(channel) + RING] >> _BITS
 
     def device_words(self) -> NDArray[np.int64]:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
-    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed): call number `sequence`, with its `Descriptor.packed`; by one thread at a time.
-        Made for speed: every collective does this."""
-        words, numbers, place = self._words, self._numbers, self._place
+    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed): call number `sequence` of one of `channels` channels, with its
+        `Descriptor.packed`; by one thread at a time. Made for speed: every collective does this."""
+        words, ring = self._words, _ring(channel)
+        latest = ring + RING
+        share = _PLACES // channels
+        places = self._places.setdefault(channel, _Places(self._buffer, ring, channel * share, share))
+        numbers, place = places.numbers, places.place
 
         def announce(sequence: int, packed: PackedDescriptor) -> None:
             try:
                 number = numbers[packed]
             except KeyError:
-                number = place(packed)
-            words[_RING + sequence % RING] = word = sequence << _BITS | number
-            words[_SEQUENCE] = word
+                number = place(sequence, packed)
+            words[ring + sequence % RING] = word = sequence << _BITS | number
+            words[latest] = word
 
         return announce
 
-    def _place(self, packed: PackedDescriptor) -> int:
-        """Write a descriptor; returns the lower bits of its number. It takes the place of the oldest one that none of
-        the last calls names."""
-        named = self._named()
-        self._number += 1
-        while self._number % _PLACES in named:
-            self._number += 1
-        at, number = self._number % _PLACES, self._number & _LOWER
-        before, self._placed[at] = self._placed[at], packed
-        if before is not None:
-            self._numbers.pop(before, None)
-        self._write(_PLACES_AT + at * _PLACE, number, packed)
-        self._numbers[packed] = number
-        return number
-
-    def _named(self) -> set[int]:
-        """The places of the last calls' descriptors."""
-        return {(self._words[_RING + n] & _LOWER) % _PLACES for n in range(RING)}
-
-    def _write(self, at: int, number: int, packed: PackedDescriptor) -> None:
-        crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
-        _NUMBERED.pack_into(self._buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
-
     def announce_message(self, message: Descriptor) -> None:
         """The rank's message number `message.sequence`, sent or received; the last 8 stay readable."""
-        self._write(_MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
+        _write(self._buffer, _MESSAGES_AT + message.sequence % RING * _ENTRY, message.sequence, message.packed())
 
     def messages(self) -> list[Descriptor]:
         """The rank's last messages, in order."""
         messages = [self._descriptor(_MESSAGES_AT + n * _ENTRY) for n in range(RING)]
         return sorted((m for m in messages if m is not None), key=lambda m: m.sequence)
 
-    def called(self, sequence: int) -> Descriptor | None:
-        """The call number `sequence`; None if there was none, or if it is too long ago."""
-        word = self._words[_RING + sequence % RING]
+    def called(self, sequence: int, channel: int = 0) -> Descriptor | None:
+        """The channel's call number `sequence`; None if there was none, or if it is too long ago."""
+        word = self._words[_ring(channel) + sequence % RING]
         number = word & _LOWER
         call = self._descriptor(_PLACES_AT + number % _PLACES * _PLACE) if word >> _BITS == sequence else None
         # Another number: its place was given away meanwhile, so the call is no longer among the last ones.
@@ -223,11 +203,11 @@ class Page:
         fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
         return Descriptor(fields.pop(), *fields)
 
-    def last(self) -> Descriptor | None:
+    def last(self, channel: int = 0) -> Descriptor | None:
         for _ in range(_TRIES):  # its rank may call on and on, and overwrite the descriptor that is read
-            sequence = self.sequence
-            call = self.called(sequence)
-            if call is not None or sequence == self.sequence:
+            sequence = self.sequence(channel)
+            call = self.called(sequence, channel)
+            if call is not None or sequence == self.sequence(channel):
                 return call
         return None
 
@@ -277,6 +257,48 @@ class Page:
             if length == 0 and crc == 0:
                 return None
         return None
+
+
+class _Places:
+    """`count` places of the page from number `first` on, where the descriptors of one channel are. `numbers`: the lower
+    bits of the number of each that has a place."""
+
+    def __init__(self, buffer: memoryview, ring: int, first: int, count: int) -> None:
+        self.numbers: dict[PackedDescriptor, int] = {}
+        self._buffer, self._words, self._ring, self._first = buffer, buffer.cast("q"), ring, first
+        self._placed: list[PackedDescriptor | None] = [None] * count
+        self._turn = -1
+
+    def place(self, sequence: int, packed: PackedDescriptor) -> int:
+        """Write the descriptor of call `sequence`; returns the lower bits of its number. It takes the place of the
+        oldest one that none of the last calls names."""
+        named, count = self._named(sequence), len(self._placed)
+        self._turn += 1
+        while self._first + self._turn % count in named:
+            self._turn += 1
+        at, round_ = self._turn % count, self._turn // count
+        number = (round_ * _PLACES + self._first + at) & _LOWER
+        before, self._placed[at] = self._placed[at], packed
+        if before is not None:
+            self.numbers.pop(before, None)
+        _write(self._buffer, _PLACES_AT + (self._first + at) * _PLACE, number, packed)
+        self.numbers[packed] = number
+        return number
+
+    def _named(self, sequence: int) -> set[int]:
+        """The places of the last calls' descriptors, but for the call whose word call `sequence` takes."""
+        others = (self._words[self._ring + n] for n in range(RING) if n != sequence % RING)
+        return {(word & _LOWER) % _PLACES for word in others}
+
+
+def _write(buffer: memoryview, at: int, number: int, packed: PackedDescriptor) -> None:
+    crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
+    _NUMBERED.pack_into(buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
+
+
+def _ring(channel: int) -> int:
+    """The number of the first word of a channel's last calls."""
+    return _RING + channel * _CALL_WORDS
 
 
 def _slot_at(step: int) -> int:

@@ -44,17 +44,20 @@ def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixSh
         segments = stage("map peers' memory", lambda: _attach_all(control, passing, records, mine, deadline, undo))
         mine.close_fd()
         undo.pop_all()
-    return PosixShmArena(segments)
+    return PosixShmArena(control.rank, segments)
 
 
 class PosixShmArena:
     """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
 
     kind = "posix_shm"
-    reason = ""
+    reason = no_suspend = ""
+    multicast, no_multicast = 0, ""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, rank: int, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes
+        self.suspended = False
+        self._rank = rank
         self.bases = tuple(segment.address for segment in segments)
         self._segments = tuple(segments)
 
@@ -69,6 +72,26 @@ class PosixShmArena:
             return torch.empty(tuple(shape), dtype=dtype)
         flat = torch.frombuffer(self._segments[rank].buffer, dtype=dtype, count=numel, offset=offset)
         return flat.view(tuple(shape))
+
+    @property
+    def closed(self) -> bool:
+        return not self._segments
+
+    def suspend(self) -> None:
+        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. Whoever touches the block
+        while it is suspended gets zeros, and pages again."""
+        self.suspended = True
+        self._segments[self._rank].give_back()
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """Zeroed pages again, on all ranks or on none; see `Arena.resume`."""
+        own = self._segments[self._rank]
+        stage = CollectiveStages(control, "posix_shm: resume", Deadline(timeout))
+        with ExitStack() as undo:
+            undo.callback(own.give_back)
+            stage("allocate memory", own.take_again)
+            undo.pop_all()
+        self.suspended = False
 
     def close(self) -> None:
         """Unmap all blocks without tensors; a block with tensors goes with the last of them. Idempotent."""

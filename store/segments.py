@@ -24,11 +24,13 @@ MAX_NBYTES = 1 << 46
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not know it yet
 _MFD_NOEXEC_SEAL = 0x8  # Linux 6.3; the os module does not know it yet
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not know it yet
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Segment:
@@ -66,16 +68,17 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, descriptors: list[int], nbytes: int, readonly: bool) -> Segment:
+    def attach(cls, descriptors: list[int], nbytes: int, readonly: bool, sealed: bool = True) -> Segment:
         """Map the segment behind the last of `descriptors`, which is taken out of the list and closed.
 
-        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals.
+        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals, which only the
+        user's own memory may lack (`sealed=False`): its owner could shrink it, and a touch would then be fatal.
         """
         segment = cls(nbytes)
         try:
             segment._fds.append(descriptors.pop())
             _check_size(nbytes)
-            _check_attached(segment.fd, nbytes)
+            _check_attached(segment.fd, nbytes, sealed)
             segment._map(segment.fd, readonly)
             segment.close_fd()
         except BaseException as error:
@@ -120,6 +123,25 @@ class Segment:
     def fd(self) -> int:
         """The descriptor to pass to others; -1 for an attached segment and after `close_fd` or `close`."""
         return self._fds[0] if self._fds else -1
+
+    def give_back(self) -> None:
+        """Return the memory to the system, for all processes that have it mapped; every mapping stays, and shows zeros.
+        Raises `ResourceError` if that is refused."""
+        self._advise(mmap.MADV_REMOVE, "shared memory cannot be given back (pages locked by mlock?)")
+
+    def take_again(self) -> None:
+        """Zeroed memory after `give_back`, taken now as by `create`. Raises `ResourceError` if it is refused."""
+        self.give_back()  # what was written meanwhile
+        try:
+            _refuse_if_short(self.nbytes)
+        except OSError as error:
+            raise _refused(error, self.nbytes) from error
+        self._advise(_MADV_POPULATE_WRITE, "shared memory refused", errno.EINVAL)  # without it, it comes when touched
+
+    def _advise(self, advice: int, what: str, allowed: int = 0) -> None:
+        if _libc.madvise(self.address, self.nbytes, advice) and ctypes.get_errno() != allowed:
+            number = ctypes.get_errno()
+            raise ResourceError(f"{what}: madvise: {os.strerror(number)}; {self.nbytes} bytes at {self.address:#x}")
 
     def close_fd(self) -> None:
         """From now on nothing more can be passed; processes that have attached keep their mapping."""
@@ -172,10 +194,10 @@ def _seal(fd: int, shared: bool) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
-def _check_attached(fd: int, nbytes: int) -> None:
+def _check_attached(fd: int, nbytes: int, must_be_sealed: bool) -> None:
     status = os.fstat(fd)
     try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        sealed = not must_be_sealed or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
         raise ResourceError(f"what was passed is not shared memory ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:

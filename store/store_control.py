@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 
 from torch.distributed.distributed_c10d import Store
 
@@ -32,8 +33,8 @@ _FACTS = struct.Struct(f"<{records.NONCE_BYTES}s16sQ")  # nonce, node, options
 
 def open_store_control(
     store: Store, rank: int, world_size: int, timeout: float, agreed: int
-) -> tuple[ControlPage, int]:
-    """A control page over `store`, and the number of nodes; every rank calls it. `agreed` is the same on all ranks.
+) -> tuple[ControlPage, list[bytes]]:
+    """A control page over `store`, and the node of each rank; every rank calls it. `agreed` is the same on all ranks.
 
     Raises `RendezvousError` if the ranks' options differ, or if some do not come within `timeout` seconds.
     """
@@ -56,7 +57,7 @@ def open_store_control(
             "TRICOMM_* variables on every rank"
         )
     exchanges.nonce = answers[0][0]
-    return _page(rank, world_size, exchanges), len({node for _, node, _ in answers})
+    return _page(rank, world_size, exchanges), [node for _, node, _ in answers]
 
 
 def _page(rank: int, world_size: int, exchanges: _Exchanges) -> ControlPage:
@@ -78,7 +79,7 @@ class _Exchanges:
         self._generation = gathering.generation
         self.nonce = gathering.nonce
 
-    def gather(self, mine: ExchangeMessage, timeout: float) -> list[bytes]:
+    def gather(self, mine: ExchangeMessage, timeout: float, look: Callable[[], None] = lambda: None) -> list[bytes]:
         prefix = f"group {self.nonce[:4].hex()}, rank {self._rank} of {self._world_size}: {mine.what}"
 
         def late(arrived: Arrived[ExchangeMessage]) -> CollectiveTimeout:
@@ -96,7 +97,7 @@ class _Exchanges:
         bounded = BoundedStore(self._store, timeout + _GRACE_SECONDS)
         gathering = Gathering(bounded, _NAME, self._rank, self._world_size, self.nonce, self._generation)
         try:
-            answers = gathering.exchange(str(mine.step), mine, Deadline(timeout), late, check)
+            answers = gathering.exchange(str(mine.step), mine, Deadline(timeout), late, check, lambda arrived: look())
         finally:
             bounded.close()
         return [record.body.payload for record in answers]

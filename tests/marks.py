@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.kernels.wide_words import why_not
 
 
 def some(values: Iterable[Any], keep: Callable[[int, Any], bool] | int) -> list[Any]:
@@ -25,8 +24,8 @@ def some(values: Iterable[Any], keep: Callable[[int, Any], bool] | int) -> list[
 
 
 def compiles(kernel: Kernel, architecture: int = 90) -> bool:
-    """False for a kernel of wide words under a Triton, or for an architecture, that is refused them."""
-    return not kernel.wide or why_not(architecture) is None
+    """False for a kernel of wide words, or through a switch, that this Triton or `architecture` is refused."""
+    return kernel.why_not_compiled(architecture) is None
 
 
 def _exhaustive(value: Any) -> Any:

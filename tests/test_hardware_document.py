@@ -27,10 +27,13 @@ ELSEWHERE = {
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
-    "synchronize in tricomm.core.group.Group._write_table",
-    "synchronize in store.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda_vmm.VmmBlocks.allocate",
-    "synchronize in store.cuda_arena.CudaArena._write_probe", "synchronize in store.cuda_arena.CudaArena._clear_probe",
+    "synchronize in tricomm.core.group.Group.begin",
+    "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
+    "synchronize in store.cuda.cuda_arena.CudaArena._write_probe",
+    "synchronize in store.cuda.cuda_arena.CudaArena._clear_probe",
+    "synchronize in store.cuda.cuda_arena.CudaArena.suspend", "synchronize in store.local_arena._GpuBlocks.give_back",
     "synchronize in store.local_arena._GpuBlocks.__init__", "synchronize in store.local_arena._GpuBlocks.free",
+    "synchronize in store.local_arena._GpuBlocks.take_again",
     # the interpreter's own, on the CPU
     "item in kernels.launch.triton_adapter._atomic_poll",
 }  # fmt: skip
@@ -56,7 +59,7 @@ def _calls(node: ast.AST, where: str) -> Iterator[str]:
 
 def _name(node: ast.AST, where: str) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        named = where.startswith("store.cuda_driver.Driver") and DRIVER.fullmatch(node.value)
+        named = where.startswith("store.cuda.cuda_driver.Driver") and DRIVER.fullmatch(node.value)
         return node.value if named else None  # how that class calls the bindings
     if isinstance(node, ast.Attribute):
         dotted = ast.unparse(node)
@@ -131,9 +134,9 @@ def test_a_call_that_is_added_to_the_sources_is_found(added: str, call: str) -> 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("| `cuMemFree` |", "| `cuMemFree_v2` |", "cuMemFree in store.cuda_driver.Driver.mem_free is in no row"),
-        ("Driver.mem_alloc`", "Driver.alloc`", "cuMemAlloc in store.cuda_driver.Driver.alloc is in the table"),
-        ("`cuDeviceGet`, ", "", "cuDeviceGet in store.cuda_driver.Driver._device is in no row"),
+        ("| `cuMemFree` |", "| `cuMemFree_v2` |", "cuMemFree in store.cuda.cuda_driver.Driver.mem_free is in no row"),
+        ("Driver.mem_alloc`", "Driver.alloc`", "cuMemAlloc in store.cuda.cuda_driver.Driver.alloc is in the table"),
+        ("`cuDeviceGet`, ", "", "cuDeviceGet in store.cuda.cuda_driver.Driver._device is in no row"),
         ("`cuDeviceGet`, ", "`cuDeviceGet`, `cuMemFree`, ", "cuMemFree both blocks"),
         ("`cuDeviceGet`, ", "`cuDeviceGet`, `cuCtxGetId`, ", "cuCtxGetId never blocks, and nobody"),
         ("| as `cuMemFree` |", "| |", "not a row"),

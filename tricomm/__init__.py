@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tricomm import torch_hook as _torch_hook
 
 if TYPE_CHECKING:
-    from tricomm.c10d.group_creation import ddp_hook, wrap
+    from tricomm.c10d.group_creation import ddp_hook, resume, suspend, wrap
     from tricomm.communicator import Communicator, init
     from tricomm.core.symmetric import Symmetric
     from tricomm.core.work import Work
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tricomm.policy.selection import Choice
 else:  # imported at the first use: the command line must not need torch, nor a GPU box greenlet
     _MODULES = {
-        "c10d.group_creation": "ddp_hook wrap",
+        "c10d.group_creation": "ddp_hook resume suspend wrap",
         "communicator": "Communicator init",
         "core.symmetric": "Symmetric",
         "core.work": "Work",
@@ -85,8 +85,10 @@ __all__ = [
     "ddp_hook",
     "init",
     "local",
+    "resume",
     "simulate",
     "stats",
+    "suspend",
     "wrap",
 ]
 

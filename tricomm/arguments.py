@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -112,3 +113,12 @@ def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | N
 def fingerprint(*facts: Any) -> int:
     """32 bits that differ if two ranks make different calls: collective, op, dtype, count, kernel, grid, mode."""
     return zlib.crc32(repr(facts).encode())
+
+
+def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
+    """The ranks of a split, and what is wrong with them, if anything."""
+    chosen = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
+    if not chosen or not whole or len(set(chosen)) < len(chosen):
+        return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
+    return chosen, None

@@ -17,20 +17,24 @@ from typing import Any, Self
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import pick_device
+from tricomm.core.channels.channel import Channels
 from tricomm.core.collectives import Collectives
-from tricomm.core.entry_guard import by_hand, entry, guarded, set_up
-from tricomm.core.faults import Faults
+from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
 from tricomm.core.fused.fused_collectives import FusedCollectives
 from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import PlansOfShape
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
+from tricomm.core.levels.opening import Whole, open_levels
+from tricomm.core.levels.two_level import Inside
 from tricomm.core.monitor import FallbackBackend
 from tricomm.core.planner import Planner
 from tricomm.core.point_to_point import PointToPoint
 from tricomm.core.runtime import PROCESSES, Runtime
+from tricomm.core.suspension import Suspension
 from tricomm.core.user_kernels import UserKernels
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
@@ -87,11 +91,21 @@ class Communicator:
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
-        terms = bootstrap.Terms(rank, world_size, device, limit, meeting_timeout or limit, options, memory, look)
+        wait = meeting_timeout or limit
+        terms = bootstrap.Terms(rank, world_size, device, limit, wait, options, memory, look, decided is not None)
 
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
             self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
+            if shared.parts is not None:
+                whole = Whole(self._group, self._faults, self._monitor, self._launcher, store)
+                self._planner.use_levels(open_levels(undo, whole, shared.parts, shared.across, part, wait))
+
+        def part(store: Store, rank: int, size: int, options: Options) -> Inside:
+            comm = Communicator(store, rank, size, device, limit, options, meeting_timeout=wait)
+            comm._activity.leave_to_another()
+            _live.discard(comm)
+            return Inside(comm._group.control, comm._collectives, comm._launcher, comm._monitor, comm.close)
 
         set_up(make)
 
@@ -114,21 +128,22 @@ class Communicator:
         self._store = store  # one that this rank hosts lives as long as another rank may be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
-        monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
+        limits = group.timeout, group.options.stall_timeout
+        monitor = group.runtime.monitor(group.control, *limits, len(group.channels))
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
+        activity.held = group.memory
         publish.add(activity)
-        faults = Faults(group, monitor)
-        launcher = Launcher(group, faults, monitor)
-        planner = Planner(group, faults, launcher, monitor, activity, tuned, decided)
+        self._channels = Channels(group, monitor, activity, tuned, decided)
+        first = self._channels.first
+        faults, launcher, planner = first.faults, first.launcher, first.planner
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
-        self._collectives = Collectives(group, faults, planner, launcher)
-        self._fused = FusedCollectives(group, faults, planner, launcher)
-        self._rows = RowCollectives(group, faults, planner, launcher)
+        self._collectives, self._fused, self._rows = first.collectives, first.fused, first.rows
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
+        self._suspension = Suspension(group, faults, self._channels, self._messages)
         monitor.start(self._messages.describe)
         _live.add(self)
 
@@ -153,7 +168,11 @@ class Communicator:
     recv = entry(PointToPoint.recv, "_messages")
     unread = entry(PointToPoint.unread, "_messages")
     symmetric = entry(UserKernels.symmetric, "_user_kernels")
+    register = entry(UserKernels.register, "_user_kernels")
     launch = entry(UserKernels.launch, "_user_kernels")
+    suspend = entry(Suspension.suspend, "_suspension")
+    resume = entry(Suspension.resume, "_suspension")
+    channel = entry(Channels.channel, "_channels")
     synchronize = entry(Launcher.synchronize, "_launcher")
     announce = entry(Launcher.announce, "_launcher")
     withdraw = entry(Launcher.withdraw, "_launcher")
@@ -164,6 +183,13 @@ class Communicator:
     def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
         """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
         return self._collectives.known(op, dtype, count)
+
+    def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
+        """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.
+
+        Each makes its calls in a channel of its own. Raises the error of the first that has one.
+        """
+        return self._channels.side_by_side(functions)
 
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -177,7 +203,7 @@ class Communicator:
         self._faults.check_usable()
         if self._store is None:
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
-        members, error = _members(ranks, group.world_size)
+        members, error = arguments.members(ranks, group.world_size)
         with self._launcher.held(), self._faults.abort_on_error("split"):
             group.control.agree(error, "split", group.timeout, abort_on_fault=True)
             group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True)
@@ -211,80 +237,48 @@ class Communicator:
 
         Times are those of the calls that `time_calls` has chosen.
         """
-        if self._activity.clock is not None:
-            self._activity.clock.collect()
+        self._activity.collect()
         return self._activity.statistics()
 
-    @property
-    def rank(self) -> int:
-        """This rank's number, from 0."""
-        return self._group.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self._group.world_size
-
-    @property
-    def group(self) -> str:
-        """The group's name, the same on all ranks."""
-        return self._group.name
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's tensors."""
-        return self._group.device
-
-    @property
-    def options(self) -> Options:
-        """What was given, with what the environment asks of every group."""
-        return self._group.options
-
-    @property
-    def topology(self) -> Topology | None:
-        """How the ranks' devices are linked; None if that is not known."""
-        return self._group.topology
-
-    @property
-    def simulated(self) -> bool:
-        """Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU."""
-        return self._group.device.type != "cuda"
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The GPU on whose streams the kernels run; None if they are interpreted."""
-        return self._group.gpu
-
-    @property
-    def kind(self) -> str:
-        """How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call."""
-        return self._group.arena.kind
-
-    @property
-    def arena_layout(self) -> layout.Layout:
-        """Where headers and mailboxes are in an arena."""
-        return self._group.layout
-
-    @property
-    def most_blocks(self) -> int:
-        """The largest grid whose blocks are surely resident together on every rank's device."""
-        return self._group.max_blocks
-
-    @property
-    def peer_ranges(self) -> list[tuple[int, int]]:
-        """(first address, bytes) of every rank's arena as mapped in this process."""
-        arena = self._group.arena
-        return [(base, arena.nbytes) for base in arena.bases]
-
-    @property
-    def group_table(self) -> torch.Tensor:
-        """int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory."""
-        return self._group.table
-
-    @property
-    def reachable(self) -> bool:
-        """Whether every rank's memory is mapped on every other."""
-        return self._group.reachable
+    rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
+    world_size: int = fact(lambda comm: comm._group.world_size, "How many ranks there are.")
+    group: str = fact(lambda comm: comm._group.name, "The group's name, the same on all ranks.")
+    device: torch.device = fact(lambda comm: comm._group.device, "The device of this rank's tensors.")
+    options: Options = fact(
+        lambda comm: comm._group.options, "What was given, with what the environment asks of every group."
+    )
+    topology: Topology | None = fact(
+        lambda comm: comm._group.topology, "How the ranks' devices are linked; None if that is not known."
+    )
+    simulated: bool = fact(
+        lambda comm: comm._group.device.type != "cuda",
+        "Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU.",
+    )
+    gpu: Gpu | None = fact(
+        lambda comm: comm._group.gpu, "The GPU on whose streams the kernels run; None if they are interpreted."
+    )
+    kind: str = fact(
+        lambda comm: comm._group.arena.kind,
+        "How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call.",
+    )
+    suspended: bool = fact(
+        lambda comm: comm._group.suspended,
+        "Whether `suspend` has given the memory back, and `resume` not taken it yet.",
+    )
+    arena_layout: layout.Layout = fact(lambda comm: comm._group.layout, "Where headers and mailboxes are in an arena.")
+    most_blocks: int = fact(
+        lambda comm: comm._group.max_blocks,
+        "The largest grid whose blocks are surely resident together on every rank's device.",
+    )
+    peer_ranges: list[tuple[int, int]] = fact(
+        lambda comm: [(base, comm._group.arena.nbytes) for base in comm._group.arena.bases],
+        "(first address, bytes) of every rank's arena as mapped in this process.",
+    )
+    group_table: torch.Tensor = fact(
+        lambda comm: comm._group.table,
+        "int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory.",
+    )
+    reachable: bool = fact(lambda comm: comm._group.reachable, "Whether every rank's memory is mapped on every other.")
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -325,11 +319,11 @@ class Communicator:
         group, monitor = self._group, self._monitor
         if group.closed and not again:
             return
-        group.closed = True
+        group.close()
         _live.discard(self)
         if os.getpid() != group.pid:
             return
-        if not self._launcher.drained():
+        if not self._channels.drained():
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, LEAVE_SECONDS)
             if not group.simulated:  # interpreted, its own thread holds on to the group
                 _kept.append(self)
@@ -337,19 +331,22 @@ class Communicator:
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        self._activity.collect()
+        if self._planner.levels is not None:
+            self._planner.levels.close(kept=self._launcher.captured)
         with ExitStack() as undo:
-            if self._launcher.captured:
+            if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
                 group.leave_to_graphs(undo)
                 undo.callback(monitor.stop)
                 return
-            acknowledged = self._messages.acknowledged(LEAVE_SECONDS)
+            acknowledged = group.suspended or self._messages.acknowledged(LEAVE_SECONDS)
             if not acknowledged:
                 log.error("%s: a peer has not taken a message yet, and will say so here; its memory is kept", self)
             group.release(undo, acknowledged)
             undo.callback(lambda: nccl.end(self._planner.nccl, monitor.fault is not None, LEAVE_SECONDS))
             undo.callback(monitor.stop)
-            self._planner.forget()
+            self._channels.forget()
             group.forget_views()
 
 
@@ -381,12 +378,3 @@ def init(
     store, rank, world_size = open_store(url, rank, world_size, limit)
     left = max(0.1, limit - (time.monotonic() - began))
     return Communicator(store, rank, world_size, chosen, timeout, options, meeting_timeout=left)
-
-
-def _members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArgument | None]:
-    """The ranks of a split, and what is wrong with them, if anything."""
-    members = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
-    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in members)
-    if not members or not whole or len(set(members)) < len(members):
-        return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
-    return members, None

@@ -65,6 +65,17 @@ def memory_by_descriptor() -> bool:
     return text("TRICOMM_CUDA_VMM") is None or flag("TRICOMM_CUDA_VMM")
 
 
+def hardware_queues() -> int:
+    """How many hardware queues CUDA makes of streams: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads once."""
+    given = text("CUDA_DEVICE_MAX_CONNECTIONS") or ""
+    return int(given) if given.isdecimal() else 8
+
+
+def multicast() -> bool:
+    """False where the user wants no memory that a switch adds and copies in (NCCL's variable is honoured, too)."""
+    return all(text(name) is None or flag(name) for name in ("TRICOMM_MULTICAST", "NCCL_NVLS_ENABLE"))
+
+
 def share_device() -> bool:
     """True where the user wants several ranks on one GPU (NCCL's variable is honoured beside our own)."""
     return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")

@@ -13,17 +13,16 @@ from tricomm import env
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
 from tricomm.core.runtime import Processes
+from tricomm.core.topology_agreement import MOST_QUEUES, QUEUES_A_CHANNEL
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
 from tricomm.store.local_arena import LocalArena, LocalGroup
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_DEFAULT_CONNECTIONS = 8  # the driver's
-_CONNECTIONS_A_RANK = 4  # torch makes its streams in turn for four priorities, and uses those of one
 
 
 class _OneProcess(Processes):
@@ -51,15 +50,15 @@ def local(
     """
     options = options or Options()
     limit = options.timeout if timeout is None else seconds(timeout, "timeout")
-    _check_queues(world_size)
+    _check_queues(world_size, options.channels)
     gpu = pick_device(device)
     if gpu.type != "cuda":
         raise InvalidArgument(
             "local: on a CPU a call returns only when all ranks have made it, so ranks of one process take turns: use "
             "tricomm.simulate(fn, world_size)"
         )
-    plan = layout.plan(world_size, options.arena_bytes)
-    selection.check_device(gpu.type, plan, options.tile)
+    plan = layout.plan(world_size, options.arena_bytes, options.channels)
+    launch_shapes.check_device(gpu.type, plan, options.tile)
     agreed = options.agreed(plan, gpu.type)
     store = HashStore()
 
@@ -86,17 +85,16 @@ def local(
     return comms
 
 
-def _check_queues(world_size: int) -> None:
+def _check_queues(world_size: int, channels: int) -> None:
     """Two ranks whose streams share a hardware queue would wait for each other for ever: one's kernel is behind the
     other's. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
     if not torch.cuda.is_initialized():
-        env.default(_CONNECTIONS, "32")
+        env.default(_CONNECTIONS, str(MOST_QUEUES))
         env.default("CUDA_MODULE_LOADING", "EAGER")
-    given = env.integer(_CONNECTIONS)
-    connections = _DEFAULT_CONNECTIONS if given is None else given
-    needed = min(_CONNECTIONS_A_RANK * world_size, 32)
+    connections = env.hardware_queues()
+    needed = min(QUEUES_A_CHANNEL * world_size * channels, MOST_QUEUES)
     if world_size > 1 and connections < needed:
         raise InvalidArgument(
             f"local: {world_size} ranks on streams of one GPU need {needed} hardware queues, and CUDA has started with "
-            f"{connections}: set {_CONNECTIONS}=32 and CUDA_MODULE_LOADING=EAGER before CUDA starts"
+            f"{connections}: set {_CONNECTIONS}={MOST_QUEUES} and CUDA_MODULE_LOADING=EAGER before CUDA starts"
         )

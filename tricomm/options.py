@@ -25,6 +25,8 @@ class Options:
     timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
     stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
     arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
+    channels       how many calls can run side by side (docs/channels.md), 1 to 8: each has a part of the arena, and of
+                   the blocks that a GPU holds at once. `Communicator.channel` gives them
     max_blocks     upper limit of a kernel's grid, of NCCL's, too; None: what is surely resident at once
     max_registers  upper limit of a kernel's registers a thread, 128 or more: below 255 only kernels that have a compact
                    form are chosen (docs/tuning.md, beside other work); None: 255
@@ -35,6 +37,7 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
+    two_level      whether an all_reduce may go in two levels, inside nodes or islands of fast links and across
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. What cannot promise that is refused. Also for all groups
                    of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
@@ -45,6 +48,7 @@ class Options:
     timeout: float = 600.0
     stall_timeout: float = 30.0
     arena_bytes: int = 64 * 1024 * 1024
+    channels: int = 1
     max_blocks: int | None = None
     max_registers: int | None = None
     beside_compute: bool = False
@@ -54,6 +58,7 @@ class Options:
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
+    two_level: bool = True
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
@@ -61,12 +66,13 @@ class Options:
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "batch_invariant", "beside_compute"):
+        for name in ("nccl", "share_device", "two_level", "batch_invariant", "beside_compute"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
             seconds(getattr(self, name), f"Options.{name}")
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)
+        self._whole("channels", 1, layout.MAX_CHANNELS)
         self._whole("max_blocks", 1, layout.MAX_BLOCKS)
         self._whole("max_registers", COMPACT_REGISTERS, MOST_REGISTERS)
         if self.beside_compute:

@@ -40,7 +40,7 @@ def broadcast_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, roo
 def _push(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, half = tensors
     if chunk.me == root:
-        push_shards(x_ptr, numel, chunk, SPEC)
+        push_shards(x_ptr, numel, chunk, False, SPEC)
 
 
 @triton.jit

@@ -1,13 +1,13 @@
-"""Recv, `ll` or `simple`: one rank receives a message out of its channels from another rank, or from any.
+"""Recv, `ll` or `simple`: one rank receives a message out of its queues from another rank, or from any.
 
     rank 2's send [x] ──▶ slots of rank 0 ──▶ y of rank 0
 
 Bytes     8 a piece written to the sender as acknowledgement; the payload is read from own memory.
 Hops      1, the sender's.
-Waits     see `device/channels.py`.
+Waits     see `device/message_queues.py`.
 Any       with rank -1 one block looks at the headers of all peers in turn, from the lowest rank on, until one has a
           message of this tag, and receives that. It writes the source to the control page.
-Reuse     see `device/channels.py`.
+Reuse     see `device/message_queues.py`.
 Order     nothing is summed.
 """
 
@@ -17,21 +17,21 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.channels import (
-    CHANNELS,
+from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.group import control_of, peer, rank_of, table_of
+from tricomm.kernels.device.message_queues import (
+    QUEUES,
     acknowledge,
     begin_message,
-    channel_state,
     end_message,
     match_header,
     next_number,
     piece_words,
     poll_abort,
     probe,
+    queue_state,
     slot_of,
 )
-from tricomm.kernels.device.chunks import packed_words
-from tricomm.kernels.device.group import control_of, peer, rank_of, table_of
 from tricomm.kernels.device.packing import load_tile, store_words
 from tricomm.kernels.primitives import get_ll
 
@@ -50,10 +50,10 @@ def any_source(group, tag, SPEC: tl.constexpr):
     spins = 0
     while (sender < 0) & (status == 0):
         source = tl.zeros([], tl.int64)
-        channel = tag % tl.load(table_of(group) + CHANNELS)
+        queue = tag % tl.load(table_of(group) + QUEUES)
         while (source < SPEC.WORLD_SIZE) & (sender < 0):
             if source != me:
-                mine = channel_state(group, table_of(group), source, channel)
+                mine = queue_state(group, table_of(group), source, queue)
                 here = probe(mine, tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD), tag, SPEC)
                 sender = tl.where(here == 1, source, sender)
             source += 1
@@ -81,9 +81,9 @@ def recv(
     words = packed_words(y_ptr, numel)
     piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
-    channels = tl.load(table_of(group) + CHANNELS)
+    queues = tl.load(table_of(group) + QUEUES)
     begin_message(group, call, rank)
-    used = tl.minimum(channels, pieces)
+    used = tl.minimum(queues, pieces)
     source = rank
     status = 0
     if rank < 0:
@@ -95,9 +95,9 @@ def recv(
     first_part = block
     while (block < blocks) & (status == 0):
         if first_part < used:
-            channel = (first_part + tag) % channels
-            mine = channel_state(group, table_of(group), source, channel)
-            theirs = channel_state(group, peer(group, source), me, channel)
+            queue = (first_part + tag) % queues
+            mine = queue_state(group, table_of(group), source, queue)
+            theirs = queue_state(group, peer(group, source), me, queue)
             following, taken = tl.load(mine + NEXT), tl.load(mine + RECEIVED_AHEAD)
             part = first_part
             while (part < pieces) & (status == 0):
@@ -105,7 +105,7 @@ def recv(
                 base = part * piece
                 count = tl.maximum(tl.minimum(words - base, piece), 0)
                 number = next_number(following, ahead)
-                slot = slot_of(group, table_of(group), source, channel, number)
+                slot = slot_of(group, table_of(group), source, queue, number)
                 first = tl.zeros([], tl.int64)
                 while (first < count) & (status == 0):
                     if SPEC.LL:
@@ -123,7 +123,7 @@ def recv(
                     while (taken & 1) == 1:
                         taken >>= 1
                         following = next_number(following, 1)
-                    part += channels
+                    part += queues
             if status == 0:
                 tl.store(mine + NEXT, following)
                 tl.store(mine + RECEIVED_AHEAD, taken)

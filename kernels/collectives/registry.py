@@ -8,12 +8,14 @@ from fractions import Fraction
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs
+from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collective_specs import Collective
 from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh import all_gather_hybrid_cube_mesh
+from tricomm.kernels.collectives.all_gather_multicast import all_gather_multicast
 from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot, all_gather_one_shot_zero_copy
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
+from tricomm.kernels.collectives.all_reduce_multicast import all_reduce_multicast
 from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
 from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
 from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
@@ -21,11 +23,13 @@ from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot,
 from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
 from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
 from tricomm.kernels.collectives.barrier import barrier
+from tricomm.kernels.collectives.broadcast_multicast import broadcast_multicast
 from tricomm.kernels.collectives.broadcast_one_shot import broadcast_one_shot
 from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
 from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
 from tricomm.kernels.collectives.recv import recv
 from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
+from tricomm.kernels.collectives.reduce_scatter_multicast import reduce_scatter_multicast
 from tricomm.kernels.collectives.reduce_scatter_one_shot import (
     reduce_scatter_one_shot,
     reduce_scatter_one_shot_zero_copy,
@@ -44,7 +48,8 @@ class Kernel:
 
     `written` and `read` are the bytes of the busiest rank that cross to and from peers, per byte of its input (per
     byte of the message if there is a root), headers apart, of a type of 32 bits or more, as a function of the world
-    size; `hops` counts dependent one-way messages, `barriers` the barriers among them.
+    size; `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`: the bytes of the
+    busier direction of a GPU's links, if the switch adds and copies, and they are others than those of the accesses.
     """
 
     collective: str
@@ -56,6 +61,7 @@ class Kernel:
     hops: int
     barriers: int
     zero_copy: bool = False
+    switched: Cost | None = None
 
     @property
     def name(self) -> str:
@@ -86,17 +92,33 @@ class Kernel:
 
     @property
     def rank_order(self) -> bool:
-        """True unless it reduces in another order than that of the ranks: a cube mesh adds the sums of two quads.
+        """True unless it reduces in another order than that of the ranks: a cube mesh adds the sums of two quads, and
+        the order of a switch is its own.
 
         Each element is then accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its bits depend
         on nothing else.
         """
-        return not (self.reduces and self.needs_cube)
+        return not (self.reduces and (self.needs_cube or self.multicast))
+
+    @property
+    def multicast(self) -> bool:
+        """True for a kernel that needs memory with a multicast address (`kernels/multimem.py`)."""
+        return self.algorithm == "multicast"
 
     @property
     def wide(self) -> bool:
         """True for a kernel of wide words, which not every compiler and GPU has (`wide_words.why_not`)."""
         return self.protocol == "ll128"
+
+    def why_not_compiled(self, architecture: int) -> str | None:
+        """None if this Triton compiles it for `architecture` (90 for sm_90), else the reason."""
+        if self.wide:
+            return wide_words.why_not(architecture)
+        return multimem.why_not(architecture) if self.multicast else None
+
+    def why_not_reduced(self, element: str, op: str) -> str | None:
+        """None if it reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
+        return multimem.why_not_reduced(element, op) if self.reduces and self.multicast else None
 
     @property
     def pairwise(self) -> bool:
@@ -106,12 +128,13 @@ class Kernel:
     @property
     def staged(self) -> bool:
         """Whether peers read what a rank has staged: all buffers of a parity are one stage then."""
-        return not self.zero_copy and self.read(2) > 0
+        return not self.zero_copy and not self.multicast and self.read(2) > 0
 
     @property
     def shards(self) -> int | None:
         """How many shards a message is divided into, 0 for one a rank; None if it is not divided."""
-        return None if "two_shot" not in self.algorithm else 4 if self.needs_cube else 0
+        divided = "two_shot" in self.algorithm or (self.multicast and self.collective == "all_reduce")
+        return None if not divided else 4 if self.needs_cube else 0
 
 
 def _none(world_size: int) -> Fraction:
@@ -128,6 +151,14 @@ def _shards(world_size: int) -> Fraction:
 
 def _rows(world_size: int) -> Fraction:
     return Fraction(world_size - 1, world_size)
+
+
+def _all(world_size: int) -> Fraction:
+    return Fraction(world_size)
+
+
+def _switched(world_size: int) -> Fraction:
+    return Fraction(world_size + 1, world_size)
 
 
 def _once(world_size: int) -> Fraction:
@@ -196,6 +227,17 @@ ZERO_COPY = (
     ),
 )
 
+# Through the switch, over memory with a multicast address.
+MULTICAST = (
+    Kernel("all_reduce", "multicast", "simple", all_reduce_multicast, _rows, _rows, 4, 2, switched=_switched),
+    Kernel("all_gather", "multicast", "simple", all_gather_multicast, _peers, _none, 1, 1, switched=_all),
+    Kernel(
+        "reduce_scatter", "multicast", "simple", reduce_scatter_multicast, _none, _rows, 3, 1,
+        switched=_fixed(Fraction(1)),
+    ),
+    Kernel("broadcast", "multicast", "simple", broadcast_multicast, _peers, _none, 1, 1, switched=_fixed(Fraction(1))),
+)  # fmt: skip
+
 # With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
 FUSED = tuple(
     kernel
@@ -214,15 +256,17 @@ MESSAGES = (
     Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MESSAGES)
+ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MESSAGES)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*ALL, *FUSED)}
 
 
-def of(collective: str, world_size: int) -> list[Kernel]:
-    """The kernels of `collective` for that many ranks; those of a cube mesh need eight."""
+def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel]:
+    """The kernels of `collective` for that many ranks; those of a cube mesh need eight, those of a switch `multicast`
+    memory."""
     cube = world_size == CUBE_RANKS
-    return [k for k in (*KERNELS, *MESSAGES) if k.collective == collective and (cube or not k.needs_cube)]
+    known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES)
+    return [k for k in known if k.collective == collective and (cube or not k.needs_cube)]
 
 
 def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:

@@ -1,12 +1,12 @@
-"""Send, `ll` or `simple`: one rank pushes a message through its channels to another.
+"""Send, `ll` or `simple`: one rank pushes a message through its queues to another.
 
     rank 2 [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
 
 Bytes     n pushed, under LL twice that, and 16 a piece of header; 8 a piece come back as acknowledgement.
-Hops      1; the fifth piece of a channel and those after it wait for an acknowledgement each, a second one.
-Waits     see `device/channels.py`. A message whose pieces all get free slots has been sent when the kernel ends,
+Hops      1; the fifth piece of a queue and those after it wait for an acknowledgement each, a second one.
+Waits     see `device/message_queues.py`. A message whose pieces all get free slots has been sent when the kernel ends,
           whether or not the receiver has asked for it: four short ones of a tag are. Any other ends with its receiver.
-Reuse     see `device/channels.py`.
+Reuse     see `device/message_queues.py`.
 Order     nothing is summed.
 """
 
@@ -16,21 +16,21 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.channels import (
-    CHANNELS,
+from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.group import peer, rank_of, table_of
+from tricomm.kernels.device.message_queues import (
+    QUEUES,
     SLOTS,
     begin_message,
-    channel_state,
     clear_stale,
     end_message,
     next_number,
     piece_words,
     publish_header,
+    queue_state,
     slot_of,
     wait_free,
 )
-from tricomm.kernels.device.chunks import packed_words
-from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.packing import load_words, store_tile
 from tricomm.kernels.primitives import put_ll
 
@@ -45,14 +45,14 @@ def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
     words = packed_words(x_ptr, numel)
     piece = piece_words(group, words, SPEC)
     pieces = tl.maximum(tl.cdiv(words, piece), 1)
-    channels = tl.load(table_of(group) + CHANNELS)
+    queues = tl.load(table_of(group) + QUEUES)
     begin_message(group, call, rank)
     first_part = tl.program_id(0).to(tl.int64)
     status = 0
-    while (first_part < tl.minimum(channels, pieces)) & (status == 0):
-        channel = (first_part + tag) % channels
-        mine = channel_state(group, table_of(group), rank, channel)
-        theirs = channel_state(group, peer(group, rank), me, channel)
+    while (first_part < tl.minimum(queues, pieces)) & (status == 0):
+        queue = (first_part + tag) % queues
+        mine = queue_state(group, table_of(group), rank, queue)
+        theirs = queue_state(group, peer(group, rank), me, queue)
         number, plain = tl.load(mine + SENT), tl.load(mine + PLAIN)
         part = first_part
         while (part < pieces) & (status == 0):
@@ -60,7 +60,7 @@ def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
             if status == 0:
                 base = part * piece
                 count = tl.maximum(tl.minimum(words - base, piece), 0)
-                slot = slot_of(group, peer(group, rank), me, channel, number)
+                slot = slot_of(group, peer(group, rank), me, queue, number)
                 bit = tl.full([], 1, tl.int64) << (number % SLOTS)
                 if SPEC.LL:
                     cleared = clear_stale(group, slot, number, plain, SPEC)
@@ -76,7 +76,7 @@ def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, t
                     publish_header(theirs, number, call, tag, True, SPEC)
                     plain |= bit
                 number = next_number(number, 1)
-                part += channels
+                part += queues
         if status == 0:
             tl.store(mine + SENT, number)
             tl.store(mine + PLAIN, plain)

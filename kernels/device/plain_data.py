@@ -100,38 +100,72 @@ def runs(pointer, stride, UNROLLED: tl.constexpr):
 
 
 @triton.jit
+def buffer_for(chunk, to, STAGED: tl.constexpr, SPEC: tl.constexpr):
+    """this rank's buffer at rank `to`; STAGED: the buffer of number `to` here, which the switch reads for `to`."""
+    if STAGED:
+        buffer = simple_buffer(chunk, table_of(chunk.group), to, SPEC)
+    else:
+        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
+    return buffer
+
+
+@triton.jit
+def buffer_ahead(chunk, STEP: tl.constexpr, STAGED: tl.constexpr, SPEC: tl.constexpr):
+    """`buffer_for` the rank that is STEP ahead of this one."""
+    if STAGED:
+        buffer = buffer_for(chunk, (chunk.me + STEP) % SPEC.WORLD_SIZE, STAGED, SPEC)
+    else:
+        buffer = simple_buffer(chunk, peer_ahead(chunk.group, STEP, SPEC.WORLD_SIZE), chunk.me, SPEC)
+    return buffer
+
+
+@triton.jit
+def whole_pairs(count, STAGED: tl.constexpr):
+    """`count` words; STAGED: rounded up to an even number, because the switch reads them by pairs."""
+    if STAGED:
+        count = count + (count & 1)
+    return count
+
+
+@triton.jit
 def push_plain_rows(tensors, chunk, SPEC: tl.constexpr):
     """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer at rank r, one's own included; as `push_shards`.
 
     `tensors` is (x_ptr, y_ptr, numel) and whatever else.
     """
-    x_ptr, numel, me = tensors[0], tensors[2], chunk.me
+    send_rows(tensors[0], tensors[2], chunk, False, SPEC)
+
+
+@triton.jit
+def send_rows(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
+    """Row r of x_ptr[0 : WORLD_SIZE * numel] into the buffer for rank r, one's own included."""
+    me = chunk.me
     if SPEC.COMPACT:
         for step in range(SPEC.WORLD_SIZE):
             to = (me + step) % SPEC.WORLD_SIZE
-            buffer = simple_buffer(chunk, peer(chunk.group, to), me, SPEC)
-            push_part(x_ptr + to * numel, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
+            buffer, words = buffer_for(chunk, to, STAGED, SPEC), whole_pairs(chunk.count, STAGED)
+            push_part(x_ptr + to * numel, numel, chunk.base, words, buffer, chunk, SPEC)
     else:
         rows, buffers = (), ()
         for n in tl.static_range(SPEC.WORLD_SIZE):
             to = (me + n) % SPEC.WORLD_SIZE
             rows = rows + ((x_ptr + to * numel).to(tl.pointer_type(tl.int64)) + chunk.base,)
-            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+            buffers = buffers + (buffer_ahead(chunk, n, STAGED, SPEC),)
         for first in range(chunk.own, chunk.count, chunk.stride):
             if whole_tile(first, chunk.count, chunk.base, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
                 move_tiles(rows, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
             else:
-                push_rows_ragged(x_ptr, numel, first, chunk, SPEC)
+                send_rows_ragged(x_ptr, numel, first, chunk, STAGED, SPEC)
 
 
 @triton.jit
-def push_rows_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
+def send_rows_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
     """the tile at word `first` of every row, wherever it ends and however it is aligned."""
     for step in range(SPEC.WORLD_SIZE):
         to = (chunk.me + step) % SPEC.WORLD_SIZE
         words = load_words(x_ptr + to * numel, chunk.base + first, numel, SPEC.BLOCK, SPEC.ALIGNED)
-        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
-        store_tile(buffer, first, words, chunk.count, SPEC.BLOCK)
+        buffer = buffer_for(chunk, to, STAGED, SPEC)
+        store_tile(buffer, first, words, whole_pairs(chunk.count, STAGED), SPEC.BLOCK)
 
 
 @triton.jit
@@ -172,8 +206,8 @@ def copy_rows(y_ptr, numel, STAGED: tl.constexpr, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
-    """shard r of the chunk's words of x_ptr[0:numel] into the buffer at rank r, one's own included.
+def push_shards(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
+    """shard r of the chunk's words of x_ptr[0:numel] into the buffer for rank r (`buffer_for`), one's own included.
 
     Starts at the own rank, so that no two ranks write to the same one at the same time; the tiles for all ranks are on
     their way at once.
@@ -183,9 +217,8 @@ def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
     if SPEC.COMPACT:
         for step in range(SPEC.WORLD_SIZE):
             to = (me + step) % SPEC.WORLD_SIZE
-            theirs = tl.minimum(chunk.count - to * shard, shard)
-            buffer = simple_buffer(chunk, peer(chunk.group, to), me, SPEC)
-            push_part(x_ptr, numel, chunk.base + to * shard, theirs, buffer, chunk, SPEC)
+            theirs = whole_pairs(tl.minimum(chunk.count - to * shard, shard), STAGED)
+            push_part(x_ptr, numel, chunk.base + to * shard, theirs, buffer_for(chunk, to, STAGED, SPEC), chunk, SPEC)
     else:
         behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
         last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
@@ -193,16 +226,16 @@ def push_shards(x_ptr, numel, chunk, SPEC: tl.constexpr):
         for n in tl.static_range(SPEC.WORLD_SIZE):
             to = (me + n) % SPEC.WORLD_SIZE
             shards = shards + (x_ptr.to(tl.pointer_type(tl.int64)) + chunk.base + to * shard,)
-            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
+            buffers = buffers + (buffer_ahead(chunk, n, STAGED, SPEC),)
         for first in range(chunk.own, shard, chunk.stride):
             if whole_tile(first, last, behind, numel, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
                 move_tiles(shards, buffers, first, SPEC.WORLD_SIZE, SPEC.BLOCK)
             else:
-                push_shards_ragged(x_ptr, numel, first, chunk, SPEC)
+                push_shards_ragged(x_ptr, numel, first, chunk, STAGED, SPEC)
 
 
 @triton.jit
-def push_shards_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
+def push_shards_ragged(x_ptr, numel, first, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
     """the tile at word `first` of every shard, wherever it ends and however it is aligned."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     for step in range(SPEC.WORLD_SIZE):
@@ -210,8 +243,8 @@ def push_shards_ragged(x_ptr, numel, first, chunk, SPEC: tl.constexpr):
         start, theirs = chunk.base + to * shard, tl.minimum(chunk.count - to * shard, shard)
         limit = end_of(start + theirs, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
         words = load_words(x_ptr, start + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
-        buffer = simple_buffer(chunk, peer(chunk.group, to), chunk.me, SPEC)
-        store_tile(buffer, first, words, theirs, SPEC.BLOCK)
+        buffer = buffer_for(chunk, to, STAGED, SPEC)
+        store_tile(buffer, first, words, whole_pairs(theirs, STAGED), SPEC.BLOCK)
 
 
 @triton.jit

@@ -4,7 +4,9 @@
 turns at every access instead: through `programs`, `engage` and `disengage`.
 
 Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
-one at a time in a process: the patches and the current block's index are global, and `_lock` protects them.
+one at a time in a process: the patches and the current block's index are global, and `_lock` protects them. A block
+that polls gives the interpreter to a thread that waits for it, and takes it again later: so kernels of two threads
+(calls of two channels, or of two groups) may be begun in another order on every rank, and none waits for ever.
 All that depends on Triton's private names is in `triton_adapter`, `triton_shortcuts` and `interpreted_wide`.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +33,12 @@ from tricomm.kernels.launch.memory_access import Director, Observer
 
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
 
+_GIVEN_AWAY_SECONDS = 2e-4
+
 _lock = threading.RLock()
+_waiting: set[object] = set()  # one for each thread that waits for the interpreter
+_launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
+_current: tuple[Program, float] | None = None  # the block that runs, and for how long its launch waits for a thread
 
 
 def supported() -> str | None:
@@ -65,25 +73,29 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
     in nothing.
     """
+    global _current
     nested = _held()  # by this very thread: a signal handler runs a kernel in the middle of another one
-    interrupts = Interrupts()
+    outer = _current if nested else None
+    interrupts, launch = Interrupts(), object()
     try:
         interrupts.begin()
         triton_adapter.refresh()
         if not nested:
             _take_lock(blocks[0].kernel.fn.__name__, timeout, interrupts.poll)
+            _launched.add(launch)
             triton_adapter.patch()
         interrupts.let_through()
         for block in blocks:
+            _current = block, timeout
             block.select()
             block()
         interrupts.raising = False
-        _leave(nested)
+        _leave(launch, nested, outer)
         interrupts.over()
     except BaseException:
         # An exception may have come at any line, also of the three above; all of them may run again.
         interrupts.raising = False
-        _leave(nested)
+        _leave(launch, nested, outer)
         interrupts.over()
         raise
 
@@ -93,12 +105,45 @@ def _held() -> bool:
     return bool(_lock._is_owned())  # type: ignore[attr-defined]
 
 
-def _leave(nested: bool) -> None:
-    """Give the interpreter back, if this launch has taken it."""
-    if not nested and _held():
+def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) -> None:
+    """Give the interpreter back, if this launch has taken it, or to `outer`, in the middle of which it ran."""
+    global _current
+    if nested:
+        _resume(outer)
+        return
+    _launched.discard(launch)
+    # An interrupt may have come while another thread had the interpreter: then its launch restores.
+    if not _held() and not _lock.acquire(blocking=False):
+        return
+    if not _launched:
         triton_adapter.restore()
-        while _held():
-            _lock.release()
+    _current = None  # it would keep the tensors of a launch
+    while _held():
+        _lock.release()
+
+
+def _resume(block: tuple[Program, float] | None) -> None:
+    global _current
+    _current = block
+    if block is not None:
+        block[0].select()
+
+
+def _give_way() -> bool:
+    """In a block that polls and has seen nothing new: give the interpreter to a thread that waits for it, and take it
+    again; False if there is no such thread. Raises `CollectiveTimeout` if it does not come back."""
+    mine = _current
+    if not _waiting or mine is None or not _held():
+        return False
+    program, timeout = mine
+    _lock.release()
+    time.sleep(_GIVEN_AWAY_SECONDS)
+    _take_lock(program.kernel.fn.__name__, timeout, lambda: None)
+    _resume(mine)
+    return True
+
+
+triton_adapter.give_way = _give_way
 
 
 @dataclass(frozen=True)
@@ -172,18 +217,25 @@ def check(kernel: Any, args: Sequence[Any], constexprs: dict[str, Any]) -> dict[
 
 
 def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None:
-    if not poll(lambda: _lock.acquire(timeout=min(0.05, timeout)), timeout, 0.0, meanwhile=meanwhile):
-        raise CollectiveTimeout(
-            f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of this "
-            "process holds: interpreted kernels run one at a time, so two groups must be used in the same order on all "
-            "ranks"
-        )
+    waits = object()
+    _waiting.add(waits)
+    try:
+        if not poll(lambda: _lock.acquire(timeout=min(0.05, timeout)), timeout, 0.0, meanwhile=meanwhile):
+            raise CollectiveTimeout(
+                f"kernel {name}: timeout after {timeout:g} s of waiting for the interpreter, which another thread of "
+                "this process holds: interpreted kernels run one at a time, and one that polls without "
+                "tricomm.kernels.primitives gives no other a turn"
+            )
+    finally:
+        _waiting.discard(waits)
 
 
 def _after_fork() -> None:
     """In a child: another thread of the parent may have been interpreting; here no thread is."""
     global _lock
     _lock, triton_adapter.director = threading.RLock(), None
+    _waiting.clear()
+    _launched.clear()
     triton_adapter.restore()
 
 

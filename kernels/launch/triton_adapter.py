@@ -30,6 +30,7 @@ from tricomm.kernels.launch.numpy_rounding import maximum, minimum, round_to_bf1
 _JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "InterpretedFunction") else []))
 
 director: Director | None = None
+give_way: Callable[[], bool] | None = None  # the interpreter's: lets another thread's kernel run
 observers: list[Observer] = []
 substitutes: dict[Any, Callable[..., Any]] = {}
 patches: list[tuple[Any, str, Any, Any]] = []
@@ -351,6 +352,8 @@ def _atomic_poll(self: Any, pointer: Any, expected: Any, timeout: Any, sem: Any,
 
 def yield_to_others(spins: Any) -> None:
     """Give the core away while a poll finds nothing; longer the longer nothing comes, up to a millisecond."""
+    if director is None and give_way is not None and give_way():
+        return
     count = int(spins)
     if count > 2:
         time.sleep(min(2e-5 * (1 << min(count - 2, 6)), 1e-3))

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 
 from tricomm import Communicator
-from tricomm.core.fused import fused_checks, unfused
+from tricomm.core.fused import unfused
 from tricomm.core.fused.fused_call import FusedCall
-from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.perf import row_calls
 from tricomm.perf.bench import check_data
 from tricomm.perf.bench.collective_calls import Unavailable
 from tricomm.perf.bench.request import Case
+from tricomm.perf.row_calls import EPS, RowForm
 
-EPS = 1e-6
 UNFUSED = "unfused"
-_SCALES = {"fp8": 0.05, "nvfp4": 100.0}
 _OTHER = 100_003  # the number of calls between the data of x and those of the residual
 _PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's numbers
 
@@ -34,6 +33,7 @@ _PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's n
 class FusedTensors:
     """One rank's tensors of a call, as `FusedCall` has them; `total` takes the sum of a call that is not fused."""
 
+    case: Case
     call: FusedCall
     total: torch.Tensor
 
@@ -51,7 +51,10 @@ class FusedTensors:
         parts = [_data(size, rank, number, call) for rank in range(size)]
         total = torch.stack([part["x"] for part in parts]).sum(0).to(call.x.dtype)
         residual, weight = (parts[0][name].to(call.x.dtype) for name in ("residual", "weight"))
-        exact = _call(total, residual, weight, call.epilogue.quantize or "")
+        exact = _call(self.case, total.numel(), total.device)
+        assert exact.residual is not None
+        exact.residual.copy_(residual)
+        exact.weight.copy_(weight)
         unfused.finish(exact, total)
         found = int((call.residual_out.cpu() != exact.residual_out).sum())
         if call.norm_out is not None and exact.norm_out is not None:
@@ -64,16 +67,20 @@ class FusedTensors:
 
 def tensors(comm: Communicator, case: Case, count: int) -> FusedTensors:
     """Of `count` elements, whole rows."""
-    shape = (count // case.hidden, case.hidden)
-    dtype = getattr(torch, case.dtype)
-    x, residual, total = (torch.zeros(shape, dtype=dtype, device=comm.device) for _ in range(3))
-    weight = torch.ones(case.hidden, dtype=dtype, device=comm.device)
-    return FusedTensors(_call(x, residual, weight, case.quantize), total)
+    made, dtype = _call(case, count, comm.device), getattr(torch, case.dtype)
+    return FusedTensors(case, made, torch.zeros(made.x.shape, dtype=dtype, device=comm.device))
 
 
-def _call(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, quantize: str) -> FusedCall:
-    options: dict[str, Any] = {"quantize": quantize or None, "scale": _SCALES.get(quantize)}
-    return fused_checks.checked(FusedArguments(x, residual, weight, EPS, **options), x.device)
+def _call(case: Case, count: int, device: torch.device) -> FusedCall:
+    def new(nbytes: int) -> torch.Tensor:
+        return torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=device)
+
+    return row_calls.call(form(case), count // case.hidden, getattr(torch, case.dtype), new)
+
+
+def form(case: Case) -> RowForm:
+    """Of its rows."""
+    return RowForm(case.hidden, case.quantize)
 
 
 def _data(world_size: int, rank: int, number: int, call: FusedCall) -> dict[str, torch.Tensor]:
@@ -166,14 +173,3 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) 
         "rms_gamma": call.weight, "rms_eps": EPS,
     }  # fmt: skip
     return lambda: flashinfer.allreduce_fusion(**arguments)
-
-
-def operation(case: Case) -> str:
-    """What follows the sum, and the elements of a row: in the column `op`."""
-    return f"{case.quantize or 'norm'}@{case.hidden}"
-
-
-def elements(case: Case, size: int) -> int:
-    """Elements of a call of `size` bytes: whole rows, one at least."""
-    dtype: torch.dtype = getattr(torch, case.dtype)
-    return max(1, size // (case.hidden * dtype.itemsize)) * case.hidden

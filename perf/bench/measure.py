@@ -127,11 +127,10 @@ def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: st
 
 def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
     """The rows of an all_reduce_rms_norm: tricomm's, or another's all-reduce and torch's norm."""
-    comm, elements = bench.comm, fused_bench.elements(case, size)
-    row = _row(
-        bench, replace(case, collective="all_reduce"), elements * getattr(torch, case.dtype).itemsize, mode, "", ""
-    )
-    row = row.changed(collective=FUSED, op=fused_bench.operation(case), place="out_of_place", protocol="-")
+    comm, form, item = bench.comm, fused_bench.form(case), getattr(torch, case.dtype).itemsize
+    elements = form.rows(size, item) * form.hidden
+    row = _row(bench, replace(case, collective="all_reduce"), elements * item, mode, "", "")
+    row = row.changed(collective=FUSED, op=form.name, place="out_of_place", protocol="-")
     if case.library == OURS:
         choice = comm.explain(
             FUSED, row.input_bytes, getattr(torch, case.dtype), algorithm=case.algorithm, protocol=case.protocol,

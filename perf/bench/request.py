@@ -17,7 +17,8 @@ from tricomm.perf.units import DATA_COLLECTIVES
 LIBRARIES = ("nccl", "gloo", "symm_mem", "flashinfer")
 FUSED_DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("eager", "graph", "kernel")
-ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
+_SHIPPED = (*registry.KERNELS, *registry.MULTICAST)
+ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in _SHIPPED if k.collective in DATA_COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
 
 
@@ -101,8 +102,8 @@ def cases(
     for collective in collectives:
         ordered = env.batch_invariant()
         fused = collective == FUSED
-        known = [k for k in registry.FUSED if k.collective == FUSED] if fused else registry.of(collective, world_size)
-        kernels = [k for k in known if k.rank_order or not ordered]
+        switch = "multicast" in (algorithms or "").split(",")  # not of all: few boxes have one
+        kernels = [k for k in registry.of(collective, world_size, switch) if k.rank_order or not ordered]
         shipped = [(k.algorithm, k.protocol) for k in kernels]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:

@@ -5,11 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tricomm.perf import parsing, text_table, units
-from tricomm.perf.cost_model import kernel_time
+import torch
+
+from tricomm.core.fused.fused_call import FUSED
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import parsing, row_calls, text_table, units
+from tricomm.perf.cost_model import kernel_time, timed_call
 from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.row_calls import RowForm
 
+ROW_TYPE = torch.bfloat16  # of fused calls
+_FORM = RowForm()
 LABEL = "predicted by a cost model, not measured"
 _NUMBERS = ("size (B)", "time (us)", "busbw (GB/s)", "limit (us)", "waits")
 _HEADER = (_NUMBERS[0], "kernel", *_NUMBERS[1:], "limited by", "")
@@ -66,38 +73,79 @@ def _cells(row: ForecastRow) -> tuple[str, ...]:
     return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, row.shares_us.text(), best
 
 
-def forecast(gpu: str, world_size: int, collectives: str, sizes: str, mode: str) -> Forecast:
-    """The times of every kernel of a comma list of collectives. Raises `InvalidArgument` with the nearest names."""
+def forecast(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM
+) -> Forecast:  # fmt: skip
+    """The times of every kernel of a comma list of collectives; an all_reduce_rms_norm has rows of `form`.
+
+    Raises `InvalidArgument` with the nearest names, and for rows that no fused kernel takes.
+    """
     machine = kernel_time.find(gpu)
-    names = parsing.parse_names(collectives, units.DATA_COLLECTIVES, "collective")
     wanted = parsing.parse_sizes(sizes)
-    rows = [row for name in names for size in wanted for row in _at(machine, world_size, name, size, mode)]
-    return Forecast(machine, world_size, mode, rows)
+    calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
+    return Forecast(machine, world_size, mode, [row for call in calls for row in _at(machine, world_size, call, mode)])
 
 
-def _at(machine: MachineSpec, world_size: int, collective: str, size: int, mode: str) -> list[ForecastRow]:
-    elements = units.row_elements(collective, size, 1, world_size)
-    nbytes = units.input_bytes(collective, elements, 1, world_size)
-    total = units.total_bytes(collective, elements, 1, world_size)
-    kernels = kernel_time.kernels(machine, collective, world_size)
-    predictions = [kernel_time.predict(machine, kernel, world_size, nbytes, mode) for kernel in kernels]
+def names(collectives: str) -> tuple[str, ...]:
+    """Of a comma list; `all` is without the fused ones, whose sizes are those of an all-reduce."""
+    known = units.DATA_COLLECTIVES if collectives == "all" else (*units.DATA_COLLECTIVES, FUSED)
+    return parsing.parse_names(collectives, known, "collective")
+
+
+@dataclass(frozen=True)
+class AskedCall:
+    """One size: `size_bytes` as nccl-tests counts it, `nbytes` of input a rank; `rows` of a fused call, else 0."""
+
+    name: str
+    collective: str
+    size_bytes: int
+    nbytes: int
+    kernels: tuple[Kernel, ...]
+    rows: int = 0
+
+
+def asked(
+    machine: MachineSpec, world_size: int, name: str, sizes: tuple[int, ...], form: RowForm, itemsize: int = 1
+) -> list[AskedCall]:
+    """The calls of a collective at `sizes`, of elements of `itemsize`, with the kernels that such GPUs have."""
+    if name != FUSED:
+        kernels = tuple(kernel_time.kernels(machine, name, world_size))
+        counts = [units.row_elements(name, size, itemsize, world_size) for size in sizes]
+        return [
+            AskedCall(
+                name, name, units.total_bytes(name, n, itemsize, world_size),
+                units.input_bytes(name, n, itemsize, world_size), kernels,
+            )
+            for n in counts
+        ]  # fmt: skip
+    kernel_time.kernels(machine, name, world_size)  # not over all links
+    found, row = [], form.hidden * ROW_TYPE.itemsize
+    for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):
+        fitting = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)
+        label = f"{name} {form.name}, bfloat16"
+        found.append(AskedCall(label, name, rows * row, rows * row, tuple(fitting), rows))
+    return found
+
+
+def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str) -> list[ForecastRow]:
+    predictions = [kernel_time.predict(machine, kernel, world_size, call.nbytes, mode) for kernel in call.kernels]
     least = min(p.time_us for p in predictions)
-    limit = kernel_time.limit(machine, collective, world_size, nbytes)
-    factor = units.bus_factor(collective, world_size)
+    limit = kernel_time.limit(machine, call.collective, world_size, call.nbytes)
+    factor = units.bus_factor(call.collective, world_size)
     return [
         ForecastRow(
-            collective,
-            total,
+            call.name,
+            call.size_bytes,
             k.algorithm,
             k.protocol,
             p.time_us,
             p.waits,
             p.wire,
-            units.algorithm_bandwidth(total, p.time_us) * factor,
+            units.algorithm_bandwidth(call.size_bytes, p.time_us) * factor,
             limit,
             p.shares,
             p.shares.limit,
             p.time_us == least,
         )
-        for k, p in zip(kernels, predictions, strict=True)
+        for k, p in zip(call.kernels, predictions, strict=True)
     ]

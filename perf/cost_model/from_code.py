@@ -9,6 +9,7 @@ few rounds are executed, in an arena with smaller buffers, and the rounds that e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -23,10 +24,8 @@ from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
 from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
-from tricomm.policy import selection
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy import launch_shapes, selection
 
-ARENA_BYTES = 64 << 20  # what `Options` has
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
 
@@ -65,18 +64,12 @@ class CodeTime:
 
 def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> LaunchShape:
     """The grid that a communicator would launch without a tuned table."""
-    facts = SelectionFacts(_device(machine), world_size, layout.plan(world_size, ARENA_BYTES), layout.MAX_BLOCKS)
-    if kernel.needs_cube:
-        facts = SelectionFacts(facts.device, world_size, facts.layout, layout.MAX_BLOCKS, topology="hybrid_cube_mesh")
+    facts = timed_call.facts(machine, world_size, kernel.needs_cube)
     if kernel.zero_copy:
         choice = selection.choose(facts, kernel.collective, nbytes, zero_copy=kernel.algorithm)
     else:
         choice = selection.choose(facts, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, "graph")
     return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers)
-
-
-def _device(machine: MachineSpec) -> str:
-    return timed_call.architecture(machine)
 
 
 def predict(
@@ -90,28 +83,35 @@ def predict(
     cold = working_set > LATENCIES[machine.name].l2_bytes
     cut = _division(kernel, world_size, elements, shape)
 
-    def call(chunks: int, rounds: float, plan: Layout = cut.plan) -> TimedCall:
-        """Of so many chunks of so many rounds each."""
+    def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:
         part = min(elements, int(chunks * rounds * cut.round))
         return _call(machine, kernel.name, world_size, part, cut.shape, cold, plan, chunks)
 
+    return extended(machine, cut, elements, call)
+
+
+Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chunks, each of so many rounds
+
+
+def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:
+    """A call of `elements` (of those that a round of `cut` counts) from parts of it that `call` executes."""
     chunks, rounds = cut.chunks, elements / cut.round
-    if rounds <= _MOST_ROUNDS or (chunks <= _MOST_CHUNKS and cut.rounds <= _MOST_ROUNDS):
-        last = call(chunks, rounds / chunks)
+    if rounds <= _MOST_ROUNDS or (1 < chunks <= _MOST_CHUNKS and rounds <= _MOST_CHUNKS * _MOST_ROUNDS):
+        last = call(chunks, rounds / chunks, cut.plan)
         parts, executed, barriers = last.parts, rounds, float(last.barriers)
-        more = (last.barriers - call(1, cut.rounds).barriers) / (chunks - 1) if chunks > 1 else None
+        more = (last.barriers - call(1, cut.rounds, cut.plan).barriers) / (chunks - 1) if chunks > 1 else None
     elif chunks == 1:
-        first, last = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
+        first, last = call(1, _MOST_ROUNDS // 2, cut.plan), call(1, _MOST_ROUNDS, cut.plan)
         parts = _continued(last, (first, last, (rounds - _MOST_ROUNDS) / (_MOST_ROUNDS // 2)))
         executed, barriers, more = float(_MOST_ROUNDS), float(last.barriers), None
     elif cut.rounds <= _MOST_ROUNDS:
-        first, last = call(2, cut.rounds), call(3, cut.rounds)
+        first, last = call(2, cut.rounds, cut.plan), call(3, cut.rounds, cut.plan)
         rest = rounds - (chunks - 1) * cut.rounds  # of the last one, which may be shorter
-        parts = _continued(call(3, (2 * cut.rounds + rest) / 3), (first, last, chunks - 3))
+        parts = _continued(call(3, (2 * cut.rounds + rest) / 3, cut.plan), (first, last, chunks - 3))
         executed, more = 3 * cut.rounds, float(last.barriers - first.barriers)
         barriers = last.barriers + (chunks - 3) * more
     else:
-        one, first = call(1, _MOST_ROUNDS // 2), call(1, _MOST_ROUNDS)
+        one, first = call(1, _MOST_ROUNDS // 2, cut.plan), call(1, _MOST_ROUNDS, cut.plan)
         short = cut.shorter(_MOST_ROUNDS)
         two, last = call(2, _MOST_ROUNDS, short), call(3, _MOST_ROUNDS, short)
         # A chunk more is as many rounds more, and what chunks cost for themselves.
@@ -122,7 +122,7 @@ def predict(
     in_flight = cut.shape.blocks * last.in_flight
     allows = in_flight / last.latency / 1e3 if last.latency else 0.0
     boundary = LATENCIES[machine.name].boundary
-    single = call(1, min(1.0, cut.rounds)) if rounds > 1 else last
+    single = call(1, min(1.0, cut.rounds), cut.plan) if rounds > 1 else last
     least, _, _ = _split(single.parts, single.barriers * machine.barrier)
     rest, wire, at_barriers = _split(parts, barriers * machine.barrier)
     once = min(rest, least)
@@ -167,7 +167,7 @@ def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> t
 
 
 @dataclass(frozen=True)
-class _Division:
+class Division:
     """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. `shape` has no more
     blocks than there are tiles."""
 
@@ -179,22 +179,22 @@ class _Division:
 
     def shorter(self, rounds: int) -> Layout:
         """An arena whose chunks have only so many rounds."""
-        ll, simple = (int(each * rounds / self.rounds) for each in (self.plan.ll_buffer, self.plan.simple_buffer))
-        return replace(self.plan, ll_buffer=ll, simple_buffer=simple)
+        names = ("ll_buffer", "wide_buffer", "simple_buffer")
+        return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.rounds) for name in names})
 
 
-def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> _Division:
-    plan = layout.plan(world_size, ARENA_BYTES)
+def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> Division:
+    plan = layout.plan(world_size, timed_call.ARENA_BYTES)
     divided = 1 if kernel.shards is None else kernel.shards or world_size
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
-    words = -(-elements // 2)
-    blocks = max(1, min(shape.blocks, -(-words // (tile * divided))))
-    warps = min(shape.warps, tile // selection.WORDS_PER_WARP)
+    words, payload = -(-elements // 2), layout.tile_words(kernel.protocol, tile)
+    blocks = max(1, min(shape.blocks, -(-words // (payload * divided))))
+    warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // (2 if kernel.wide else 1))
     shape = LaunchShape(blocks, warps, tile, shape.registers)
-    round_words = blocks * tile * divided
+    round_words = blocks * payload * divided
     chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
-    return _Division(shape, plan, 2 * round_words, chunks, chunk / round_words)
+    return Division(shape, plan, 2 * round_words, chunks, chunk / round_words)
 
 
 def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
 from tricomm.perf.cost_model.limits import TimeShares
@@ -65,24 +67,51 @@ def predict(
     """
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
-    own = (1 + kind.rows_out(world_size) / kind.rows_in(world_size)) * nbytes + sent  # what has arrived is read again
+    own = (1 + kind.rows_out(world_size) / kind.rows_in(world_size)) * nbytes + _again(kernel, world_size, sent, nbytes)
+    if kernel.collective in collective_specs.FUSED:
+        own += 2 * nbytes  # the residual, and the norm
     barriers = kernel.barriers * machine.barrier
     waits = machine.launch + kernel.hops * machine.hop + barriers
     if mode == "eager":
         waits += machine.eager
-    links = wire = machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
+    links = wire = _links(machine, kernel)
     if blocks is not None:
         wire = min(links, blocks * machine.block * min(1.0, 32 * warps / _THREADS))
     return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3, barriers, wire < links)
 
 
+def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
+    """Bytes of own memory beside input and output: what has arrived is read again, and what the switch reads is
+    staged."""
+    if kernel.switched is None:
+        return sent
+    arrived = min(sent, float(kernel.written(world_size)) * nbytes)
+    return arrived + (nbytes if kernel.read(world_size) else 0)
+
+
+def _links(machine: MachineSpec, kernel: Kernel) -> float:
+    """The part of the links' bandwidth that a kernel reaches. Raises `InvalidArgument` without the switch it needs."""
+    if kernel.multicast and not machine.multicast:
+        raise InvalidArgument(f"{kernel.name}: {machine.name} have no switch that adds and copies")
+    if kernel.multicast:
+        return machine.multicast
+    return machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
+
+
 def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
-    """The kernels that such GPUs can run. On a cube mesh, not all pairs are linked, so only some kernels can.
+    """The kernels that such GPUs can run: without wide words before sm_75. On a cube mesh, not all pairs are linked, so
+    only some kernels can.
 
     Raises `InvalidArgument` if there is none.
     """
     cube = machine.cube and world_size == registry.CUBE_RANKS
-    usable = [k for k in registry.of(collective, world_size) if k.needs_cube == cube]
+    switch = machine.multicast > 0
+    wide = machine.architecture == "any" or int(machine.architecture.removeprefix("sm_")) >= FIRST_ARCHITECTURE
+    usable = [
+        k
+        for k in registry.of(collective, world_size, multicast=switch)
+        if k.needs_cube == cube and (wide or not k.wide)
+    ]
     if not usable:
         raise InvalidArgument(
             f"{collective}: 8 {machine.name} are a hybrid cube mesh, and no kernel of it goes around the links that "
@@ -119,9 +148,8 @@ def check() -> list[Checked]:
     checked = []
     for row in published.MEASUREMENTS:
         machine, kernel = MACHINES[row.gpu], registry.find(row.collective, row.algorithm, row.protocol, row.zero_copy)
-        checked.append(
-            Checked(row, predict(machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share).time_us)
-        )
+        time = predict(machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share).time_us
+        checked.append(Checked(row, time + row.more_us))
     return checked
 
 

@@ -7,6 +7,10 @@ links     bandwidth of a GPU's links in NCCL's model (`src/graph/topo.h`): NVLin
           between GPUs (voipmonitor/rtx6kpro, "PCIe bandwidth"); PCIe 4: half of that
 kernels   the part of it that a kernel's loads and stores reach: 320 and 600 in the cost model of NCCL's symmetric
           kernels (`src/sym_kernels.cc`, Hopper and Blackwell); the same 86 % if no model is published
+multicast the part of it that loads and stores through the switch reach: PyTorch's multimem all-reduce of 64 MiB took
+          320 us of 8 H100 (vllm-project/vllm#42324) and NCCL's NVLS reached 480 GB/s of bus bandwidth
+          (NVIDIA/nccl#1455), both 307 for (1 + 1/N) n bytes a direction; Blackwell's is scaled with `kernels` and
+          NCCL's efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no switch that adds
 block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled with
           the links for older GPUs
 memory    bandwidth of the GPU's own memory, from its data sheet
@@ -40,15 +44,16 @@ class MachineSpec:
     launch: float
     eager: float = 5.0
     cube: bool = False
+    multicast: float = 0.0
 
 
 _ALL = (
     MachineSpec("v100", "sm_70", 120.0, 103.0, 21.0, 900.0, 0.7, 3.3, 5.1, cube=True),
     MachineSpec("a100", "sm_80", 240.0, 206.0, 42.0, 2039.0, 0.7, 3.3, 5.1),
-    MachineSpec("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9),
-    MachineSpec("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9),
-    MachineSpec("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
-    MachineSpec("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9),
+    MachineSpec("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9, multicast=307.0),
+    MachineSpec("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9, multicast=307.0),
+    MachineSpec("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0),
+    MachineSpec("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0),
     MachineSpec("pcie3", "any", 12.0, 12.0, 12.0, 900.0, 1.0, 3.3, 2.0),
     MachineSpec("pcie4", "any", 26.0, 26.0, 26.0, 900.0, 1.0, 3.3, 2.0),
     MachineSpec("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),

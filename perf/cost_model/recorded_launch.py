@@ -5,19 +5,14 @@ So the model executes what is launched, with its parameters, whatever these are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
-
-import torch
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import DeviceFunction, table_of
 from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch, NoOrders, Streams
 from tricomm.kernels.launch import cubin, cuda_launcher
 from tricomm.kernels.launch.compiler import ptx_of
-
-Launcher = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
 
 class Recorder:
@@ -40,9 +35,12 @@ class RecordingGpu:
 
     def launched(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, more: list[Any],
-        group: tuple[Any, ...], arguments: tuple[torch.Tensor, torch.Tensor, int, int],
+        group: tuple[Any, ...], arguments: tuple[Any, ...],
     ) -> KernelLaunch:  # fmt: skip
-        """The launch that `make_launcher` makes of a kernel with aligned tensors; raises what that raises."""
+        """The launch that `make_launcher` makes of a kernel with aligned tensors; raises what that raises.
+
+        `arguments` are those of its `run`.
+        """
         launch = cuda_launcher.make_launcher(kernel, blocks, constexprs, bits, True, more, group, self._driver)
         launch(*arguments)
         return self._recorder.launches.pop()

@@ -6,6 +6,7 @@ is executed, as the last one to arrive at the kernel's end, which has the longes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.module_table import DeviceFunction
+from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
@@ -27,13 +29,15 @@ from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
 from tricomm.policy.compact_forms import MOST_REGISTERS
+from tricomm.policy.selection import SelectionFacts
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 
 DTYPE = DTYPES["float32"]
 _EPOCH = 6  # any but the first: headers and mailboxes of earlier calls are behind it
 _PAGE = 4096
-_CALL = 1 << 32 | 1
+ARENA_BYTES = 64 << 20  # what `Options` has
+CALL = 1 << 32 | 1  # number of the call
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,12 @@ def architecture(machine: MachineSpec) -> str:
     return "sm_75" if machine.architecture in ("any", "sm_70") else machine.architecture
 
 
+def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> SelectionFacts:
+    """What selection knows of a communicator on such GPUs."""
+    plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
+    return SelectionFacts(architecture(machine), world_size, plan, layout.MAX_BLOCKS, topology=topology)
+
+
 def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str, object]:
     """Those of a kernel of aligned float32, as a communicator binds it."""
     element, op = reduction(DTYPE, "sum")
@@ -103,17 +113,17 @@ class TimedArenas:
         self.places: list[OwnedMemory] = []
         self._kept: list[np.ndarray] = []
         ranks = range(world_size)
-        self.arenas = [self._new(self.plan.nbytes, rank, "the arena", head=self.plan.ll) for rank in ranks]
-        self.controls = [self._new(_PAGE, HOST, "a control page") for _ in ranks]
-        self.inputs = [self._new(8 * words_in, rank, "the input", cold) for rank in ranks]
-        self.outputs = [self._new(8 * words_out, rank, "the output", cold) for rank in ranks]
-        self.tables = [self._new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in ranks]
+        self.arenas = [self.new(self.plan.nbytes, rank, "the arena", head=self.plan.ll) for rank in ranks]
+        self.controls = [self.new(_PAGE, HOST, "a control page") for _ in ranks]
+        self.inputs = [self.new(8 * words_in, rank, "the input", cold) for rank in ranks]
+        self.outputs = [self.new(8 * words_out, rank, "the output", cold) for rank in ranks]
+        self.tables = [self.new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in ranks]
         for rank, arena in enumerate(self.arenas):
             self._fill(rank, arena, world_size)
             self.tables[rank][:world_size] = _addresses(self.inputs)
 
-    def _new(self, nbytes: int, rank: int, name: str, cold: bool = False, head: int = 0) -> torch.Tensor:
-        """`head`: bytes of it that hold no payload."""
+    def new(self, nbytes: int, rank: int, name: str, cold: bool = False, head: int = 0) -> torch.Tensor:
+        """Words of a rank's memory, all 0. `head`: bytes of it that hold no payload; `cold`: it is not in L2."""
         raw = np.zeros(nbytes // 8 + 512, "u8")  # pages that nothing touches cost nothing
         self._kept.append(raw)
         skipped = -raw.ctypes.data % _PAGE // 8
@@ -162,28 +172,40 @@ def run(
     """One call of `elements` 32-bit elements a row. `cold`: tensors come from memory, not L2."""
     if takes_counts(kernel.function):
         raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
-    gpu = recorded_launch.gpu(architecture(machine))
-    times, kind = LATENCIES[machine.name], kernel.kind
-    words = -(-elements // 2)
+    if kernel.multicast:
+        raise InvalidArgument(f"{kernel.name}: what the switch does is not modelled from the code")
+    kind, words = kernel.kind, -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
     arenas = TimedArenas(world_size, plan, sizes[0], sizes[1], cold)
-    arenas.expect_last(shape.blocks)
-    blocks = []
     bits = None if kernel.collective == "barrier" else DTYPE.bits
-    for rank in range(world_size):
+
+    def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
         more = [arenas.tables[rank] if name == "table" else 0 for name in extras(kernel.function)]
-        launch = gpu.launched(
+        return gpu.launched(
             kernel.function, shape.blocks, constexprs(kernel, world_size, shape), bits, more, arenas.group(rank),
-            (arenas.inputs[rank], arenas.outputs[rank], elements, _CALL),
+            (arenas.inputs[rank], arenas.outputs[rank], elements, CALL),
         )  # fmt: skip
+
+    return executed(machine, arenas, shape.blocks, launch)
+
+
+def executed(
+    machine: MachineSpec, arenas: TimedArenas, blocks: int, launch: Callable[[RecordingGpu, int], KernelLaunch]
+) -> TimedCall:
+    """Block 0 of each rank's kernel of `blocks` blocks, which `launch` gives by rank."""
+    gpu, times = recorded_launch.gpu(architecture(machine)), LATENCIES[machine.name]
+    arenas.expect_last(blocks)
+    started = []
+    for rank in range(len(arenas.arenas)):
+        found = launch(gpu, rank)
         if rank == 0:
-            loaded = grid.LoadedKernel(launch.loaded.kernel, arenas.memory, timed=True)
-        (block,) = grid.launch(loaded, (1, 1, 1), launch.threads, launch.shared, launch.parameters)
-        block.grid = launch.grid
-        blocks.append(block)
-    costs = _costs(gpu, launch.loaded, machine.name)
-    ranks = TimedRanks(costs, [RankQueues(machine, times, shape.blocks) for _ in blocks], arenas.places)
-    ranks.run(blocks)
+            loaded = grid.LoadedKernel(found.loaded.kernel, arenas.memory, timed=True)
+        (block,) = grid.launch(loaded, (1, 1, 1), found.threads, found.shared, found.parameters)
+        block.grid = found.grid
+        started.append(block)
+    costs = _costs(gpu, found.loaded, machine.name)
+    ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
+    ranks.run(started)
     loads = ranks.scarcest()
     return TimedCall(
         tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0, ranks.chain(),

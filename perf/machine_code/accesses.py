@@ -21,9 +21,10 @@ Line = tuple[str, int]
 
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.M)
 _LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)\s+\d+")
-_PTX = re.compile(r"\b(ld|st|atom|red)((?:\.[\w:]+)+)")
+_PTX = re.compile(r"\b(multimem\.ld_reduce|multimem\.st|ld|st|atom|red)((?:\.[\w:]+)+)")
 _SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
-_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)((?:\.[A-Z0-9_]+)*)")
+_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)((?:\.[A-Z0-9_x]+)*)")
+_LOADS = ("LDG", "LD", "LDGMC")
 _BITS = {"256": 256, "128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
 _LOCAL = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(LDL|STL)\b")
 
@@ -105,14 +106,15 @@ def ptx_accesses(ptx: str) -> list[MemoryInstruction]:
             continue
         for kind, suffix in _PTX.findall(text.split("//")[0]):
             if ".global" in suffix:
-                accesses.append(MemoryInstruction(line, kind != "ld", _ptx_bits(suffix), kind + suffix))
+                accesses.append(MemoryInstruction(line, "ld" not in kind, _ptx_bits(suffix), kind + suffix))
     return accesses
 
 
 def _ptx_bits(suffix: str) -> int:
     vector = re.search(r"\.v(\d)", suffix)
-    element = re.search(r"\.[busf](\d+)$", suffix)
-    return (int(vector[1]) if vector else 1) * (int(element[1]) if element else 0)
+    element = re.search(r"\.(?:[busf]|bf)(\d+)(x2)?$", suffix)
+    bits = int(element[1]) * (2 if element[2] else 1) if element else 0
+    return (int(vector[1]) if vector else 1) * bits
 
 
 def sass_accesses(sass: str) -> list[MemoryInstruction]:
@@ -140,11 +142,14 @@ def sass_lines(sass: str) -> Iterator[tuple[str, Line]]:
 def sass_access(text: str, line: Line) -> MemoryInstruction | None:
     """The instruction if it accesses global memory, else None."""
     instruction = _SASS.match(text)
-    if instruction is None or instruction[1] not in ("LDG", "LD", "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
+    if instruction is None or instruction[1] not in (*_LOADS, "STG", "ST", "ATOM", "ATOMG", "RED", "REDG"):
         return None
     name, suffix = instruction[1], instruction[2]
     bits = next((_BITS[p] for p in suffix.split(".") if p in _BITS), 32)
-    return MemoryInstruction(line, name not in ("LDG", "LD"), bits, name + suffix)
+    packed = re.search(r"\.B?F(16|32)x(\d)|\.[SU]?64", suffix)  # of LDGMC
+    if name == "LDGMC" and packed:
+        bits = int(packed[1]) * int(packed[2]) if packed[1] else 64
+    return MemoryInstruction(line, name not in _LOADS, bits, name + suffix)
 
 
 def tile_lines(ttgir: str) -> set[Line]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator
@@ -9,35 +10,45 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from tricomm import env
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS
 from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
-from tricomm.kernels.wide_words import why_not
-from tricomm.perf import text_table
+from tricomm.perf import row_calls, text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place
+from tricomm.perf.row_calls import RowForm
+from tricomm.policy.selection import SelectionFacts
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
-_OWN_ARRIVALS = ("primitives.finish", "channels.end_message")  # count a rank's own blocks
+KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
+_ROWS = 32  # of a fused call
+_NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
+_OWN_ARRIVALS = ("primitives.finish", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
             "rlx.sys", "per 16 B")  # fmt: skip
 
 LEGEND = """\
 spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
-than 128 bits (of ll128 64).  tail: element by element, past the last full tile or misaligned.  scalar, control: one
-word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
-instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row (of ll128 24)."""
+than 128 bits (of ll128 and of rows 64, of their codes 32 or 8).  tail: element by element, past the last full tile or
+misaligned.  scalar, control: one word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses
+at `.sys` scope in PTX.  per 16 B: instructions in SASS of the innermost loops that move payload, for each 16 bytes of a
+row (of ll128 24)."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel, as it would be launched; `block` is the 64-bit words of a tile."""
+    """One specialisation of a kernel, as it would be launched: `block` is the 64-bit words of a tile, `form` names the
+    rows of a fused call."""
 
     kernel: str
     arch: str
@@ -47,6 +58,12 @@ class Variant:
     aligned: bool = True
     block: int = 512
     warps: int = 8
+    form: str = ""
+
+    @property
+    def operation(self) -> str:
+        """What it computes."""
+        return self.form or self.op
 
 
 @dataclass(frozen=True)
@@ -91,20 +108,23 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     for arch in archs:
         if arch not in ARCHITECTURES:
             raise InvalidArgument(f"architecture {arch!r} is unknown; there is {', '.join(ARCHITECTURES)}")
-    kernels = [k for k in registry.ALL if name in (None, k.name)]
+    kernels = [k for k in KERNELS if name in (None, k.name)]
     if not kernels:
-        raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in registry.ALL)}")
+        raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in KERNELS)}")
     return [
         v
         for arch in archs
         for k in kernels
-        if name is not None or not k.wide or why_not(int(arch.removeprefix("sm_"))) is None
+        if name is not None or k.why_not_compiled(int(arch.removeprefix("sm_"))) is None
         for v in _of(k, arch, everything)
+        if k.why_not_reduced(*reduction(DTYPES[v.dtype], v.op)) is None
     ]
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
-    if kernel.collective == "barrier":
+    if kernel in registry.FUSED:
+        yield from _of_rows(kernel, arch, everything)
+    elif kernel.collective == "barrier":
         yield from (Variant(kernel.name, arch, world_size=w) for w in (WORLDS if everything else (8,)))
     elif not everything:
         # For a copy all widths are the same code, except the tail.
@@ -118,6 +138,23 @@ def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Varian
                         yield Variant(kernel.name, arch, dtype.name, op, world_size, aligned)
 
 
+def _of_rows(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
+    """Rows of 8192 with each quantisation, in the shape that a communicator launches for 32 of them."""
+    facts = itertools.product(WORLDS, ("bfloat16", "float16", "float32"), (True, False))
+    for world_size, dtype, aligned in facts if everything else ((8, "bfloat16", True),):
+        for quantize in ("", *QUANTIZATIONS):
+            form = RowForm(quantize=quantize)
+            try:
+                choice = row_calls.launched(_site(arch, world_size), kernel, form, getattr(torch, dtype), _ROWS).choice
+            except InvalidArgument:  # planes of ll128 that divide blocks of nvfp4
+                continue
+            yield Variant(kernel.name, arch, dtype, "sum", world_size, aligned, choice.block, choice.warps, form.name)
+
+
+def _site(arch: str, world_size: int) -> SelectionFacts:
+    return SelectionFacts(arch, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+
+
 def examine(variant: Variant, function: Any = None) -> KernelReport:
     """Compile `variant` (of a shipped kernel, or of the jitted `function`) and read the result.
 
@@ -126,7 +163,7 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
     """
     fixed: dict[str, Any] = {}
     if function is None:
-        kernel = next(k for k in registry.ALL if k.name == variant.kernel)
+        kernel = next(k for k in KERNELS if k.name == variant.kernel)
         function, fixed = kernel.function, kernel.fixed
     try:
         compiled = compile_variant(function, variant, fixed)
@@ -158,13 +195,24 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
 
 def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> Any:
     """Triton's compiled kernel of `variant`, with its constexprs `fixed`: `.asm` has ttgir, ptx and cubin."""
-    dtype = DTYPES[variant.dtype]
-    element, op = reduction(dtype, variant.op)
-    values = {
-        **fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
-        "LANES": variant.warps * 32, "ALIGNED": variant.aligned, "PTX": True, **_options(variant),
+    values = fixed | (_rows(variant) if variant.form else _plain(variant)) | {"ALIGNED": variant.aligned}
+    return compile_kernel(function, values, DTYPES[variant.dtype].bits, variant.aligned, _capability(variant))
+
+
+def _plain(variant: Variant) -> dict[str, Any]:
+    element, op = reduction(DTYPES[variant.dtype], variant.op)
+    return {
+        "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
+        "LANES": variant.warps * 32, "PTX": True, **_options(variant),
     }  # fmt: skip
-    return compile_kernel(function, values, dtype.bits, variant.aligned, _capability(variant))
+
+
+def _rows(variant: Variant) -> dict[str, Any]:
+    kernel = next(k for k in registry.FUSED if k.name == variant.kernel)
+    form, dtype = row_calls.parse(variant.form), getattr(torch, variant.dtype)
+    shape = (layout.MAX_BLOCKS, variant.warps, variant.block)
+    site = _site(variant.arch, variant.world_size)
+    return row_calls.launched(site, kernel, form, dtype, _ROWS, shape, variant.aligned).constexprs
 
 
 def _capability(variant: Variant) -> int:
@@ -172,6 +220,8 @@ def _capability(variant: Variant) -> int:
 
 
 def _options(variant: Variant) -> dict[str, Any]:
+    if variant.form:
+        return {name: value for name, value in _rows(variant).items() if name in ("num_warps", *COMPILE_OPTIONS)}
     return {**COMPILE_OPTIONS, "num_warps": variant.warps}
 
 
@@ -247,7 +297,15 @@ def check(report: KernelReport) -> list[str]:
 
 
 def _least_bits(variant: Variant) -> int:
-    """Of a bulk access. Planes of wide words have one word of a tensor a thread; a mailbox has 128 bits."""
+    """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
+    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
+    scales, are narrower than the word."""
+    if variant.form:
+        return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
+    kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)
+    if kernel is not None and kernel.multicast and kernel.reduces:
+        element, _ = reduction(DTYPES[variant.dtype], variant.op)
+        return DTYPES[element].bits if "int" in element else 128
     return 64 if variant.kernel.endswith("_ll128") else 128
 
 
@@ -280,7 +338,7 @@ def lines(reports: Iterable[KernelReport]) -> list[str]:
 
 def _cells(report: KernelReport) -> tuple[object, ...]:
     v, r, s = report.variant, report.resources, report.sass
-    dtype, op, aligned = (v.dtype, v.op, "yes" if v.aligned else "no") if report.payload else ("-", "-", "-")
+    dtype, op, aligned = (v.dtype, v.operation, "yes" if v.aligned else "no") if report.payload else ("-", "-", "-")
     return (
         v.kernel, v.arch, dtype, op, v.world_size, aligned, r.registers, r.spill_loads + r.spill_stores, r.stack,
         r.shared, s.body_wide_loads + s.body_wide_stores, s.body_narrow, s.tail, s.scalar, s.control,
@@ -290,7 +348,7 @@ def _cells(report: KernelReport) -> tuple[object, ...]:
 
 def _name(report: KernelReport) -> str:
     v = report.variant
-    return f"{v.kernel} {v.arch} {v.dtype} {v.op} of {v.world_size} ranks{'' if v.aligned else ', misaligned'}"
+    return f"{v.kernel} {v.arch} {v.dtype} {v.operation} of {v.world_size} ranks{'' if v.aligned else ', misaligned'}"
 
 
 def record(report: KernelReport) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
 from tricomm.store import descriptors
-from tricomm.store.arena import expected_kind
+from tricomm.store.arena import expected_kind, no_multicast_expected
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml
@@ -115,6 +115,9 @@ def _gpu_memory(count: int) -> Iterator[ProbeResult]:
         yield ProbeResult("GPU memory", WARN, f"{kind}: {reason}", remedy)
     else:
         yield ProbeResult("GPU memory", PASS, f"{kind}: shared by descriptors")
+    refusal = no_multicast_expected(count)
+    switch = f"no reductions in the switch: {refusal}" if refusal else "multicast addresses, if the ranks' probe agrees"
+    yield ProbeResult("multicast", PASS, switch)
 
 
 def _peers(count: int) -> Iterator[ProbeResult]:
@@ -219,6 +222,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
         "TRICOMM_CUDA_VMM": env.memory_by_descriptor,
+        "TRICOMM_MULTICAST": env.multicast,
         descriptors.VARIABLE: descriptors.base,
     }
     bad = False

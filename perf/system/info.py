@@ -25,7 +25,7 @@ from tricomm.perf.history import database
 from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
 from tricomm.store import descriptors
-from tricomm.store.arena import expected_kind
+from tricomm.store.arena import expected_kind, no_multicast_expected
 from tricomm.topology import discovery
 from tricomm.topology.nvml import Nvml, load_nvml
 
@@ -62,8 +62,13 @@ def collect() -> dict[str, Any]:
 
 
 def _memory() -> str:
-    kind, reason = expected_kind(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}, because {reason}"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind, reason = expected_kind(gpus)
+    found = f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}, because {reason}"
+    if not gpus:
+        return found
+    refusal = no_multicast_expected(gpus)
+    return f"{found}; " + (f"no multicast: {refusal}" if refusal else "multicast, if the ranks' probe agrees")
 
 
 def _batch_invariant() -> str:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import tricomm
 from tricomm import InvalidArgument
 from tricomm.kernels.collectives import registry
-from tricomm.perf import provenance
+from tricomm.perf import provenance, row_calls
 from tricomm.perf.cost_model import kernel_time
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.history import database
@@ -22,7 +24,8 @@ from tricomm.perf.tuner.sample_log import Round, SampleLog
 from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.successive_halving import BudgetExceeded
 from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
-from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy import row_shapes, tuning_tables, user_tables
+from tricomm.policy.selection import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
 
 
@@ -35,6 +38,7 @@ class Coordinator:
         self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm.fingerprint
         self._points = request.points(self._cpu)
         self._in_force = {point: _in_force(comm, point) for point in self._points}
+        self._site = SelectionFacts(self._fingerprint.device, comm.world_size, comm.arena_layout, comm.most_blocks)
         self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
         self._times = CheckedTimes(emit, worker)
         key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
@@ -69,13 +73,16 @@ class Coordinator:
         self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
 
     def _pool(self, point: Point) -> list[Candidate]:
-        kernels = [k for k in registry.of(point.collective, self._world_size) if self._runs(point, k)]
-        return pool(kernels, self._worker.comm.arena_layout, self._worker.comm.most_blocks, self._cpu, point.beside)
+        known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
+        kernels = [k for k in known if self._runs(point, k)]
+        comm = self._worker.comm
+        found = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
+        return [c for c in found if _as_it_is(self._site, point, c)] if point.epilogue else found
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:
-            self._worker.comm.explain(point.collective, 8, algorithm=kernel.algorithm, protocol=kernel.protocol)
-        except InvalidArgument:  # not over these links
+            _explained(self._worker.comm, point, algorithm=kernel.algorithm, protocol=kernel.protocol)
+        except InvalidArgument:  # not over these links, or not of this type
             return False
         return not kernel.needs_cube or self._fingerprint.topology == "hybrid_cube_mesh"
 
@@ -173,9 +180,32 @@ def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:
 
 
 def _in_force(comm: tricomm.Communicator, point: Point) -> Candidate:
-    dtype = getattr(torch, point.dtype)
-    choice = comm.explain(point.collective, point.nbytes, dtype, mode=point.mode)
+    choice = _explained(comm, point)
+    if point.epilogue and not choice.fused:
+        raise InvalidArgument(f"{point.collective} {point.epilogue}, {point.nbytes} B: {choice.reason}")
     return Candidate(choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block, choice.registers)
+
+
+def _explained(comm: tricomm.Communicator, point: Point, **forced: Any) -> tricomm.Choice:
+    form = row_calls.parse(point.epilogue) if point.epilogue else None
+    rows: dict[str, Any] = {"hidden": form.hidden, "quantize": form.quantize or None} if form is not None else {}
+    dtype = getattr(torch, point.dtype)
+    return comm.explain(point.collective, point.nbytes, dtype, mode=point.mode, **forced, **rows)
+
+
+def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
+    """Whether rows can have the candidate's shape; other shapes would be measured under its name."""
+    form = row_calls.parse(point.epilogue)
+    rows = point.nbytes * 8 // (form.hidden * point.bits)
+    if candidate.blocks > rows:
+        return False
+    tabled = replace(site, tuned=(candidate.row(point, site.world_size, None),))
+    facts = (point.collective, point.bits, form.hidden, rows, (None, None), form.quantize, point.mode)
+    choice = row_shapes.choose(tabled, *facts)
+    shape = (candidate.algorithm, candidate.protocol, candidate.blocks, candidate.warps, candidate.tile)
+    return isinstance(choice, tricomm.Choice) and shape == (
+        choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block
+    )  # fmt: skip
 
 
 def _similar_machine(device: str, topology: str) -> MachineSpec:

@@ -9,11 +9,15 @@ from typing import Any
 
 import msgspec
 
+from tricomm.core.fused.fused_call import FUSED
+from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import Layout
 from tricomm.perf import parsing
+from tricomm.perf.row_calls import RowForm
 from tricomm.perf.units import DATA_COLLECTIVES
+from tricomm.policy import row_shapes
 from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
 from tricomm.policy.tuning_tables import TableRow
 
@@ -30,21 +34,25 @@ _WORDS_PER_WARP = {"ll": (32, 64, 128), "ll128": (64, 128), "simple": (64, 128, 
 _CPU_TILES = (1024, 2048, 4096, 8192)
 
 
+PointGroup = tuple[str, int, str, bool, str]
+
+
 @dataclass(frozen=True)
 class Point:
     """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0. `beside`: for
-    groups whose calls run beside other kernels."""
+    groups whose calls run beside other kernels. `epilogue`: of an all_reduce_rms_norm, as `norm@8192`."""
 
     collective: str
     bits: int
     mode: str
     nbytes: int
     beside: bool = False
+    epilogue: str = ""
 
     @property
-    def group(self) -> tuple[str, int, str, bool]:
+    def group(self) -> PointGroup:
         """The same for points that differ in size only."""
-        return self.collective, self.bits, self.mode, self.beside
+        return self.collective, self.bits, self.mode, self.beside, self.epilogue
 
     @property
     def dtype(self) -> str:
@@ -72,7 +80,8 @@ class Candidate:
         """The row of a table that chooses this candidate."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
         few = (self.registers, True) if point.beside else (None, None)
-        return TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape, *few)
+        row = TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape, *few)
+        return replace(row, epilogue=point.epilogue) if point.epilogue else row
 
     def __str__(self) -> str:
         few = f", {self.registers} registers" if self.registers < MOST_REGISTERS else ""
@@ -90,6 +99,21 @@ def points(
         for mode in modes
         for size in sorted(set(sizes))
     ]
+
+
+def fused_points(
+    forms: tuple[RowForm, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...]
+) -> list[Point]:
+    """The same of an all_reduce_rms_norm, of whole rows, as long as such calls are fused."""
+    made = [
+        Point(FUSED, width, mode, form.rows(size, width // 8) * form.hidden * width // 8, epilogue=form.name)
+        for form in forms
+        for width in bits
+        if width in (16, 32)
+        for mode in modes
+        for size in sorted(set(sizes))
+    ]
+    return [point for point in dict.fromkeys(made) if point.nbytes <= row_shapes.MOST_FUSED]
 
 
 def pool(
@@ -125,7 +149,8 @@ class TuningRequest(msgspec.Struct, frozen=True):
     """A request for a tuning run, checked before anything is started.
 
     `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device. `beside`: for
-    groups with `Options(beside_compute=True)`, among the shapes that these may have.
+    groups with `Options(beside_compute=True)`, among the shapes that these may have. `forms` are the rows of an
+    all_reduce_rms_norm.
     """
 
     collectives: tuple[str, ...]
@@ -137,25 +162,41 @@ class TuningRequest(msgspec.Struct, frozen=True):
     device: str = "auto"
     timeout: float = 60.0
     beside: bool = False
+    forms: tuple[RowForm, ...] = ()
 
     def points(self, cpu: bool) -> list[Point]:
         """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
         modes = self.modes or (MODES[:1] if cpu else MODES)
-        return points(self.collectives, self.bits, modes, self.sizes, self.beside)
+        plain = tuple(name for name in self.collectives if name != FUSED)
+        fused = self.forms if FUSED in self.collectives and not self.beside else ()
+        return [
+            *points(plain, self.bits, modes, self.sizes, self.beside),
+            *fused_points(fused, self.bits, modes, self.sizes),
+        ]
 
     def key(self, *facts: object) -> str:
         """Names a run by the request and `facts`; not by the budget, because a run may continue with another one."""
-        asked = (self.collectives, self.bits, self.sizes, self.modes, self.beside, facts)
+        asked = (self.collectives, self.bits, self.sizes, self.modes, self.beside, self.forms, facts)
         return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
 def parse(collective: str, bits: str, sizes: str, mode: str | None, budget: str, **rest: Any) -> TuningRequest:
-    """A request of comma lists (or `all`). Raises `InvalidArgument` with the nearest names."""
-    return TuningRequest(
-        parsing.parse_names(collective, TUNABLE, "collective"),
+    """A request of comma lists (or `all`, which is without the fused calls). Raises `InvalidArgument` with the nearest
+    names, and if there is nothing to tune."""
+    known = TUNABLE if collective == "all" else (*TUNABLE, FUSED)
+    request = TuningRequest(
+        parsing.parse_names(collective, known, "collective"),
         tuple(int(width) for width in parsing.parse_names(bits, _WIDTHS, "bits")),
         parsing.parse_sizes(sizes),
         parsing.parse_names(mode, MODES, "mode") if mode else (),
         parsing.parse_budget(budget),
         **rest,
     )
+    if FUSED in request.collectives and request.beside:
+        raise InvalidArgument(f"{FUSED}: no fused kernel leaves room for others; leave --beside-compute out")
+    if not request.points(cpu=False):
+        raise InvalidArgument(
+            f"{FUSED}: nothing to tune at these widths and sizes; fused calls have 16 or 32 bits and "
+            f"{row_shapes.MOST_FUSED} bytes at most"
+        )
+    return request

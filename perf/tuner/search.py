@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tricomm.perf.tuner.points import Candidate, Point
+from tricomm.perf.tuner.points import Candidate, Point, PointGroup
 from tricomm.perf.tuner.statistics import Gain, gain
 from tricomm.perf.tuner.successive_halving import MOST, BudgetExceeded, Measure, Prior, Samples, successive_halving
 
@@ -89,7 +89,7 @@ def search(points: Sequence[Point], pool: Pool, in_force: InForce, prior: Prior,
 def _every_point(
     samples: dict[Point, Samples], pool: Pool, in_force: InForce, prior: Corrected, measure: Measure
 ) -> None:
-    best_by_size: dict[tuple[str, int, str, bool], dict[int, Candidate]] = {}
+    best_by_size: dict[PointGroup, dict[int, Candidate]] = {}
     for point in _coarse_to_fine(list(samples)):
         near, here = best_by_size.setdefault(point.group, {}), samples[point]
         seeds = [in_force(point), *(near[size] for size in _adjacent(list(near), point.nbytes))]
@@ -134,7 +134,7 @@ def _decision(samples: Samples, in_force: Candidate) -> Decision | None:
 
 def _coarse_to_fine(points: list[Point]) -> list[Point]:
     """Of every group both ends, then the middle of each gap: an interrupted search has covered the whole range."""
-    groups: dict[tuple[str, int, str, bool], list[Point]] = {}
+    groups: dict[PointGroup, list[Point]] = {}
     for point in points:
         groups.setdefault(point.group, []).append(point)
     ranked = [(_depth(i, len(group)), i, point) for group in groups.values() for i, point in enumerate(group)]

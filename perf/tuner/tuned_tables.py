@@ -8,12 +8,13 @@ from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf import text_table
-from tricomm.perf.tuner.points import Point
+from tricomm.perf.tuner.points import Point, PointGroup
 from tricomm.perf.tuner.search import Decision
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _COLUMNS = (
-    "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits,registers,beside"
+    "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits,registers,beside,"
+    "epilogue"
 )
 
 
@@ -91,7 +92,7 @@ def _cells(least: int, row: TableRow) -> tuple[str, ...]:
     kernel += f", {row.registers} registers" if row.registers else ""
     return (
         row.collective,
-        f"{row.bits} bit" if row.bits else "",
+        " ".join([f"{row.bits} bit" if row.bits else "", row.epilogue or ""]).strip(),
         f"{row.mode or ''}{' beside' if row.beside else ''}",
         f"{least} to {limit}",
         kernel,
@@ -102,7 +103,7 @@ def csv(table: TunedTable) -> str:
     """A line a row with its range of sizes; an empty `max_bytes` has no end."""
     values = [
         [row.collective, least, row.max_bytes, row.algorithm, row.protocol, row.blocks, 1, row.world_size, row.warps,
-         row.tile, row.mode, row.bits, row.registers, row.beside]
+         row.tile, row.mode, row.bits, row.registers, row.beside, row.epilogue]
         for least, row in _ranges(table.rows)
     ]  # fmt: skip
     return "\n".join([_COLUMNS, *(",".join("" if v is None else str(v) for v in row) for row in values)]) + "\n"
@@ -117,12 +118,12 @@ def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
 
 
 def _groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
-    groups: dict[tuple[str, int, str, bool], list[Decision]] = {}
+    groups: dict[PointGroup, list[Decision]] = {}
     for decision in sorted(decisions, key=lambda d: d.point.nbytes):
         groups.setdefault(decision.point.group, []).append(decision)
     return list(groups.values())
 
 
 def _name(point: Point) -> str:
-    width = f" {point.bits} bit" if point.bits else ""
+    width = (f" {point.bits} bit" if point.bits else "") + (f" {point.epilogue}" if point.epilogue else "")
     return f"{point.collective}{width} {point.mode} {point.nbytes} B"

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import cast
 
 import msgspec
-import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env
-from tricomm.kernels.collective_specs import COLLECTIVES
-from tricomm.perf.bench import check_data, collective_calls, timing
+from tricomm.perf.bench import timing
+from tricomm.perf.tuner import tuned_calls
 from tricomm.perf.tuner.points import Candidate, Point
+from tricomm.perf.tuner.tuned_calls import TunedCall
 from tricomm.policy import tuning_tables
 from tricomm.store.records import MessageHeader
 
@@ -156,25 +155,15 @@ class Sampler:
         self._comm = comm
         self._number = 0
         self._point: Point | None = None
-        self._x = self._y = torch.empty(0)
+        self._call: TunedCall | None = None
         self._graphs: dict[Candidate, tuple[timing.Call, int]] = {}
 
     def check(self, point: Point, candidate: Candidate) -> int:
         """Wrong elements on this rank, of two calls, because the two use different mailboxes."""
-        self._use(point, candidate)
-        comm, wrong = self._comm, 0
-        count, dtype = _count(point, comm.world_size), getattr(torch, point.dtype)
+        call, wrong = self._use(point, candidate), 0
         for _ in range(2):
             self._number += 1
-            facts = (point.collective, "sum", comm.world_size)
-            check_data.poison(self._y)
-            self._x.copy_(check_data.values(*facts, comm.rank, self._number, count, dtype))
-            result = collective_calls.call(comm, point.collective, self._number, self._x, self._y)
-            comm.synchronize()
-            if result is not None and check_data.gets(point.collective, comm.world_size, comm.rank, self._number):
-                exact = check_data.expected(*facts, self._number, count, comm.rank, dtype)
-                wrong += check_data.wrong(result, exact)
-        self._x.zero_()
+            wrong += call.wrong(self._number)
         return wrong
 
     def sample(self, point: Point, candidate: Candidate) -> float:
@@ -182,28 +171,17 @@ class Sampler:
         if point.mode == "graph" and candidate in self._graphs and point == self._point:
             run, calls = self._graphs[candidate]
         else:
-            self._use(point, candidate)
+            call = self._use(point, candidate)
             mode = "kernel" if point.mode == "graph" else "eager"  # so many calls that a graph's launch hardly counts
-            call = partial(collective_calls.call, self._comm, point.collective, 0, self._x, self._y)
-            run, calls = timing.prepare(self._comm, call, mode, 1)
+            run, calls = timing.prepare(self._comm, call.run, mode, 1)
             if point.mode == "graph":
                 self._graphs[candidate] = run, calls
         iters = 1 if self._comm.simulated else _REPLAYS if point.mode == "graph" else _EAGER_CALLS
         return timing.quantile(timing.timed(self._comm, run, calls, iters), 0.5)
 
-    def _use(self, point: Point, candidate: Candidate) -> None:
-        comm = self._comm
-        if point != self._point:
-            dtype = getattr(torch, point.dtype)
+    def _use(self, point: Point, candidate: Candidate) -> TunedCall:
+        if point != self._point or self._call is None:
             self._graphs.clear()
-            x, self._y = collective_calls.tensors(comm, point.collective, _count(point, comm.world_size), dtype)
-            self._x = collective_calls.local(x)
-            self._point = point
-        comm.use_table((candidate.row(point, comm.world_size, None),), str(candidate))
-
-
-def _count(point: Point, world_size: int) -> int:
-    """Elements of a row, for the point's bytes of input; rows are whole 16 bytes if that is possible."""
-    item = int(getattr(torch, point.dtype).itemsize)
-    row = point.nbytes // COLLECTIVES[point.collective].rows_in(world_size)
-    return max(1, (row // 16 * 16 or row) // item)
+            self._call, self._point = tuned_calls.prepared(self._comm, point), point
+        self._comm.use_table((candidate.row(point, self._comm.world_size, None),), str(candidate))
+        return self._call

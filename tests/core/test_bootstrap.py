@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests.core.bodies import fake_nccl
-from tests.store.fake_driver import FakeCuda
+from tests.store.cuda.fake_driver import FakeCuda
 from tricomm import errors
 from tricomm.core import bootstrap
 from tricomm.kernels import layout

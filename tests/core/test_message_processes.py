@@ -21,7 +21,7 @@ def test_messages_round_a_ring(url, protocol):
 
 
 def test_one_block_takes_what_several_have_sent_one_after_another(url):
-    assert ranks.run(2, message_bodies.of_many_channels, url, timeout=60) == [2, (0, True, True)]
+    assert ranks.run(2, message_bodies.of_many_queues, url, timeout=60) == [2, (0, True, True)]
 
 
 def test_what_somebody_sent_before_leaving_still_arrives(url):

@@ -16,7 +16,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.dtypes import DTYPES
 
 SMALL = tricomm.Options(arena_bytes=64 << 10, tile=16)
-WIDE = tricomm.Options(arena_bytes=4 << 20, tile=64, blocks=3)  # several channels, and fewer blocks than them
+WIDE = tricomm.Options(arena_bytes=4 << 20, tile=64, blocks=3)  # several queues, and fewer blocks than them
 PROTOCOLS = pytest.mark.parametrize("protocol", ["ll", "simple"])
 
 
@@ -262,7 +262,8 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
         return bool(((words >> 32) == first + 8).any())
 
     options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
-    edits = () if cleared else (Edit("kernels/device/channels.py", "(number % CLEAR_EVERY < SLOTS)", "(number < 0)"),)
+    edit = Edit("kernels/device/message_queues.py", "(number % CLEAR_EVERY < SLOTS)", "(number < 0)")
+    edits = () if cleared else (edit,)
     with loaded(edits):
         assert tricomm.simulate(body, 2, options=options)[1] == (not cleared)
 
@@ -324,7 +325,7 @@ def test_alone_nobody_can_send():
 
 
 def test_the_kernels_need_not_launch_the_same_grid():
-    """Channels are the unit, not blocks: from any source one block takes what several have sent."""
+    """Queues are the unit, not blocks: from any source one block takes what several have sent."""
 
     def body(comm):
         if comm.rank == 0:

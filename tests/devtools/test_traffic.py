@@ -19,8 +19,11 @@ def kernels(cube: bool) -> dict[str, registry.Kernel]:
 @pytest.mark.usefixtures("forked_workers")
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     """On every rank; where there is a root, on the busiest ones."""
-    found = list(count(world_size, 16 * world_size * 24))
-    sent, found = ([m for m in found if m.kernel.pairwise is kind] for kind in (True, False))
+    every = list(count(world_size, 16 * world_size * 24, quantized=("", "nvfp4") if world_size == 3 else ("",)))
+    fused, every = ([m for m in every if (m.form != "") is kind] for kind in (True, False))
+    assert {m.kernel for m in fused} == set(registry.of("all_reduce_rms_norm", world_size))
+    assert {(m.kernel.name, m.form, m.rank): m.ratio for m in fused if m.ratio != 1.0} == {}
+    sent, found = ([m for m in every if m.kernel.pairwise is kind] for kind in (True, False))
     assert [(m.kernel.name, m.rank, m.ratio, m.headers) for m in sent] == [
         (f"send_{p}", 0, 1.0, 16) for p in ("ll", "simple")
     ]

@@ -38,6 +38,29 @@ class _Group:
     def close(self):
         self.comm = None
 
+    def suspend(self):
+        self.steps.append("suspend")
+
+    def resume(self):
+        self.steps.append("resume")
+
+
+def test_memory_goes_with_the_servers_first_part_and_comes_back_with_its_last():
+    _Group.steps = steps = []
+    members = [SglangAllReduce(_Group(), name) for name in ("tp", "attention")]
+    updater = SimpleNamespace(offload_tags={"weights", "kv_cache"})
+
+    def own(updater, request, *, done):
+        steps.append(request)
+        updater.offload_tags -= done
+        return request
+
+    assert sglang_all_reduce.released(own, updater, "release", done=set()) == "release"
+    assert sglang_all_reduce.taken_again(own, updater, "weights", done={"weights"}) == "weights"
+    assert sglang_all_reduce.taken_again(own, updater, "cache", done={"kv_cache"}) == "cache"
+    assert steps == ["release", "suspend", "suspend", "weights", "cache", "resume", "resume"]
+    assert members[0].tricomm.comm is not None
+
 
 def test_calls_that_the_kernels_do_not_take_are_sglangs():
     made = SglangAllReduce(_Group(), "tp")

@@ -13,7 +13,7 @@ import tricomm
 from tricomm.engines import engine_group, vllm_communicator, vllm_plugin
 from tricomm.engines.engine_group import Engine
 from tricomm.engines.versions import VersionRange
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 
 LOG = logging.getLogger("engine")
 
@@ -196,8 +196,9 @@ def _pretending(engine, device="cuda", invariant=False):
     closed: list[bool] = []
     group = engine_group.without("tp:0", engine, "", logging.DEBUG)
     group.comm = types.SimpleNamespace(
-        gpu=gpu, device=torch.device("cpu"), world_size=2, options=tricomm.Options(), close=lambda: closed.append(True)
-    )
+        gpu=gpu, device=torch.device("cpu"), world_size=2, options=tricomm.Options(), close=lambda: closed.append(True),
+        suspended=False,
+    )  # fmt: skip
     group._facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant)
     group._seat = engine_group.Seat(None, 1, 2, torch.device("cpu"), "tp:0")
     return group, closed
@@ -212,14 +213,50 @@ def test_a_capture_takes_only_sizes_that_were_called_before_and_keeps_its_memory
     with group.capture():
         assert not group.takes("all_reduce", y) and not group.takes("all_gather", x)
         assert not group._captured and group.takes("all_reduce", x)
+    comm.suspend = _raising(InvalidArgument("legacy CUDA IPC cannot"))
     group.suspend()
-    assert closed == [] and group.comm is comm
+    assert closed == [] and group.comm is comm and "legacy CUDA IPC cannot" in caplog.text
     assert "captured without a call of that size before" in caplog.text
     assert "CUDA graphs hold their addresses" in caplog.text
     group.close()
     assert closed == [True] and not group.takes("all_reduce", x)
     with pytest.raises(InvalidArgument, match="it is closed"):
         group.all_reduce(x)
+
+
+def _raising(error):
+    def refuse():
+        raise error
+
+    return refuse
+
+
+def test_sleep_keeps_the_communicator_where_its_addresses_can_be_kept(caplog):
+    group, closed = _pretending(Engine("vLLM", LOG))
+    comm, x = group.comm, torch.ones(4)
+    comm.suspend = lambda: setattr(comm, "suspended", True)
+    comm.resume = lambda: setattr(comm, "suspended", False)
+    for _ in range(2):
+        group.suspend()
+        assert comm.suspended and not group.takes("all_reduce", x) and not group.takes_rms_norm(x, x)
+    for _ in range(2):
+        group.resume()
+        assert not comm.suspended and group.takes("all_reduce", x) and group.comm is comm and closed == []
+    comm.gpu.now = True
+    assert group.takes("all_reduce", x)  # captured
+    comm.gpu.now = False
+    group.suspend()
+    comm.resume = _raising(ResourceError("no memory"))
+    with pytest.raises(ResourceError, match="no memory"):
+        group.resume()
+    assert group.comm is comm, "the graph needs it: it may be tried again"
+    group._captured = False
+    group.resume()
+    assert group.comm is None and closed == [True] and "no memory" in caplog.text
+    group, closed = _pretending(Engine("vLLM", LOG))
+    group.comm.suspend = _raising(InvalidArgument("legacy CUDA IPC cannot"))
+    group.suspend()
+    assert group.comm is None and closed == [True], "without graphs it goes as a whole"
 
 
 def test_the_table_limits_sizes_unless_reductions_are_batch_invariant():

@@ -22,10 +22,10 @@ def test_parts_lie_one_behind_the_other():
         assert layout.HEADERS + 8 * layout.PHASES * 2 * ranks * layout.MAX_BLOCKS <= plan.ll
         assert plan.ll + 2 * ranks * plan.ll_buffer <= plan.wide
         assert plan.wide + 2 * ranks * plan.wide_buffer <= plan.simple
-        assert plan.simple + 2 * ranks * plan.simple_buffer <= plan.channel_states
-        assert plan.channel_states + ranks * plan.channels * layout.CHANNEL_STATE <= plan.slots
-        assert plan.slots + ranks * plan.channels * layout.SLOTS * plan.slot <= plan.nbytes
-        assert all(place % 128 == 0 for place in (plan.ll, plan.wide, plan.simple, plan.channel_states, plan.slots))
+        assert plan.simple + 2 * ranks * plan.simple_buffer <= plan.queue_states
+        assert plan.queue_states + ranks * plan.queues * layout.QUEUE_STATE <= plan.slots
+        assert plan.slots + ranks * plan.queues * layout.SLOTS * plan.slot <= plan.nbytes
+        assert all(place % 128 == 0 for place in (plan.ll, plan.wide, plan.simple, plan.queue_states, plan.slots))
 
 
 def test_no_plan_is_larger_than_its_arena():

@@ -48,8 +48,8 @@ class FakeControl:
     def give_up_if_refused(self) -> None:
         with self.group.condition:
             for rank, (_, answer) in self.group.rounds.get(self._round + 1, {}).items():
-                if answer:
-                    kind = answer.decode(errors="replace").partition(" ")[0]
+                if answer[:1] == b"!":
+                    kind = answer[1:].decode(errors="replace").partition(" ")[0]
                     raise getattr(errors, kind)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
@@ -71,9 +71,14 @@ class FakeControl:
             return [posted[rank][1] for rank in range(self.world_size)]
 
     def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
-        mine = b"" if error is None else f"{type(error).__name__} {error}".encode()[:1024]
-        answers = [data.decode(errors="replace") for data in self.exchange(mine, what, timeout)]
-        failed = [(*data.partition(" ")[::2], rank) for rank, data in enumerate(answers) if data]
-        if failed:
+        self.gather(error, b"", what, timeout)
+
+    def gather(self, error: BaseException | None, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        mine = b"=" + payload if error is None else f"!{type(error).__name__} {error}".encode()[:1024]
+        answers = self.exchange(mine, what, timeout)
+        texts = [(rank, data[1:].decode(errors="replace")) for rank, data in enumerate(answers) if data[:1] == b"!"]
+        if texts:
+            failed = [(*text.partition(" ")[::2], rank) for rank, text in texts]
             reasons = "; ".join(f"rank {rank}: {text}" for _, text, rank in failed)
             raise getattr(errors, failed[0][0])(f"{what}: {reasons}")
+        return [data[1:] for data in answers]

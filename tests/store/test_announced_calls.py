@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tricomm.store import page as pages
 from tricomm.store.page import NBYTES, RING, Descriptor, Page
 
 FIRST = 6 * 4096 + 256  # where the first descriptor is
@@ -18,28 +19,34 @@ def fresh() -> tuple[memoryview, Page]:
     return buffer, Page(buffer, 0)
 
 
-def wrong(page: Page, plans: int, calls: int) -> list[int]:
-    """Sequence numbers of calls by `plans` plans, in any order, that could not be read while they were among the last
-    ones; the first plan is used in every third call, so its descriptor is an old one that is still in use."""
-    announce, packed = page.announcer(), [descriptor(n).packed() for n in range(plans)]
-    order, made, missing = random.Random(0), {}, []
-    for sequence in range(1, calls + 1):
-        made[sequence] = 0 if sequence % 3 == 0 else order.randrange(plans)
-        announce(sequence, packed[made[sequence]])
-        for late in range(max(1, sequence - RING + 1), sequence + 1):
-            call = page.called(late)
-            if call is None or (call.sequence, call.count) != (late, made[late]):
-                missing.append(late)
+def wrong(page: Page, plans: int, calls: int, channels: int = 1) -> list[int]:
+    """Sequence numbers of calls by `plans` plans, in any order and in any channel, that could not be read while they
+    were among the last ones of their channel; the first plan is used in every third call, so its descriptor is an old
+    one that is still in use."""
+    announcers = [page.announcer(channel, channels) for channel in range(channels)]
+    packed = [descriptor(n).packed() for n in range(plans)]
+    order, made, last, missing = random.Random(0), {}, [0] * channels, []
+    for call in range(1, calls + 1):
+        channel = order.randrange(channels)
+        last[channel] = sequence = last[channel] + 1
+        made[channel, sequence] = 0 if call % 3 == 0 else order.randrange(plans)
+        announcers[channel](sequence, packed[made[channel, sequence]])
+        for other in range(channels):
+            for late in range(max(1, last[other] - RING + 1), last[other] + 1):
+                found = page.called(late, other)
+                if found is None or (found.sequence, found.count) != (late, made[other, late]):
+                    missing.append(late)
+    assert [page.sequence(channel) for channel in range(channels)] == last
     return missing
 
 
-@pytest.mark.parametrize("plans", [1, 64, 65, 500])
-def test_the_last_calls_stay_readable_however_many_plans_there_are(plans):
-    assert wrong(fresh()[1], plans, 1000) == []
+@pytest.mark.parametrize("plans, channels", [(1, 1), (64, 1), (65, 1), (500, 1), (500, 3), (500, 8)])
+def test_the_last_calls_stay_readable_however_many_plans_there_are(plans, channels):
+    assert wrong(fresh()[1], plans, 1000, channels) == []
 
 
 def test_without_the_look_at_the_last_calls_a_descriptor_in_use_is_overwritten(monkeypatch):
-    monkeypatch.setattr(Page, "_named", lambda page: set())
+    monkeypatch.setattr(pages._Places, "_named", lambda places, sequence: set())
     assert wrong(fresh()[1], 500, 1000) != []
 
 
@@ -68,11 +75,12 @@ def test_a_descriptor_of_another_number_is_not_taken_for_the_calls():
     assert page.called(1) is None
 
 
-def test_sequence_numbers_and_numbers_of_descriptors_that_are_large():
+def test_sequence_numbers_and_numbers_of_descriptors_that_are_large(monkeypatch):
     _, page = fresh()
-    page._number = (1 << 20) - 3  # its lower bits begin anew
+    monkeypatch.setattr(pages, "_BITS", 7)  # a number's lower bits soon begin anew
+    monkeypatch.setattr(pages, "_LOWER", 127)
     announce = page.announcer()
     for sequence in ((1 << 31) - 2, 1 << 31, (1 << 40) + 7):
-        for step in range(5):
+        for step in range(100):
             announce(sequence + step, descriptor(step).packed())
-            assert page.sequence == sequence + step == page.last().sequence and page.last().count == step
+            assert page.sequence() == sequence + step == page.last().sequence and page.last().count == step

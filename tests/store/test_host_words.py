@@ -13,7 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 import tricomm
-from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_host import identity
 from tricomm import communicator
 from tricomm.communicator import Communicator
@@ -27,7 +27,7 @@ from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.store import host_words
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.handshake import handshake
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import LocalGroup

@@ -8,7 +8,7 @@ import mmap
 import pytest
 import torch
 
-from tests.store.fake_driver import FakeCuda, FakeDriver
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
@@ -117,10 +117,10 @@ def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
             assert driver.read(arenas[1].bases[0], arenas[0].nbytes) == bytes(arenas[0].nbytes)
     first[0].close()
     first[0].close()
-    assert "cuMemFree" not in driver.calls
+    assert "cuMemAddressFree" not in driver.calls
     driver.process.kernel_running = True
     first[1].close()
-    assert driver.calls.count("cuMemFree") == 2
+    assert driver.calls.count("cuMemAddressFree") == 2
     for owned in (*second, *words):
         owned.close()
     world.verify()

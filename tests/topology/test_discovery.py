@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 import torch
 
-from tests.store.fake_driver import FakeCuda as FakeCudaWorld
+from tests.store.cuda.fake_driver import FakeCuda as FakeCudaWorld
 from tests.topology import fake_nvml
 from tests.topology.fake_ml_py import FakeMlPy, c_old_fabric_info
 from tests.topology.fake_nvml import Card, FakeCuda, FakeNvml, known, look, meshed, switched, uuid_of
@@ -42,7 +42,7 @@ def test_devices_are_numbered_as_cuda_does_whatever_order_nvml_has(visible: list
 
 
 def test_cuda_in_the_drivers_own_words() -> None:
-    """`store.cuda_driver.Driver` is CUDA enough."""
+    """`store.cuda.cuda_driver.Driver` is CUDA enough."""
     driver = FakeCudaWorld(8, lambda a, b: frozenset({a, b}) not in UNLINKED).process([6, 1, 2, 5])
     driver.init()
     fake = dgx1v()

@@ -5,23 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm import env
 from tricomm.c10d import fallback_backends, gloo_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, options_for, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
 from tricomm.c10d.gloo_collectives import CallContext, CallRecords
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
-from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
@@ -34,16 +32,13 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.metrics.counters import KERNELS, count_fallback
+from tricomm.metrics.counters import GLOO, KERNELS, NCCL, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
 
-# A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
-# this and 5.3 s with 64 MiB (2 ranks, simulated).
-_CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
 
@@ -126,14 +121,21 @@ class Dispatcher:
 
     def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
+        no_kernels = self._no_kernels.get(device, f"no {device} kernels")
+        across, one_level = "", ""
+        if self._agreed.nodes > 1:
+            one_level = self._agreed.one_level(self._options) or no_kernels or ""
+            across = "" if one_level else {"cpu": GLOO, "cuda": NCCL}[device]
         return GroupFacts(
             device,
             self._config.world_size,
             self._agreed.nodes,
-            self._no_kernels.get(device, f"no {device} kernels"),
+            no_kernels,
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
             batch_invariant=self.batch_invariant,
+            across=across,
+            one_level=one_level,
         )
 
     def _refuse(self, batch: list[GroupCall]) -> None:
@@ -152,7 +154,7 @@ class Dispatcher:
         routed = self._routed.get(key)
         if routed is None:
             route, made = self._decide_finally(call)
-            routed = _Routed(route, None if route.backend == KERNELS else call.record(route.backend))
+            routed = _Routed(route, None if route.by_communicator else call.record(route.backend))
             if made:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
@@ -164,9 +166,9 @@ class Dispatcher:
         """The route of `call`, and whether it stays: once the kernels' communicator is made, or cannot be."""
         device = call.device
         site = self.site(device.type)
-        made = device in self._comms or site.no_kernels is not None or site.nodes > 1
+        made = device in self._comms or site.no_kernels is not None or (site.nodes > 1 and not site.across)
         route = self._decide(site, call)
-        if not made and (route.backend == KERNELS or not _capturing(device)):
+        if not made and (route.by_communicator or not _capturing(device)):
             self._communicator(device)
             route, made = self._decide(self.site(device.type), call), True
         return route, made
@@ -195,7 +197,7 @@ class Dispatcher:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
     def count_call(self, call: GroupCall, route: BackendChoice) -> None:
-        if route.backend != KERNELS:  # the communicator counts its own calls
+        if not route.by_communicator:  # the communicator counts its own calls
             count_fallback(route.backend, call.collective, call.nbytes)
         backend_choice.log_once(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
@@ -222,7 +224,8 @@ class Dispatcher:
                 decided=_DECIDED,
             )
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
-            self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
+            why = "no two levels" if self._agreed.nodes > 1 else "the ranks cannot share memory"
+            self._no_kernels[device.type] = f"{why}: {first_line(error)}"
             return
         self._comms[device] = comm
         self._routed.clear()
@@ -257,7 +260,7 @@ class Dispatcher:
         if self._agreed.check:
             inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
         for call in batch:
-            if self._route(call).route.backend == KERNELS:
+            if self._route(call).route.by_communicator:
                 _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
             else:
                 gloo_collectives.run(self._context(call, inputs), call)
@@ -292,7 +295,7 @@ class Dispatcher:
         routed = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
-        if comm is None or any(entry.route.backend != KERNELS for entry in routed):
+        if comm is None or not all(entry.route.by_communicator for entry in routed):
             return self._to_nccl(native, comm, batch, routed)
 
         def action() -> None:
@@ -325,6 +328,20 @@ class Dispatcher:
             raise
 
     # Life
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Those whose calls have a communicator; the same on all ranks, but for the number of a GPU."""
+        return sorted(self._comms, key=str)
+
+    def step(self, device: torch.device, what: str, step: Callable[[Communicator], None]) -> None:
+        """Take `step`, which is called `what`, with the communicator of `device`, in its turn."""
+        self.check_usable(what)
+        call = partial(step, self._comms[device])
+        if device.type == "cpu":
+            self._queue.run(call, f"{self._config}: {what}", [], False, self.interrupted)
+        else:
+            call()
 
     def check_usable(self, what: str) -> None:
         """Raises `GroupAborted` if the group is closed or lost."""
@@ -370,15 +387,3 @@ def _capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
-    """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
-    if given is not None:
-        return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
-    limit = limit_seconds(timeout)
-    options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
-    nbytes = env.integer("TRICOMM_ARENA_BYTES")
-    if nbytes is None and device == "cpu":
-        nbytes = _CPU_ARENA_BYTES
-    return options if nbytes is None else replace(options, arena_bytes=nbytes)

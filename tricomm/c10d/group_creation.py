@@ -1,8 +1,11 @@
-"""How groups are made: for `init_process_group`, over a group that a framework already made, and by DDP's hook."""
+"""How groups are made, for `init_process_group`, over a group that a framework already made, and by DDP's hook; and how
+they sleep."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
+from tricomm.c10d.call_guard import is_refusal
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
+from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, with_environment
 
@@ -56,6 +61,38 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
     if group not in world.pg_map:
         raise InvalidArgument(f"wrap: {group!r} was destroyed, or torch.distributed did not make it")
     return _wrap(group, world, options)
+
+
+def suspend(group: Any = None) -> None:
+    """Give the memory of `group`'s kernels back until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
+
+    Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). One that has not used the
+    kernels has nothing to give back. Calls that they would run are refused meanwhile. Raises as
+    `Communicator.suspend` does.
+    """
+    _step(wrap(group), "suspend", Communicator.suspend, Communicator.resume)
+
+
+def resume(group: Any = None) -> None:
+    """Take memory again at the same addresses, as `Communicator.resume`; every rank of `group` calls it."""
+    _step(wrap(group), "resume", Communicator.resume, Communicator.suspend)
+
+
+def _step(
+    group: TricommGroup, what: str, step: Callable[[Communicator], None], back: Callable[[Communicator], None]
+) -> None:
+    """Take `step` with the communicators of all devices of `group`, or with none."""
+    dispatcher = group._dispatcher
+    try:
+        with ExitStack() as undo:
+            for device in dispatcher.devices:
+                dispatcher.step(device, what, step)
+                undo.callback(dispatcher.step, device, what, back)
+            undo.pop_all()
+    except BaseException as error:
+        if not is_refusal(error):
+            group.interrupted(error)
+        raise
 
 
 def _as_asked(group: TricommGroup, options: Options | None) -> TricommGroup:
@@ -122,6 +159,11 @@ def make(config: GroupConfig, options: Options | None) -> TricommGroup:
 
 
 def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
+    if options is not None and options.channels > 1:
+        raise InvalidArgument(
+            f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
+            "calls side by side make another group with dist.new_group, which has memory of its own"
+        )
     invariant = with_environment(options).batch_invariant
     limit = config.timeout.total_seconds()
     return exchange_capabilities(config.store, config.rank, config.world_size, limit, invariant)

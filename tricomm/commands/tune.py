@@ -19,13 +19,15 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--bits", default="16,32", show_default=True, help="Widths of reduced elements: 8, 16, 32, 64, or all.")
 @click.option("--mode", help="eager, graph, or both in a list [default: what the device has].")
 @click.option("--sizes", default="1K:16M:4", show_default=True, help="Input bytes per rank, first:last:factor.")
+@click.option("--hidden", default="8192", show_default=True, help="Rows of all_reduce_rms_norm, a list.")
+@click.option("--quantize", help="Of all_reduce_rms_norm: none, fp8, fp8_per_token, nvfp4, a list [default: none].")
 @click.option("--budget", default="5m", show_default=True, help="Time to spend: 90s, 5m, 1h.")
 @click.option("--beside-compute", "beside", is_flag=True, help="For groups with Options(beside_compute=True).")
 @click.option("--simulated", is_flag=True, help="Tune ranks on a CPU; no GPU ever uses such a table.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--timeout", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds a call has.")
 @click.pass_context
-def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
+def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: str | None, **options: Any) -> None:
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
 
     Every candidate's result is checked before it is timed; the slowest rank's time counts; most of the budget is
@@ -34,14 +36,16 @@ def tune(context: click.Context, /, nproc: int | None, **options: Any) -> None:
     \b
     tricomm tune --nproc 8 --budget 10m
     tricomm tune --collective all_reduce --bits 16 --mode graph --sizes 1K:1M:2
+    tricomm tune --collective all_reduce_rms_norm --hidden 4096,8192 --quantize none,fp8 --bits 16
     tricomm tune show
     """
     if context.invoked_subcommand is not None:
         return
+    from tricomm.perf import row_calls
     from tricomm.perf.tuner import points, tune_ranks
 
     world_size, started, quiet = joined(nproc)
-    request = usage(lambda: points.parse(**options))
+    request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), **options))
 
     def on_message(event: str, message: dict[str, Any]) -> None:
         if quiet:

@@ -22,9 +22,10 @@ from tricomm.core import nccl, topology_agreement
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
-from tricomm.metrics.counters import NCCL
+from tricomm.metrics.counters import GLOO, KERNELS, NCCL
 from tricomm.options import Options
-from tricomm.policy import backend_choice, selection
+from tricomm.policy import backend_choice, launch_shapes
+from tricomm.policy.levels import ISLANDS, Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake
@@ -39,7 +40,8 @@ _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 @dataclass(frozen=True, slots=True)
 class Terms:
     """On what a rank joins a group. `timeout` is of each step, `rendezvous_timeout` of the rendezvous, in seconds;
-    `on_wait` is called now and then while this rank waits for the others, and what it raises ends the rendezvous."""
+    `on_wait` is called now and then while this rank waits for the others, and what it raises ends the rendezvous;
+    `decided`: the owner has a backend of its own behind the kernels."""
 
     rank: int
     world_size: int
@@ -49,17 +51,21 @@ class Terms:
     options: Options
     layout: layout.Layout
     on_wait: Callable[[], None] = lambda: None
+    decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the ranks of a group have in common; the group takes over the control page and the arena."""
+    """What the ranks of a group have in common; the group takes over the control page and the arena. `parts` are the
+    nodes or islands between which an all_reduce may go in two levels, by `across`; None: it may not."""
 
     control: ControlPage
     arena: Arena
     layout: layout.Layout
     topology: Topology | None
     routes: backend_choice.GroupFacts
+    parts: Parts | None = None
+    across: str = ""
 
 
 class NoArena:
@@ -67,6 +73,9 @@ class NoArena:
 
     kind = "none"
     reason = ""
+    multicast, no_multicast = 0, "the ranks share no memory"
+    no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
+    suspended = closed = False
     nbytes = 0
 
     def __init__(self, world_size: int) -> None:
@@ -74,6 +83,12 @@ class NoArena:
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise InvalidArgument("the ranks of this communicator share no memory")
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -133,8 +148,10 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     if world_size > layout.MAX_WORLD_SIZE and fallback(device, options)[0] is None:
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
-    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
-    selection.check_device(device.type, memory, options.tile)
+    if options.channels > 1 and device.type == "cuda" and not torch.cuda.is_initialized():
+        env.default("CUDA_DEVICE_MAX_CONNECTIONS", str(topology_agreement.MOST_QUEUES))
+    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes, options.channels)
+    launch_shapes.check_device(device.type, memory, options.tile)
     return memory
 
 
@@ -155,18 +172,20 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     agreed = options.agreed(terms.layout, device.type)
     limit = terms.rendezvous_timeout
     why: str | None = None
-    nodes = 1
+    parts, across, one_level = Parts((0,) * world_size), "", ""
     # What is opened is on the stack before the next line, because an interrupt may come there.
     try:
         undo.push(partial(_leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:
-        if native is None and isinstance(error, SpansNodes):
-            raise RendezvousError(f"{error}. {missing}") from error
-        if native is None:
+        if native is None and not isinstance(error, SpansNodes):
             raise
         why = str(error)
-        control, nodes = open_store_control(store, rank, world_size, limit, agreed)
+        control, names = open_store_control(store, rank, world_size, limit, agreed)
         undo.push(partial(_leave, control))
+        parts = Parts.by(names)
+        across, one_level = _across(terms, native, parts)
+        if native is None and not across:
+            raise RendezvousError(f"{error}. {missing}; nor are there two levels: {one_level}") from error
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
     if why is None and world_size > layout.MAX_WORLD_SIZE:
@@ -175,17 +194,37 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
         topology = topology_agreement.agree(control, options, device, terms.timeout)
         reach = topology_agreement.reach(topology, rank)
         try:
-            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach)).close)
+            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach, True)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise
             why = f"the ranks cannot share memory: {error}"
-    if why is not None:
-        _only_nccl(control, why, terms.timeout)
+    if why is not None and native is not None:
+        _only_nccl(control, why, terms.timeout, bool(across))
+    nodes = parts.count
+    if why is None and topology is not None and options.two_level and not options.batch_invariant:
+        parts = Parts(topology.fast_islands or parts.of, ISLANDS)
+        across = KERNELS if parts.why_not(layout.MAX_WORLD_SIZE) is None else ""
     routes = backend_choice.GroupFacts(
-        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant
-    )
-    return Shared(control, arena, terms.layout, topology, routes)
+        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant,
+        one_level=one_level,
+    )  # fmt: skip
+    return Shared(control, arena, terms.layout, topology, routes, parts if across else None, across)
+
+
+def _across(terms: Terms, native: str | None, parts: Parts) -> tuple[str, str]:
+    """What carries values between nodes, or "" and why there are no two levels; the same on all ranks."""
+    options, gpu = terms.options, terms.device.type == "cuda"
+    why = parts.why_not(layout.MAX_WORLD_SIZE)
+    if not options.two_level:
+        why = "Options(two_level=False)"
+    elif options.batch_invariant:
+        why = "they do not reduce in rank order, and the group is batch-invariant"
+    elif gpu and native is None and not terms.decided:
+        why = "Options(nccl=False)"
+    if why is not None:
+        return "", why
+    return (NCCL if gpu or native == NCCL else GLOO), ""
 
 
 def _leave(
@@ -198,11 +237,11 @@ def _leave(
     control.close()
 
 
-def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:
-    """Raise on all ranks if NCCL is missing: no call could be made without it."""
+def _only_nccl(control: ControlPage, why: str, timeout: float, two_level: bool) -> None:
+    """Raise on all ranks if NCCL is missing: no call could be made without it, in `two_level` neither."""
     try:
         nccl.load(control, timeout)
     except ResourceError as error:
         raise ResourceError(f"no kernel can run: {why}; and {error}") from error
-    if control.rank == 0:
+    if control.rank == 0 and not two_level:
         log.warning("every call goes to NCCL: %s", why)

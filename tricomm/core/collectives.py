@@ -95,7 +95,7 @@ class Collectives:
         if found is None:
             return False
         group = self._group
-        if group.flags[_STATUS] or group.closed or self._monitor.fault is not None:  # in a forked child it is closed
+        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
             self._faults.check_usable()
         if captured:
             self._launcher.captured = True
@@ -266,7 +266,7 @@ class Collectives:
         local = x.local
         in_place = request.collective == "all_reduce" and y.data_ptr() == local.data_ptr()
         rows = collective_specs.COLLECTIVES[request.collective].rows_in(self._world_size)
-        self._run(request.over(x, "two_shot" if in_place else "one_shot"), local, y, local.numel() // rows)
+        self.run(request.over(x, "two_shot" if in_place else "one_shot"), local, y, local.numel() // rows)
 
     def _gather_rows(self, request: Request, y: Symmetric, x: torch.Tensor) -> None:
         """Into a symmetric handle: the peers read this rank's row of it."""
@@ -277,7 +277,7 @@ class Collectives:
                 f"all_gather: out is a symmetric handle, so x has to be its row {self._rank}, which the peers read; "
                 "pass out=handle.local to gather other memory"
             )
-        self._run(request.over(y.rows, "one_shot"), x, y.local, x.numel())
+        self.run(request.over(y.rows, "one_shot"), x, y.local, x.numel())
 
     def _check_own(self, request: Request, x: Symmetric) -> None:
         if x.group != self._group.name:
@@ -302,12 +302,12 @@ class Collectives:
             into = source
             if targets and (rows_in != rows_out or form.name == "all_to_all"):
                 into = torch.empty(count * rows_out, dtype=source.dtype, device=source.device)
-        self._run(request, source, into, count)
+        self.run(request, source, into, count)
         if targets and into is not targets[0]:
             rows.unpack(into, targets, rows_out)
 
-    def _run(self, request: Request, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
-        """Plan and launch a call of contiguous tensors, with `count` elements a row."""
+    def run(self, request: Request, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
+        """Plan and launch a call of contiguous tensors that have been checked, with `count` elements a row."""
         aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
         in_rows = request.collective != "all_reduce"
         if in_rows:  # which may begin anywhere

@@ -96,6 +96,11 @@ def entry(method: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Co
     return cast(Callable[Concatenate[Any, _P], _R], _surrounded(method, f"self.{owner}"))
 
 
+def fact(read: Callable[[Any], _R], meaning: str) -> _R:
+    """A property of a facade: what `read` gives of it. To be annotated with its type."""
+    return cast(_R, property(read, doc=meaning))
+
+
 def _surrounded(method: Any, owner: str) -> Callable[..., Any]:
     """The wrapper is made from the method's signature: one that takes any arguments would cost a small call 6 % more.
     A call whose arguments do not fit the signature is refused outside of the guard."""

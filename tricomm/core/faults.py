@@ -27,28 +27,34 @@ class Faults:
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
         self.monitor = self._monitor = monitor
-        monitor.describers[layout.OVERLAP] = self._overlap
-        monitor.describers[layout.SPLITS] = self._splits
-        monitor.describers[layout.MISMATCH] = self._mismatch
+        describers = monitor.channels[group.channel].describers
+        describers[layout.OVERLAP] = self._overlap
+        describers[layout.SPLITS] = self._splits
+        describers[layout.MISMATCH] = self._mismatch
 
     def check_usable(self) -> None:
         """Raise unless calls may be made: the group's fault, or `GroupAborted` after `close`, or `InvalidArgument` in
-        a forked child."""
+        a forked child and while it is suspended."""
         group = self.group
         flags = group.flags
-        if not (flags[_STATUS] or flags[_ABORT] or self._monitor.fault or group.closed or forks() != group.forks):
+        if not (flags[_STATUS] or flags[_ABORT] or self._monitor.fault or group.refusing or forks() != group.forks):
             return
         if forks() != group.forks:
             raise InvalidArgument(
                 f"{group}: made in process {group.pid}, forked into {os.getpid()}; make a new one here"
             )
-        if group.closed:
-            self.raise_closed()
-        self.check()
+        if not group.closed:
+            self.check()
+        if group.refusing:
+            self.raise_refused()
 
-    def raise_closed(self) -> NoReturn:
-        """Raise what a call on a closed group gets."""
-        raise GroupAborted(f"{self.group}: closed; make a new communicator")
+    def raise_refused(self) -> NoReturn:
+        """Raise what a call gets on a group that is closed or suspended."""
+        if self.group.closed:
+            raise GroupAborted(f"{self.group}: closed; make a new communicator")
+        raise InvalidArgument(
+            f"{self.group}: suspended, so its memory is given back: no call is possible before resume() on all ranks"
+        )
 
     def check(self) -> None:
         """Raise the group's fault if there is one; costs two memory reads if there is none."""
@@ -69,7 +75,7 @@ class Faults:
 
     def raise_lost(self, rank: int) -> NoReturn:
         """Abort the group because `rank` is gone, and raise that."""
-        self._monitor.died(rank)
+        self._monitor.died(rank, self.group.channel)
         self.raise_fault()
 
     @contextmanager
@@ -107,15 +113,16 @@ class Faults:
 
     def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
         """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""
-        rank = self.group.rank
-        sequence = self.group.control.sequence(rank)
+        rank, channel = self.group.rank, self.group.channel
+        text = self._monitor.of_channel(channel, text)
+        sequence = self.group.control.sequence(rank, channel)
         return Fault(kind.__name__, rank if culprit is None else culprit, sequence, text)
 
     def _overlap(self, peer: int, got: int) -> Fault:
         return self.of(
             GroupAborted,
             "two launches of this communicator overlapped: a graph replay ran beside another call; order them on one "
-            "stream or with an event",
+            "stream or with an event, or give each a channel of its own (Options.channels)",
         )
 
     def _splits(self, peer: int, got: int) -> Fault:
@@ -127,11 +134,11 @@ class Faults:
         return self.of(CollectiveMismatch, text, peer)
 
     def _mismatch(self, peer: int, fingerprint: int) -> Fault:
-        control, rank = self.group.control, self.group.rank
-        mine = control.last(rank)
-        theirs = control.called(peer, mine.sequence) if mine is not None else None
+        control, rank, channel = self.group.control, self.group.rank, self.group.channel
+        mine = control.last(rank, channel)
+        theirs = control.called(peer, mine.sequence, channel) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
-            theirs = control.last(peer)
+            theirs = control.last(peer, channel)
         said = theirs.text() if theirs else f"a call with fingerprint {fingerprint:08x}"
         return self.of(CollectiveMismatch, different(rank, mine.text() if mine else "none", peer, said), peer)
 

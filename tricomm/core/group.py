@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import ExitStack
+from copy import copy
+from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tricomm.core import topology_agreement
 from tricomm.core.bootstrap import Shared
@@ -14,7 +18,9 @@ from tricomm.core.runtime import Runtime
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
+from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
+from tricomm.policy import launch_shapes
 from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
@@ -24,20 +30,34 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """One rank's end of a group. The constructor is collective, and takes over what is in `shared`.
+    """One rank's end of a group, as one of its channels sees it. The constructor is collective, and takes over what is
+    in `shared`; it makes channel 0, and with it the others.
 
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
+    channel            the number of the channel; from here on down, all but `owned` is the channel's
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
-    routes             which backends there are for its calls
-    words, flags       the control words that this rank's kernels and its host share; `flags` reads faster
-    closed             whether calls are refused: it has been closed, or this process is a forked child
-    max_blocks         the largest grid whose blocks are surely resident together on every rank's device
+    routes             which backends there are for its calls; but for channel 0 the kernels alone
+    words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
+    closed             whether it has been closed, or this process is a forked child
+    suspended          whether its memory has been given back
+    refusing           whether calls are refused: it is closed or suspended
+    max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
+                       that size of every other channel
     owned              arenas of symmetric memory, which end with the group
+    registered         the users' tensors that all ranks reach, by the number of their handle, and how; they end, too
+    unregistered       why memory of the user's could not be shared, the last time
     """
+
+    words: NDArray[np.int64]
+    flags: memoryview
+    table: torch.Tensor
+    argument: GroupArgument
+    device_class: str
+    max_blocks: int
 
     def __init__(
         self, shared: Shared, device: torch.device, timeout: float, options: Options, runtime: Runtime
@@ -51,33 +71,87 @@ class Group:
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None
         self.pid, self.forks = os.getpid(), forks()
-        self.closed = False
+        self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: list[Arena] = []
-        self.words = control.words()
-        self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
-        self.words[layout.ENDED] = options.first_epoch
+        self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
+        self.unregistered = ""
         self.reachable = all(self.arena.bases)
-        self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
+        self.channel = 0
+        self._further = tuple(self._beside(number) for number in range(1, options.channels))
+        for group in self.channels:
+            group.words = control.words()[layout.control_words(group.channel)]
+            group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
+        self.begin()
         facts = runtime.facts(device)
-        # This exchange also says that every rank has written its table: only after it may a kernel run.
-        device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
-        self.device_class, self.max_blocks = device_class, most
+        # This exchange also says that every rank has written its tables: only after it may a kernel run.
+        agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
+        launch_shapes.check_grid(options.blocks, agreed[1], options.max_blocks)
+        for group in self.channels:
+            group.device_class, group.max_blocks = agreed
+
+    @property
+    def channels(self) -> tuple[Group, ...]:
+        """The group as each of its channels sees it; asked of channel 0."""
+        return (self, *self._further)
+
+    def _beside(self, number: int) -> Group:
+        """The group as another channel sees it."""
+        group = copy(self)
+        group.channel = number
+        # NCCL's communicator and what carries values between levels have one order of calls, that of channel 0.
+        missing = f"channel {number} runs the kernels alone: give this call to channel 0, behind which NCCL is"
+        group.routes = replace(self.routes, fallback=None, missing=missing, across="")
+        _groups.add(group)
+        return group
+
+    def begin(self) -> None:
+        """Write what kernels expect before the first call in zeroed memory and in the control words: tables, and the
+        counters of messages; again after memory has come back. No kernel may run before every rank has done it."""
+        for group in self.channels:
+            group.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
+            group.table, group.argument = group._write_table() if group.routes.no_kernels is None else _NO_TABLE
+        if self.gpu is not None:  # the first kernel may run on another stream than these copies
+            self.gpu.synchronize()
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
-        """Fill the group table at the head of this rank's arena, and the counters of its messages."""
+        """Fill the table at the head of the channel's slice of this rank's arena, and the counters of its messages."""
         arena, memory = self.arena, self.layout
-        table = arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
+        start = self.channel * memory.slice
+        table = arena.tensor(self.rank, start, (layout.HEADERS // 8,), torch.int64)
         control = getattr(arena, "control_address", self.control.device_words)
         values = topology_agreement.group_table(
-            self.rank, arena.bases, control, memory, self.topology, self.options.first_epoch
-        )
+            self.rank, [base and base + start for base in arena.bases],
+            control + 8 * layout.control_words(self.channel).start, memory, self.topology, self.options.first_epoch,
+        )  # fmt: skip
+        values[layout.MULTICAST] = arena.multicast and arena.multicast + start
         table.copy_(torch.tensor(values, dtype=torch.int64))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
-        arena.tensor(self.rank, memory.channel_states, tuple(counters.shape), torch.int64).copy_(counters)
-        if self.gpu is not None:  # the first kernel may run on another stream than this copy
-            self.gpu.synchronize()
+        arena.tensor(self.rank, start + memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
         return table, layout.group_argument(table, values, self.world_size)
+
+    def close(self) -> None:
+        """From here on calls are refused, in every channel."""
+        for group in self.channels:
+            group.closed = group.refusing = True
+
+    def sleep(self, suspended: bool) -> None:
+        """From here on it is suspended, or awake, in every channel."""
+        for group in self.channels:
+            group.suspended = suspended
+            group.refusing = suspended or group.closed
+        for arena, _ in self.registered.values():
+            arena.suspended = suspended
+
+    def live_arenas(self) -> dict[int, Arena]:
+        """The memory that ranks share: the arena as number 0, and symmetric memory that is not closed."""
+        return {n: arena for n, arena in enumerate((self.arena, *self.owned)) if n == 0 or not arena.closed}
+
+    def memory(self) -> HeldMemory:
+        """What this rank holds of its device."""
+        live = self.live_arenas().values()
+        held = 0 if self.suspended else sum(arena.nbytes for arena in live if not arena.closed)
+        return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
         """Leave the memory to the graphs that were captured over it; `undo` ends what else there is.
@@ -85,9 +159,10 @@ class Group:
         A graph may be replayed at any time until the process ends. Its kernels are told to leave, so a replay ends
         soon, and its output is undefined.
         """
-        self.words[layout.ABORT] = 1
+        for group in self.channels:
+            group.words[layout.ABORT] = 1
         undo.callback(self.control.set_state, RankState.CLOSED)
-        for arena in (self.arena, *self.owned):
+        for arena in (self.arena, *self.owned, *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.keep)
 
     def release(self, undo: ExitStack, acknowledged: bool) -> None:
@@ -95,14 +170,16 @@ class Group:
         undo.callback(self.control.close)
         if acknowledged:
             undo.callback(self.arena.close)
-        for arena in self.owned:
+        for arena in (*self.owned, *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.close)
 
     def forget_views(self) -> None:
         """Drop the tensors and views that keep mappings alive; the words keep what they said."""
-        self.table, self.argument = _NO_TABLE
-        self.words = self.words.copy()
-        self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
+        for group in self.channels:
+            group.table, group.argument = _NO_TABLE
+            group.registered.clear()
+            group.words = group.words.copy()
+            group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
 
     def __str__(self) -> str:
         return f"tricomm group {self.name}, rank {self.rank} of {self.world_size} on {self.device}"
@@ -111,7 +188,7 @@ class Group:
 def _after_fork() -> None:
     """In a child: its copies of the groups are closed, so that a call need not ask in which process it is made."""
     for group in list(_groups):
-        group.closed = True
+        group.closed = group.refusing = True
 
 
 os.register_at_fork(after_in_child=_after_fork)

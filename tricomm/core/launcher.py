@@ -27,6 +27,8 @@ LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has
 class Launcher:
     """Makes one group's calls.
 
+    One channel's: the calls of another one have a launcher of their own, and are not ordered with these.
+
     lock       held by the thread whose call is being made
     guard      of all public calls
     sequence   number of the latest collective; the ranks' calls of one number are one call
@@ -40,7 +42,8 @@ class Launcher:
         self.captured = False
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
-        self._announce = group.control.announcer()
+        self._announce = group.control.announcer(group.channel, group.options.channels)
+        self._withdraw: Callable[[int], None] = lambda calls: None
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
 
@@ -57,8 +60,8 @@ class Launcher:
         if lock.mine() or not lock.acquire(False):
             self._wait_for_lock()
         try:
-            if self._group.closed:
-                self._faults.raise_closed()
+            if self._group.refusing:
+                self._faults.raise_refused()
             gpu = self._gpu
             if gpu is not None:
                 stream = gpu.raw_stream()
@@ -95,12 +98,12 @@ class Launcher:
             self._faults.check()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, while_suspended: bool = False) -> Iterator[None]:
         """The call lock, for a call that is no collective; it is ordered after the last call."""
         self._wait_for_lock()
         try:
-            if self._group.closed:
-                self._faults.raise_closed()
+            if self._group.closed or self._group.suspended is not while_suspended:
+                self._faults.raise_refused()
             if self._gpu is not None and not self._gpu.capturing():
                 self._follow_stream(self._gpu)
             yield
@@ -118,8 +121,8 @@ class Launcher:
             raise CollectiveTimeout(f"{group}: timeout after {group.timeout:g} s: another thread's call still runs")
 
     def _follow_stream(self, gpu: Gpu) -> None:
-        """Order this call, which is not captured, after the last one if the caller has changed streams, because there
-        is one pair of mailboxes."""
+        """Order this call, which is not captured, after the last one if the caller has changed streams, because a
+        channel has one pair of mailboxes."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             stream.wait_stream(self._stream)
@@ -147,6 +150,18 @@ class Launcher:
         """Take back the last `calls` that were announced, because they were refused before anything was sent."""
         with self.held():
             self.sequence -= calls
+            self._withdraw(calls)
+
+    def mirror(self, announce: Callable[[PackedDescriptor], None], withdraw: Callable[[int], None]) -> None:
+        """From now on announce every call by `announce` too, and take it back by `withdraw`: to ranks that see another
+        page of this one."""
+        own = self._announce
+
+        def both(sequence: int, record: PackedDescriptor) -> None:
+            own(sequence, record)
+            announce(record)
+
+        self._announce, self._withdraw = both, withdraw
 
     # The end of calls
 

@@ -24,7 +24,7 @@ from tricomm.gpu import Gpu
 from tricomm.kernels.launch.kernel_launch import Rows
 from tricomm.policy import backend_choice, selection
 from tricomm.store.bounded_store import BoundedThread, first_line
-from tricomm.store.control import ControlPage
+from tricomm.store.control import ControlPage, PackedDescriptor
 
 log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
@@ -276,6 +276,12 @@ _CALLS: dict[str, _Call] = {
     "all_to_all_v": lambda n, request, x, y, rows: n.all_to_all_v(x, rows[0], rows[1], y),
     "barrier": lambda n, request, x, y, rows: n.barrier(),
 }
+
+
+def record(request: Request) -> PackedDescriptor:
+    """What the peers read of a call while NCCL's communicator is being made for it."""
+    name = str(request.dtype).removeprefix("torch.") if request.dtype is not None else "none"
+    return announced(selection.nccl(request.collective, ""), request.op or "none", name, request, "eager")[1]
 
 
 def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,17 +19,21 @@ from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, E
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
 from tricomm.core.launcher import Launcher
+from tricomm.core.levels.two_level import TwoLevel
 from tricomm.core.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import Choice
+from tricomm.policy.levels import TWO_LEVEL
+from tricomm.policy.selection import Choice, SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
+_SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
@@ -40,7 +45,10 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
               three small look-ups take less time than one of a tuple
+    repeated_fused  of an all_reduce with an epilogue: `core.fused.fused_repeat` has its keys
     nccl      NCCL's communicator, made by the first call that goes there
+    levels    an all_reduce in two levels; None if the group has none
+    others    the planners of the communicator's other channels, which have the same table
 
     `decided` is the route of every call if the caller has decided it, and printed it, before.
     """
@@ -56,12 +64,16 @@ class Planner:
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
             max_registers=group.options.max_registers or MOST_REGISTERS,
+            no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
+        self.repeated_fused: dict[Any, Any] = {}
         self._repeats = 0
         self.nccl: nccl.Nccl | None = None
+        self.levels: TwoLevel | None = None
+        self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
         self._bind = partial(group.runtime.bind, group=group.argument, timeout=group.timeout)
@@ -96,10 +108,22 @@ class Planner:
                 in_place = getattr(plan.run, "in_place", None)  # not of one that is interpreted, timed or watched
                 plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
 
+    def keep_fused(self, key: Any, known: Any) -> None:
+        """Keep a fused call, which has just been planned, in `repeated_fused`."""
+        if len(self.repeated_fused) >= _MOST_PLANS:
+            self.repeated_fused.clear()
+        self.repeated_fused[key] = known
+
+    def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
+        """The plans of a call that `plan` has planned, of each mode."""
+        found = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
+        return [plan for plan in found if plan is not None]
+
     def forget(self) -> None:
         """Make the plans of calls anew."""
         self.plans.clear()
         self.repeated.clear()
+        self.repeated_fused.clear()
 
     def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
         collective, group = request.collective, self._group
@@ -115,13 +139,13 @@ class Planner:
         nbytes = None  # of uneven rows each rank has its own, in every call others
         if not form.uneven:
             nbytes = form.rows_in(group.world_size) * request.elements * dtype.itemsize if dtype is not None else 0
-        route = self._decided or self._route(request, nbytes)
+        route = self._route(request, nbytes)
         for mode in ("eager",) if group.simulated else ("eager", "graph"):
             plan = self._counted(self._bound(request, route, nbytes, aligned, mode), nbytes)
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan)
+            self.plans[key] = group.runtime.planned(request, plan, group.channel)
         if self._decided is None:
             what = collective if request.epilogue is None else FUSED
             backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
@@ -130,6 +154,9 @@ class Planner:
     def _bound(
         self, request: Request, route: BackendChoice, nbytes: int | None, aligned: bool, mode: str
     ) -> LaunchPlan:
+        if route.backend == TWO_LEVEL and self.levels is not None:
+            plan = self.levels.plan(request, nbytes or 0, route.reason, mode)
+            return replace(plan, choice=_of_request(plan.choice, request, route.reason))
         if route.backend == NCCL and self.nccl is not None:
             plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
             return replace(plan, choice=_of_request(plan.choice, request, route.reason))
@@ -146,10 +173,16 @@ class Planner:
                 return fused
             why = fused
         choice = selection.choose(
-            self.site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
-            _bits(request.dtype),
+            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode,
+            request.fitting, _bits(request.dtype),
         )  # fmt: skip
         return _of_request(choice, request, why)
+
+    def _site_of(self, request: Request) -> SelectionFacts:
+        """The facts of a call: the switch does not reduce every type by every operation."""
+        if self.site.no_multicast or request.op is None or request.dtype not in arguments.DTYPES:
+            return self.site
+        return selection.for_reduction(self.site, request.collective, arguments.DTYPES[request.dtype], request.op)
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
@@ -168,21 +201,56 @@ class Planner:
 
     def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
         """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
+        if request.algorithm == TWO_LEVEL:
+            return self._in_two_levels(request)
+        if self._decided is not None and self.levels is None:
+            return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self.routes, *facts)
+        route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == NCCL and self.nccl is None:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
-            self._open_nccl()
+            self._open_nccl(request)
             route = backend_choice.decide(self.routes, *facts)
         return route
 
-    def _open_nccl(self) -> None:
+    def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
+        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        fused = request.epilogue is not None and self.routes.nodes == 1
+        return replace(self.routes, across="") if fused else self.routes
+
+    def use_levels(self, levels: TwoLevel | str) -> None:
+        """From now on there are two levels, or they are missing for that reason; the same on all ranks."""
+        if isinstance(levels, str):
+            self.routes = replace(self.routes, one_level=levels)
+        else:
+            self.levels = levels
+            self.routes = replace(self.routes, across=levels.across.name, between=levels.parts.between)
+
+    def _in_two_levels(self, request: Request) -> BackendChoice:
+        """The route of a call that is forced into two levels; raises `InvalidArgument` if it cannot go there."""
+        levels, dtype = self.levels, request.dtype
+        why = self.routes.one_level or "all ranks of this group share one memory, or no two levels were set up"
+        if request.collective != "all_reduce":
+            why = "only all_reduce has them"
+        elif levels is not None and dtype is not None:
+            why = backend_choice.not_in_two_levels(levels.across.name, request.op or "none", dtype) or ""
+        if why:
+            raise InvalidArgument(f"{request.collective}: algorithm={TWO_LEVEL}: there are no two levels here: {why}")
+        return BackendChoice(TWO_LEVEL, f"algorithm={TWO_LEVEL} forced by the caller")
+
+    def _open_nccl(self, request: Request) -> None:
         """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
         group = self._group
-        with self._launcher.held(), self._faults.abort_on_error("NCCL"):
+        watched: AbstractContextManager[None] = nullcontext()
+        if self.levels is not None:  # its ranks may be in two levels instead, and see no page of this one
+            self._launcher.announce(nccl.record(request))
+            watched = self._monitor.user_call(None)
+        with self._launcher.held(), self._faults.abort_on_error("NCCL"), watched:
             try:
-                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
+                # Beside the kernels of other channels, NCCL's have no more room than one of these.
+                most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return
@@ -219,7 +287,14 @@ class Planner:
             return self._with_memory(self._choice(request, nbytes, mode))
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
-        route = backend_choice.decide(self.routes, collective, dtype, op_name, size, request.forced)
+        request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
+        if request.algorithm == TWO_LEVEL:
+            route = self._in_two_levels(request)
+        else:
+            facts = (collective, request.dtype, op_name, size, request.forced)
+            route = backend_choice.decide(self._routes_of(request), *facts)
+        if route.backend == TWO_LEVEL and self.levels is not None:
+            return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
         if route.backend != NCCL:
             return self._with_memory(self._choice(request, nbytes, mode))
         if form.reduces and dtype is not None:
@@ -227,9 +302,17 @@ class Planner:
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice) -> Choice:
-        """With the reason for the kind of memory, if it is not the usual one."""
+        """With the reasons for the kind of memory, if it is not the usual one, and for the way past a switch."""
         memory = self._group.arena.reason
-        return replace(choice, reason=f"{choice.reason}; memory: {memory}") if memory else choice
+        if self._group.suspended:
+            memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
+        if memory:
+            choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
+        if self.site.no_multicast and choice.collective in _SWITCHED:
+            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {self.site.no_multicast}")
+        return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
@@ -242,8 +325,9 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("use_table"):
             digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
             group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
-            self.site = replace(self.site, tuned=given, tuned_name=name)
-            self.forget()
+            for planner in (self, *self.others):
+                planner.site = replace(planner.site, tuned=given, tuned_name=name)
+                planner.forget()
 
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
@@ -254,7 +338,8 @@ class Planner:
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
-        self.forget()
+        for planner in (self, *self.others):
+            planner.forget()
 
 
 def _of_request(choice: Choice, request: Request, why: str) -> Choice:

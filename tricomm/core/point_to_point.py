@@ -72,9 +72,10 @@ class PointToPoint:
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
         unmet = self._unmet
-        monitor.describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
+        describers = monitor.channels[0].describers
+        describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
         unlike = "has this tag and is not what is asked for"
-        monitor.describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
+        describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
@@ -199,7 +200,7 @@ class PointToPoint:
         choice = selection.choose(site, kind, nbytes, None, protocol)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
-        # From any rank one block serves all channels: blocks could not agree on a source.
+        # From any rank one block serves all queues: blocks could not agree on a source.
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
@@ -216,8 +217,8 @@ class PointToPoint:
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
         group, memory = self.group, self.group.layout
-        shape = (group.world_size, memory.channels, layout.CHANNEL_STATE // 8)
-        lines = group.arena.tensor(group.rank, memory.channel_states, shape, torch.int64).cpu()
+        shape = (group.world_size, memory.queues, layout.QUEUE_STATE // 8)
+        lines = group.arena.tensor(group.rank, memory.queue_states, shape, torch.int64).cpu()
         return [rank for rank in range(group.world_size) if any(map(layout.unacknowledged, lines[rank].tolist()))]
 
     def acknowledged(self, seconds: float) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tricomm.core.channels.side_by_side import Functions, in_threads, on_streams
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
@@ -17,6 +18,7 @@ from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import TunedTable
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
+from tricomm.store.registered import open_registered
 from tricomm.topology.model import Topology
 
 
@@ -45,16 +47,22 @@ class Runtime(Protocol):
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         """As `launch.bind`."""
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        """The plan to keep for `request`: `plan`, or one that runs it and looks at its calls."""
+    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+        """The plan to keep for `request` in a channel: `plan`, or one that runs it and looks at its calls."""
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        """The monitor of a group; not started yet."""
+    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
+        """Run all of them at once: as `side_by_side.on_streams` or `in_threads`."""
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        """The monitor of a group with that many channels; not started yet."""
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         """Memory for a tensor on every rank; called by all ranks together."""
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
+        """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
@@ -76,16 +84,22 @@ class Processes:
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         return plan
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return Monitor(control, timeout, stall_timeout)
+    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
+        return in_threads(functions) if gpu is None else on_streams(gpu, functions)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return Monitor(control, timeout, stall_timeout, channels=channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
+        return open_registered(control, tensor, timeout, group)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

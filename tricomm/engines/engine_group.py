@@ -19,8 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import env
-from tricomm.c10d.capabilities import exchange_capabilities
-from tricomm.c10d.dispatch import options_for
+from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
@@ -192,7 +191,7 @@ class EngineGroup:
         Raises `InvalidArgument` under TRICOMM_BATCH_INVARIANT for a reduction that they do not run.
         """
         comm = self.comm
-        if comm is None or x.device.type != comm.device.type:
+        if comm is None or comm.suspended or x.device.type != comm.device.type:
             return False
         if collective != "all_reduce" and x.dim() == 0:
             return False
@@ -203,7 +202,7 @@ class EngineGroup:
     def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether `all_reduce_rms_norm` is for this call; the same on all ranks. Sizes are those of all_reduce."""
         comm = self.comm
-        if comm is None or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
+        if comm is None or comm.suspended or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
             return False
         if x.dtype not in _NORMED or weight.dtype not in (x.dtype, torch.float32):
             return False
@@ -292,24 +291,43 @@ class EngineGroup:
         yield
 
     def suspend(self) -> None:
-        """Give tricomm's memory back until `resume`; every rank calls it, between two calls.
+        """Give tricomm's memory back until `resume`; every rank calls it, between two calls, which are left to the
+        engine meanwhile. Idempotent.
 
-        If calls were captured in a CUDA graph, the memory is kept, because the graph holds its addresses.
+        Addresses are kept, so captured CUDA graphs stay valid; they must not be replayed meanwhile. Memory that cannot
+        keep them (`Communicator.suspend`) goes with the communicator, or stays if calls were captured.
         """
-        if self.comm is None:
+        comm = self.comm
+        if comm is None or comm.suspended:
             return
-        nbytes = self.comm.options.arena_bytes
-        if self._captured:
+        try:
+            comm.suspend()
+        except (InvalidArgument, ResourceError) as error:  # on all ranks
+            if not self._captured:
+                self.close(_SUSPENDED)
+                return
             self._engine.log.warning(
-                "tricomm: %s keeps its %d bytes during the suspension: CUDA graphs hold their addresses",
-                self._text, nbytes,
+                "tricomm: %s keeps its %d bytes during the suspension, because CUDA graphs hold their addresses: %s",
+                self._text, comm.options.arena_bytes, first_line(error),
             )  # fmt: skip
-            return
-        self.close(_SUSPENDED)
 
     def resume(self) -> None:
-        """Set tricomm up again after `suspend`; every rank calls it."""
-        if self._seat is not None and self.why_not == _SUSPENDED:
+        """Take memory again after `suspend`, or set tricomm up again; every rank calls it. Idempotent.
+
+        Raises `ResourceError` on all ranks if memory is refused and captured CUDA graphs need it; the group stays
+        suspended then, and `resume` may be called again.
+        """
+        comm = self.comm
+        if comm is not None and comm.suspended:
+            try:
+                comm.resume()
+            except ResourceError as error:
+                if self._captured:
+                    raise
+                self.close(first_line(error))
+                self._say()
+                return
+        elif self._seat is not None and self.why_not == _SUSPENDED:
             self._open(self._seat)
 
     def close(self, why: str = "it is closed") -> None:

@@ -103,6 +103,23 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def released(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
+    """A hook around SGLang's release of a server's memory, which all ranks make together: tricomm's goes, too."""
+    result = own(updater, *request, **options)
+    for _, member in sorted(_members.items()):  # alike on all ranks, which share several groups
+        member.tricomm.suspend()
+    return result
+
+
+def taken_again(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
+    """A hook around its resumption, which may be in parts; only when all parts are there a model runs."""
+    result = own(updater, *request, **options)
+    if not updater.offload_tags:
+        for _, member in sorted(_members.items()):
+            member.tricomm.resume()
+    return result
+
+
 def misfits(functions: dict[str, Callable[..., Any]]) -> list[str]:
     """What SGLang's `functions` lack of what the adapter uses, by name; empty if they fit."""
     wrong = []

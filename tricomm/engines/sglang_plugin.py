@@ -18,9 +18,12 @@ PLACES = {
     "resolve_fusion_group": "sglang.srt.layers.flashinfer_comm_fusion",
 }
 
+# Of the scheduler, resolved by SGLang when it applies the hooks: too much to import it here.
+MEMORY = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+
 
 def register() -> None:
-    """Hook SGLang's choice of a custom all-reduce, and its fused all-reduce with a norm.
+    """Hook SGLang's choice of a custom all-reduce, its fused all-reduce with a norm, and its release of memory.
 
     If this SGLang cannot be served, a warning in its log says why, and it goes its own way. Raises `InvalidArgument`
     if SGLANG_TRICOMM is neither on nor off.
@@ -67,4 +70,6 @@ def _hook(log: logging.Logger) -> str | None:
     }
     for name, hook in hooks.items():
         HookRegistry.register(f"{PLACES[name]}.{name}", hook, HookType.AROUND)
+    HookRegistry.register(f"{MEMORY}.release_memory_occupation", sglang_all_reduce.released, HookType.AROUND)
+    HookRegistry.register(f"{MEMORY}.resume_memory_occupation", sglang_all_reduce.taken_again, HookType.AROUND)
     return None

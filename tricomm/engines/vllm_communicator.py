@@ -100,7 +100,7 @@ class VllmCollectives:
     # Sleep mode, and the end
 
     def suspend(self) -> None:
-        """Give memory back, vLLM's and tricomm's, as far as no CUDA graph holds its addresses."""
+        """Give memory back, vLLM's and tricomm's; every rank calls it. Graphs keep their addresses."""
         super().suspend()  # type: ignore[misc]
         self.tricomm.suspend()
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from tricomm.communicator import Communicator
+from tricomm.core.fused import fused_checks, unfused
+from tricomm.core.fused.fused_call import FUSED
+from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
 from tricomm.explorer.compiled.compiled_runtime import checked_options
@@ -22,6 +25,10 @@ SIZES = (36, 1, 40)
 BLOCKS, TILE = 2, 16
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
+_QUANTIZED = {
+    ("one_shot", "ll"): "nvfp4", ("two_shot", "ll"): "fp8_per_token", ("one_shot", "ll128"): "fp8",
+    ("two_shot", "ll128"): None,
+}  # fmt: skip
 
 
 def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
@@ -41,7 +48,8 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     """The shipped kernels that match; None or "all" matches all. Raises `InvalidArgument` if none does."""
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
-    known = [*registry.KERNELS, *(k for k in registry.MESSAGES if k.collective == "send")]  # with its recv
+    sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
+    known = [*registry.KERNELS, *registry.MULTICAST, *registry.of(FUSED, 2), *sends]
     found = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not found:
         names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
@@ -62,6 +70,8 @@ def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
         return comm.barrier()
     if kernel.pairwise:
         return _handed_on(comm, kernel.protocol, number, size)
+    if kernel.collective == FUSED:
+        return _normalised(comm, kernel, number)
     kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
     count = size * shards
     x = _numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
@@ -87,6 +97,28 @@ def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: d
     if not torch.equal(y, want):  # the oracle sees no uneven calls
         raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
     return y
+
+
+def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor:
+    """Rows that end in RMSNorm, by each kernel with another quantisation, beside the same steps without a kernel."""
+    rows, hidden = (3, 1, 2)[number % 3], 160
+    quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
+    given = {"quantize": quantize, "scale": None if quantize in (None, "fp8_per_token") else 0.5}
+    x, residual = (_numbers(number, rank, rows * hidden) % 61 - 30 for rank in (comm.rank, comm.world_size))
+    total = sum(_numbers(number, rank, rows * hidden) % 61 - 30 for rank in range(comm.world_size))
+    tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in (x, residual, torch.as_tensor(total))]
+    weight = (torch.arange(hidden) % 5).to(torch.bfloat16)
+    call, exact = (
+        fused_checks.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
+        for start in (tensors[0], tensors[2])
+    )
+    comm.run_fused(call, kernel.algorithm, kernel.protocol)
+    unfused.finish(exact, exact.x)
+    for name in ("residual_out", "norm_out", "quant_out", "scale_out"):
+        found, want = getattr(call, name), getattr(exact, name)
+        if want is not None and not torch.equal(found.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
+            raise AssertionError(f"{kernel.name} of {rows} rows: {name} differs from the unfused steps")
+    return call.residual_out
 
 
 def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:

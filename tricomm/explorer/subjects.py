@@ -11,7 +11,6 @@ from typing import Any
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import shipped
 from tricomm.explorer.report.report import Report
-from tricomm.kernels.collectives import registry
 
 
 def from_file(name: str) -> Callable[[Any], Any]:
@@ -44,7 +43,7 @@ def of_report(report: Report) -> Callable[[Any], Any]:
     """The function that a stored report is about. Raises `InvalidArgument` if it no longer exists."""
     subject = report.subject
     if "kernel" in subject:
-        kernel = next((k for k in registry.KERNELS if k.name == subject["kernel"]), None)
+        kernel = next((k for k in shipped.kernels(None, None, None) if k.name == subject["kernel"]), None)
         if kernel is None:
             raise InvalidArgument(f"the report is about {subject['kernel']}, which is no shipped kernel any more")
         return shipped.body(kernel, subject["sizes"])

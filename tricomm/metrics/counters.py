@@ -8,6 +8,7 @@ for it, so that a call that is not timed pays nothing for those that are.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ _CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: bo
 _BYTES = _CALL - 1
 RECENT = 512
 KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
+log = logging.getLogger("tricomm")
 Key = tuple[str, str, str, int]  # of a tally: collective, algorithm, protocol, bucket
 
 
@@ -77,9 +79,20 @@ class Calls:
 
 
 @dataclass(frozen=True)
+class HeldMemory:
+    """Of one rank: how it is shared, and the bytes of its arena and of its symmetric memory that are taken from the
+    device now: none while the communicator is suspended."""
+
+    kind: str = "none"
+    nbytes: int = 0
+    suspended: bool = False
+
+
+@dataclass(frozen=True)
 class Statistics:
     """A communicator's life so far. `waited` is, by peer, the seconds that this rank was in a call that the peer had
-    not entered, as the monitor sees it every 20 ms: shorter delays are not in it."""
+    not entered, as the monitor sees it every 20 ms: shorter delays are not in it. `memory` is what it holds of its
+    device at the moment."""
 
     group: str
     rank: int
@@ -89,6 +102,7 @@ class Statistics:
     calls: tuple[Calls, ...]
     waited: dict[int, float]
     spans: tuple[Span, ...] = ()
+    memory: HeldMemory = HeldMemory()
 
 
 class _ProcessTallies:
@@ -105,17 +119,23 @@ class _ProcessTallies:
         self.fallback: dict[tuple[str, str, int], Tally] = {}  # by route, collective and bucket
         self._numbers = itertools.count()
 
-    def add(self, activity: object, tallies: dict[Key, Tally]) -> None:
-        """Count `tallies` as long as `activity` lives, and what is in them then for ever."""
+    def add(self, activity: object, tallies: dict[Key, Tally]) -> int:
+        """Count `tallies` as long as `activity` lives, and what is in them then for ever; returns their number."""
         number = next(self._numbers)
         with self.lock:
             self._fold()
             self.live[number] = tallies
         weakref.finalize(activity, self.ended.append, number).atexit = False
+        return number
+
+    def leave_out(self, number: int) -> None:
+        """Count those tallies no more."""
+        with self.lock:
+            self.live.pop(number, None)
 
     def _fold(self) -> None:
         while self.ended:
-            _add(self.past, self.live.pop(self.ended.popleft()))
+            _add(self.past, self.live.pop(self.ended.popleft(), {}))
 
     def calls(self) -> Counter[tuple[str, str]]:
         """By route and collective."""
@@ -172,7 +192,8 @@ def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 class Activity:
-    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed."""
+    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed. `held`
+    tells what memory it holds of its device."""
 
     def __init__(
         self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float],
@@ -180,17 +201,31 @@ class Activity:
     ) -> None:  # fmt: skip
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
+        self.held: Callable[[], HeldMemory] = HeldMemory
         self._gpu, self._waited = gpu, waited
         self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
-        _process.add(self, self._tallies)
+        self._number = _process.add(self, self._tallies)
         self.time_calls(env.integer("TRICOMM_STATS_EVERY") or 0, "TRICOMM_STATS_EVERY")
 
     def time_calls(self, every: int, name: str = "every") -> None:
         """Time every `every`th call of each plan that is made from now on; 0: none. Raises `InvalidArgument`."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise InvalidArgument(f"{name}={every!r}: 1 for every call, 100 for each hundredth, 0 for none")
+        self.collect()
         self.clock = Clock(every, self._gpu) if every else None
+
+    def collect(self) -> None:
+        """Take the times of kernels that have ended, as `Clock.collect`; those of a broken device are lost."""
+        if self.clock is not None:
+            try:
+                self.clock.collect()
+            except RuntimeError as error:
+                log.warning("times of earlier calls are lost: %s", error)
+
+    def leave_to_another(self) -> None:
+        """Count nothing here in the process's statistics: its calls are steps of those of another communicator."""
+        _process.leave_out(self._number)
 
     def tally(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> Tally:
         """The tally of a call of `nbytes` of input; the same one for all sizes of its bucket."""
@@ -224,7 +259,7 @@ class Activity:
         calls = tuple(_calls(key, tally) for key, tally in known if tally.total)
         waited = dict(list(self._waited.items()))
         facts = (self.group, self.rank, self.world_size, str(self.device), self.device.type != "cuda")
-        return Statistics(*facts, calls, waited, spans)
+        return Statistics(*facts, calls, waited, spans, self.held())
 
 
 def _calls(key: Key, tally: Tally) -> Calls:

@@ -18,18 +18,25 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, MAX_WORLD_SIZE
 
-KERNELS = 3  # counts changes of the kernels that make old measurements void
+KERNELS = 4  # counts changes of the kernels that make old measurements void
 MAX_BYTES = 4 << 20  # of a file: thousands of rows
 _MAX_TILE = 1 << 20
+_EPILOGUE = r"(norm|fp8|fp8_per_token|nvfp4)@[1-9][0-9]{0,5}"
+
+
+def epilogue_name(hidden: int, quantize: str) -> str:
+    """`norm@8192`: an all_reduce_rms_norm of rows of `hidden` elements; `fp8@8192` if it quantises."""
+    return f"{quantize or 'norm'}@{hidden}"
 
 
 @dataclass(frozen=True)
 class TableRow:
     """For up to `world_size` ranks and `max_bytes` bytes of input per rank (None: any), this kernel.
 
-    `mode` (eager or graph), `bits` (of an element that is reduced) and `beside` (whether the group's calls run beside
-    other kernels) narrow it, if they are given. `blocks`, `warps`, `tile` (64-bit words; under `ll128` of 128 bits) and
-    `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
+    `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls run beside
+    other kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given. `blocks`,
+    `warps`, `tile` (64-bit words; under `ll128` of 128 bits) and `registers` (a thread, at most) are the shape of the
+    launch; None leaves it to selection.
     """
 
     collective: str
@@ -44,16 +51,19 @@ class TableRow:
     tile: int | None = None
     registers: int | None = None
     beside: bool | None = None
+    epilogue: str | None = None
 
     def __post_init__(self) -> None:
-        registry.find(self.collective, self.algorithm, self.protocol)
+        kernel = registry.find(self.collective, self.algorithm, self.protocol)
+        if self.epilogue is not None and kernel not in registry.FUSED:
+            raise InvalidArgument(f"{self.collective} has no epilogue {self.epilogue}")
         if self.tile is not None and self.tile & (self.tile - 1):
             raise InvalidArgument(f"tile {self.tile} is no power of two")
 
     @property
-    def group(self) -> tuple[str, int | None, str | None, bool | None]:
+    def group(self) -> tuple[str, int | None, str | None, bool | None, str | None]:
         """Rows of one group are compared and replaced together, whatever their sizes."""
-        return self.collective, self.bits, self.mode, self.beside
+        return self.collective, self.bits, self.mode, self.beside, self.epilogue
 
 
 @dataclass(frozen=True)
@@ -172,6 +182,7 @@ def _forms() -> _Forms:
         "warps": Literal[1, 2, 4, 8, 16, 32] | None,
         "tile": Annotated[int, msgspec.Meta(ge=2, le=_MAX_TILE)] | None,
         "registers": Literal[128, 255] | None,
+        "epilogue": Annotated[str, msgspec.Meta(pattern=f"^{_EPILOGUE}$")] | None,
     }
     row = form(TableRow, limits)
     box = form(Fingerprint, dict.fromkeys(("device", "gpu", "topology", "links"), text) | {"world_size": ranks})

@@ -161,3 +161,28 @@ def two_devices(rank, world_size, tell, url):
         cpu, cuda = (group._get_backend(torch.device(d)) for d in ("cpu", "cuda"))
         group._dispatcher.close()
         return cpu is group, cuda is other
+
+
+def sleeps(rank, world_size, tell, url, route):
+    """The group's memory goes and comes back; meanwhile calls of the kernels are refused, and Gloo's go on."""
+    wrong = []
+    with default_group(rank, world_size, url, route) as group:
+        tricomm.suspend()  # nothing is there yet
+        tricomm.resume()
+        for turn in range(2):
+            for value in (1.0, 2.0):
+                wrong += [] if _sum(value=value + turn) == world_size * (value + turn) else [(turn, value)]
+            tricomm.suspend(group)
+            if route == "kernels":
+                refused(_sum, "suspended")
+                refused(lambda: dist.all_gather_object([None] * world_size, rank), "suspended")
+                refused(tricomm.suspend, "suspended")
+                work = dist.all_reduce(torch.ones(2), async_op=True)
+                refused(work.wait, "suspended")
+            else:
+                wrong += [] if _sum() == world_size else ["gloo"]
+            tricomm.resume(group)
+        if route == "kernels":
+            refused(tricomm.resume, "not suspended")
+        wrong += [] if _sum(value=rank) == sum(range(world_size)) else ["after"]
+    return wrong

@@ -46,13 +46,27 @@ def two_nodes(rank, world_size, tell, url):
     """Ranks 0, 1 on one node, 2, 3 on another, as far as TRICOMM_NODE_ID goes."""
     os.environ["TRICOMM_NODE_ID"] = f"node {rank // 2}"
     os.environ["TRICOMM_LOG"] = "routing"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     results = []
     with default_group(rank, world_size, url, "kernels"):
         mine, _ = dist.new_subgroups(2)
-        x, y = torch.ones(3), torch.ones(3)
+        x, y, z = torch.ones(3), torch.ones(3), torch.full((3,), float(rank))
         lines = _printed(lambda: results.append(_moved(lambda: dist.all_reduce(x))))
         results.append(_moved(lambda: dist.all_reduce(y, group=mine)))
-        assert (x[0], y[0]) == (4, 2)
+        lines += _printed(lambda: results.append(_moved(lambda: dist.broadcast(z, 2))))
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        assert (x[0], y[0], z[0]) == (4, 2, 2)
+    return *results, " ".join(lines)
+
+
+def uneven_nodes(rank, world_size, tell, url):
+    os.environ["TRICOMM_NODE_ID"] = f"node {rank // 2}"
+    os.environ["TRICOMM_LOG"] = "routing"
+    results = []
+    with default_group(rank, world_size, url, "kernels"):
+        x = torch.ones(3)
+        lines = _printed(lambda: results.append(_moved(lambda: dist.all_reduce(x))))
+        assert x[0] == 3
     return *results, " ".join(lines)
 
 

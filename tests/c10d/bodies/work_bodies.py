@@ -211,7 +211,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
     """
     os.environ["TRICOMM_CHECK"] = "0"
     if not compared:
-        Monitor._diverging = lambda monitor: False
+        Monitor.diverging = lambda monitor, channel: False
     said, aborted = [], threading.Event()
     with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
         world._backends.native["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)

@@ -15,7 +15,7 @@ from tricomm.cuda_bindings import load_bindings, refusal
 from tricomm.errors import ResourceError
 from tricomm.kernels.launch.cuda_launcher import TorchDevice
 from tricomm.perf.system import doctor
-from tricomm.store.cuda_driver import load_driver
+from tricomm.store.cuda.cuda_driver import load_driver
 
 ROOT = Path(__file__).parents[3]
 TOO_OLD = ["11.8.7", "12.6.2.post1", "12.8.0", "12.9", "12.9.0", "12.9.0.post3", "12.9.1rc1", "12.9.1.dev4+g12ab"]

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 import tricomm
-from tests.store.fake_driver import FakeCuda
+from tests.store.cuda.fake_driver import FakeCuda
 from tests.topology.fake_nvml import uuid_of
 from tricomm import env
 from tricomm.core import bootstrap, topology_agreement

@@ -1,11 +1,11 @@
-"""The table of mutants, fifth part: messages between two ranks (`kernels/device/channels.py`, `send.py`, `recv.py`)."""
+"""The table of mutants, fifth part: messages between two ranks (`message_queues.py`, `send.py`, `recv.py`)."""
 
 from __future__ import annotations
 
 from tests.explorer.mutation import Edit, Mutant
 
 L, S = ("send", "one_shot", "ll"), ("send", "one_shot", "simple")
-FILE, SEND, RECV = "kernels/device/channels.py", "kernels/collectives/send.py", "kernels/collectives/recv.py"
+FILE, SEND, RECV = "kernels/device/message_queues.py", "kernels/collectives/send.py", "kernels/collectives/recv.py"
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 LOST = frozenset({"race", "deadlock", "exception", "wrong_result"})  # whichever the schedule shows first
 NOT_TRIED = "not tried"

@@ -11,7 +11,7 @@ import tricomm
 import tricomm.flashinfer
 from tests import forked
 from tricomm.errors import InvalidArgument
-from tricomm.perf import units
+from tricomm.perf import row_calls, units
 from tricomm.perf.bench import fused_bench, request
 from tricomm.perf.bench.request import Case
 
@@ -63,8 +63,9 @@ def test_what_is_asked_for_is_what_is_run():
         ("tricomm", "one_shot", "ll", 64, "fp8"), ("tricomm", "two_shot", "ll", 64, "fp8"),
         ("unfused", None, None, 64, "fp8"), ("nccl", None, None, 64, "fp8"),
     ]  # fmt: skip
-    assert fused_bench.operation(cases[0]) == "fp8@64"
-    assert [fused_bench.elements(cases[0], size) for size in (1, 128, 300)] == [64, 64, 128]
+    form = fused_bench.form(cases[0])
+    assert form.name == "fp8@64" and row_calls.parse(form.name) == form
+    assert [form.rows(size, 2) for size in (1, 128, 300)] == [1, 1, 2]
     assert request.parse_dtypes("all", "sum", (NAME,)) == ("float32", "float16", "bfloat16")
     with pytest.raises(InvalidArgument, match="no kernel fits algorithm any, protocol simple"):
         request.cases((NAME,), None, "simple", 2)

@@ -76,7 +76,7 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
 def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
 ) -> None:
-    monkeypatch.setattr(from_code, "ARENA_BYTES", 1 << 20)
+    monkeypatch.setattr(timed_call, "ARENA_BYTES", 1 << 20)
     kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
     plan = layout.plan(2, 1 << 20)
     elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half

@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.store.fake_driver import FakeCuda
+from tests.store.cuda.fake_driver import FakeCuda
 from tricomm.cli import cli
 from tricomm.kernels.launch import interpreter
 from tricomm.perf.system import doctor, info
@@ -118,13 +118,17 @@ def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatc
 def test_the_kind_of_gpu_memory_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeCuda(2).process()
     monkeypatch.setattr(arena, "load_driver", lambda: driver)
-    (found,) = doctor._gpu_memory(2)
+    found, switch = doctor._gpu_memory(2)
     assert (found.verdict, found.text) == (PASS, "cuda_vmm: shared by descriptors")
+    assert switch.verdict == PASS and switch.text.startswith("multicast addresses")
+    driver.process.switch.supported = False
+    _, switch = doctor._gpu_memory(2)
+    assert "no reductions in the switch: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU" in switch.text
     driver.process.vmm.supported = False
-    (found,) = doctor._gpu_memory(2)
+    found, _ = doctor._gpu_memory(2)
     assert found.verdict == WARN and found.text.startswith("cuda_ipc: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY")
     monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
-    (found,) = doctor._gpu_memory(2)
+    found, _ = doctor._gpu_memory(2)
     assert found.text == "cuda_ipc: TRICOMM_CUDA_VMM=0" and "--ipc=host" in found.remedy
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
     assert info.collect()["memory"].startswith("posix_shm, passed over sockets in ")

@@ -149,8 +149,8 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
     lines = _run("export", file).output.splitlines()
     assert lines[0].startswith("collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks")
     assert lines[1:] == [
-        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32,,",
-        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32,,",
+        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32,,,",
+        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32,,,",
     ]
     assert tuning_tables.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
 
@@ -180,6 +180,10 @@ def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path
         (("--budget", "soon"), "budget 'soon': a time like 90s, 5m or 1h is needed"),
         (("--budget", "2000h"), "of a day at most"),
         (("--nproc", "9"), "1<=x<=8"),
+        (("--collective", "all_reduce_rms_norm", "--hidden", "8k"), "'norm@8k': rows are named like norm@8192"),
+        (("--collective", "all_reduce_rms_norm", "--quantize", "fp6"), "quantization 'fp6' is unknown (did you mean"),
+        (("--collective", "all_reduce_rms_norm", "--bits", "64"), "nothing to tune at these widths and sizes"),
+        (("--collective", "all_reduce_rms_norm", "--beside-compute"), "no fused kernel leaves room for others"),
         (("shw",), "No such command 'shw'"),
     ],
 )

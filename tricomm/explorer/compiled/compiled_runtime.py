@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tricomm.core.channels.side_by_side import Functions, on_streams
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.topology_agreement import DeviceFacts
@@ -23,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes
 from tricomm.ptx.analysis import limits
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
@@ -50,7 +51,8 @@ def checked_options(world_size: int, options: Options | None) -> Options:
     if options is None:
         return smallest
     try:
-        selection.check_device("cuda", layout.plan(world_size, options.arena_bytes), options.tile)
+        plan = layout.plan(world_size, options.arena_bytes, options.channels)
+        launch_shapes.check_device("cuda", plan, options.tile)
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{error}; compiled kernels have a GPU's tiles, which Options(arena_bytes={smallest.arena_bytes}) holds "
@@ -60,17 +62,15 @@ def checked_options(world_size: int, options: Options | None) -> Options:
 
 
 def _smallest(world_size: int) -> Options:
-    """The smallest arena whose buffers and slots hold the tiles that long messages have."""
     nbytes = layout.MIN_ARENA
     while True:
         try:
-            arena = layout.plan(world_size, nbytes)
-            if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) >= selection.GPU_TILE:
-                return Options(arena_bytes=nbytes)
+            launch_shapes.check_device("cuda", layout.plan(world_size, nbytes), None)
+            return Options(arena_bytes=nbytes)
         except InvalidArgument:
             if nbytes > 1 << 30:  # a world size that cannot be
                 raise
-        nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
+            nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
 
 
 class CompiledRanks:
@@ -213,16 +213,22 @@ class CompiledRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return self._interpreted.planned(request, plan)
+    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+        return self._interpreted.planned(request, plan, channel)
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return self._interpreted.monitor(control, timeout, stall_timeout)
+    def side_by_side(self, functions: Functions, gpu: Any) -> list[Any]:
+        return on_streams(self._gpu, functions)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return self._interpreted.monitor(control, timeout, stall_timeout, channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._interpreted.symmetric(control, shape, dtype, device, timeout)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        return self._interpreted.register(control, tensor, timeout, group)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

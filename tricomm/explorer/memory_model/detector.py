@@ -18,7 +18,7 @@ import numpy as np
 
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.clocks import SEEN, STRICT, THREAD, Message, Thread
-from tricomm.explorer.memory_model.regions import Array, Place, Region
+from tricomm.explorer.memory_model.regions import Array, Place, Region, slices
 from tricomm.explorer.memory_model.shadow import PLAIN, SCOPES, Clash, Index, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
@@ -50,7 +50,7 @@ class Detector:
         self.records: list[Record] = []
         self.step = 0
         self._slots = 4 * world_size
-        self._threads: dict[tuple[int, int], Thread] = {}
+        self._threads: dict[tuple[int, int, int], Thread] = {}
         self._messages: list[Message] = []
         self._ranks = np.zeros(self._slots, np.int32)
         self._meetings: dict[int, list[Array]] = {}
@@ -60,31 +60,49 @@ class Detector:
 
     # Vector clocks
 
-    def thread(self, rank: int, block: int) -> Thread:
+    def thread(self, rank: int, block: int, strand: int = 0) -> Thread:
         """The clock of a block, or of a rank's host code (block -1)."""
-        thread = self._threads.get((rank, block))
+        thread = self._threads.get((rank, block, strand))
         if thread is None:
             slot = len(self._threads)
             if slot >= self._slots:
                 self._widen()
             self._ranks[slot] = rank
-            thread = self._threads[rank, block] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
+            thread = self._threads[rank, block, strand] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
         return thread
 
     def begin(self, launch: Launch) -> None:
         """A launch begins with the clock of its rank's host code, which includes earlier launches."""
-        host = self.thread(launch.rank, -1)
-        blocks = [self.thread(task.rank, task.block) for task in launch.blocks]  # may make room for more clocks
+        host = self._host(launch)
+        blocks = [self._of(task) for task in launch.blocks]  # may make room for more clocks
         known = host.now
         host.tick()
         for block in blocks:
             block.begin(known)
 
     def end(self, launch: Launch) -> None:
-        host = self.thread(launch.rank, -1)
+        host = self._host(launch)
         for task in launch.blocks:
-            np.maximum(host.now, self.thread(task.rank, task.block).finish(), out=host.now)
+            np.maximum(host.now, self._of(task).finish(), out=host.now)
         host.tick()
+
+    def forked(self, host: Task, side: Task) -> None:
+        """Host code has begun other host code of its rank, which runs beside it."""
+        begun, clock = self._of(side), self._of(host)
+        begun.begin(clock.now)
+        clock.tick()
+
+    def joined(self, host: Task, side: Task) -> None:
+        """Host code has waited for the end of `side`."""
+        clock = self._of(host)
+        np.maximum(clock.now, self._of(side).finish(), out=clock.now)
+        clock.tick()
+
+    def _host(self, launch: Launch) -> Thread:
+        return self.thread(launch.rank, -1, launch.host.strand if launch.host is not None else 0)
+
+    def _of(self, task: Task) -> Thread:
+        return self.thread(task.rank, task.block, task.strand)
 
     def met(self, rank: int, step: int, after: bool) -> None:
         """Host code has entered exchange number `step` of the group, or has left it with the values of all ranks."""
@@ -97,13 +115,13 @@ class Detector:
                 np.maximum(host.now, _fitting(known, self._slots), out=host.now)
 
     def barrier(self, task: Task) -> None:
-        self.thread(task.rank, task.block).barrier()
+        self._of(task).barrier()
 
     # Accesses
 
     def access(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> None:
         """An access that has been done; `changed` is False for a read-modify-write that left everything as it was."""
-        thread = self.thread(task.rank, task.block)
+        thread = self._of(task)
         record = self._note(task, access, places, site, changed)
         time = _time(thread, access)
         if access.reads:
@@ -116,7 +134,7 @@ class Detector:
 
     def stamp(self, task: Task, access: Access, places: list[Place], site: Site) -> Stamp:
         """A store that its block has made and that has not reached memory yet."""
-        thread = self.thread(task.rank, task.block)
+        thread = self._of(task)
         frozen = copy(thread)
         frozen.now, frozen.joins = thread.now.copy(), list(thread.joins)
         record = self._note(task, access, places, site, True)
@@ -132,9 +150,11 @@ class Detector:
         for place in places:
             self._write(thread, access, place, stamp.record, stamp.message, True, stamp.time)
 
-    def host_access(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
+    def host_access(
+        self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site, strand: int = 0
+    ) -> None:  # fmt: skip
         """Host code has read or written shared memory."""
-        thread = self.thread(rank, -1)
+        thread = self.thread(rank, -1, strand)
         nothing = np.zeros(0, bool)
         access = Access("store" if write else "load", nothing, offsets, itemsize, None, None, lambda lanes: None)
         label = region.label(int(offsets[0]))
@@ -173,15 +193,16 @@ class Detector:
                 if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
                     self.report(diagnosis.leftover(record, region.label(start)))
                     break
-        epochs = []
-        for region in arenas:
-            words = region.bytes[: layout.HEADERS].view(np.int64)
-            epochs.append(int(words[layout.EPOCH]))
-            for word, name in _AT_REST.items():
-                if words[word]:
-                    self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
-        if len(set(epochs)) > 1:
-            self.report(diagnosis.epochs_differ(epochs))
+        for start in slices(arenas):
+            epochs = []
+            for region in arenas:
+                words = region.bytes[start : start + layout.HEADERS].view(np.int64)
+                epochs.append(int(words[layout.EPOCH]))
+                for word, name in _AT_REST.items():
+                    if words[word]:
+                        self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
+            if len(set(epochs)) > 1:
+                self.report(diagnosis.epochs_differ(epochs))
 
     # Inside
 

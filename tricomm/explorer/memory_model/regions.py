@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,14 @@ _TABLE = {
     layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_BUFFER: "ll_buffer",
     layout.WIDE_BASE: "wide_base", layout.WIDE_BUFFER: "wide_buffer", layout.SIMPLE_BASE: "simple_base",
     layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch", layout.ARRIVALS: "arrivals",
-    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.CHANNEL_STATES: "channel_states",
-    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.CHANNELS: "channels",
+    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.QUEUE_STATES: "queue_states",
+    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.QUEUES: "queues",
 }  # fmt: skip
+_ABORT_WORDS = [
+    layout.control_words(channel).start + word
+    for channel in range(layout.MAX_CHANNELS)
+    for word in (layout.ABORT, layout.STATUS)
+]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
 
@@ -53,15 +58,23 @@ class Region:
         """A readable name of byte `offset`."""
         if self.plan is None:
             return f"{self.name} byte {offset}"
-        return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
+        channel, offset = divmod(offset, self.plan.slice)
+        part = f" channel {channel}," if self.plan.channels > 1 else ""
+        return f"rank {self.rank}'s arena,{part} {_arena_label(self.plan, offset)}"
 
     def constant(self, lowest: int, highest: int) -> bool:
         """True for words of a group table that no kernel writes: reading them is no event."""
-        return (
-            self.plan is not None
-            and highest < layout.HEADERS
-            and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
-        )
+        if self.plan is None:
+            return False
+        start = lowest // self.plan.slice * self.plan.slice
+        lowest, highest = lowest - start, highest - start
+        return highest < layout.HEADERS and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
+
+
+def slices(arenas: Sequence[Region]) -> range:
+    """Where the slices of the channels begin in arenas, which are alike."""
+    plan = arenas[0].plan if arenas else None
+    return range(0, plan.nbytes, plan.slice) if plan is not None else range(0)
 
 
 def _arena_label(plan: layout.Layout, offset: int) -> str:
@@ -73,7 +86,7 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
         row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
         row, source = divmod(row, plan.world_size)
         return f"header of rank {source}, block {block}, phase {row // 2}, parity {row % 2}"
-    if offset >= plan.channel_states:
+    if offset >= plan.queue_states:
         return _message_label(plan, offset)
     mailboxes = (("simple", plan.simple, plan.simple_buffer), ("ll128", plan.wide, plan.wide_buffer))
     kind, start, buffer = next((m for m in mailboxes if offset >= m[1]), ("ll", plan.ll, plan.ll_buffer))
@@ -83,16 +96,16 @@ def _arena_label(plan: layout.Layout, offset: int) -> str:
 
 def _message_label(plan: layout.Layout, offset: int) -> str:
     if offset < plan.slots:
-        line, at = divmod(offset - plan.channel_states, layout.CHANNEL_STATE)
-        rank, channel = divmod(line, plan.channels)
+        line, at = divmod(offset - plan.queue_states, layout.QUEUE_STATE)
+        rank, queue = divmod(line, plan.queues)
         word, heads = at // 8, 2 * layout.SLOTS
         own = {layout.SENT: "number to send", layout.NEXT: "number to receive", layout.RECEIVED_AHEAD: "received ahead",
                layout.PLAIN: "slots with plain data"}  # fmt: skip
         name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
-        return f"messages with rank {rank}, channel {channel}, {name}"
+        return f"messages with rank {rank}, queue {queue}, {name}"
     slot, at = divmod(offset - plan.slots, plan.slot)
     queue, slot = divmod(slot, layout.SLOTS)
-    return f"messages from rank {queue // plan.channels}, channel {queue % plan.channels}, slot {slot}, byte {at}"
+    return f"messages from rank {queue // plan.queues}, queue {queue % plan.queues}, slot {slot}, byte {at}"
 
 
 @dataclass(slots=True)
@@ -107,9 +120,11 @@ class Place:
 
 
 class Memory:
-    """All regions of one execution."""
+    """All regions of one execution. `multicast`: the address that stands for all arenas (compiled kernels' alone), the
+    bytes of an arena, and the addresses of all."""
 
     def __init__(self) -> None:
+        self.multicast: tuple[int, int, tuple[int, ...]] | None = None
         self._regions: list[Region] = []
         self._bases: list[int] = []
 
@@ -153,10 +168,9 @@ class Memory:
         return places
 
     def abort_words(self, rank: int) -> bytes:
-        """The abort and status words of a rank."""
-        return (
-            next(r for r in self if r.kind == "control" and r.rank == rank).bytes[: 8 * (layout.STATUS + 1)].tobytes()
-        )
+        """The abort and status words of a rank, of all channels."""
+        control = next(r for r in self if r.kind == "control" and r.rank == rank)
+        return control.bytes.view(np.int64)[_ABORT_WORDS].tobytes()
 
     def nearest(self, address: int, private: list[Region]) -> str:
         """The region closest to an address that lies in none."""

@@ -6,7 +6,7 @@ is always between blocks, of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -57,6 +57,8 @@ class Scheduler:
         self.flush: Callable[[], bool] = lambda: False  # called when no task can run: performs the delayed stores
         self.unfinished: Callable[[Task], bool] = lambda task: False
         self.stuck: Callable[[], bool] = lambda: False  # called when no task can run: unblocks one, or returns False
+        self.forked: Callable[[Task, Task], None] = lambda host, side: None
+        self.joined: Callable[[Task, Task], None] = lambda host, side: None
         self.closing = False
         self._strategy, self._director = strategy, director
         self._residency, self._most = residency, most_steps
@@ -77,10 +79,11 @@ class Scheduler:
                end: Callable[[Launch], None]) -> None:  # fmt: skip
         """In a rank's host code: run a kernel, and return when it has ended. Raises the errors of the kernel."""
         self._refuse_when_closing()
-        host = self.hosts[rank]
+        host = self._here(rank)
         launch = self.new_launch(rank, programs[0].kernel.fn.__name__, private)
+        launch.host = host
         for number, program in enumerate(programs):
-            task = Task(rank, number, program, program, launch)
+            task = Task(rank, number, program, program, launch, strand=host.strand)
             task.run = lambda task=task: self._block(task)  # type: ignore[misc]
             launch.blocks.append(task)
         begin(launch)
@@ -92,6 +95,38 @@ class Scheduler:
         end(launch)
         if launch.error is not None:
             raise launch.error
+
+    def side_by_side(self, rank: int, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """In a rank's host code: run `functions` as host code that takes turns, and return their results when all have
+        ended. Raises the error of the first that has one."""
+        here, taken = self._here(rank), {host.strand for host in self.hosts if host.rank == rank}
+        free = [strand for strand in range(1, len(functions) + len(taken) + 1) if strand not in taken]
+        sides = [Task(rank, -1, function, strand=strand) for function, strand in zip(functions, free, strict=False)]
+        for task in sides:
+            task.run = lambda run=task.run: self._side(run)  # type: ignore[misc]
+            task.greenlet.parent = self._main
+            self.forked(here, task)
+        self.hosts += sides
+        while any(task.state is not State.DONE for task in sides):
+            self.wait(rank)
+        for task in sides:
+            self.hosts.remove(task)
+            self.joined(here, task)
+        for task in sides:
+            if task.error is not None:
+                raise task.error
+        return [task.result for task in sides]
+
+    def _side(self, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        finally:
+            self.wake_hosts()
+
+    def _here(self, rank: int) -> Task:
+        """The host code of the rank that makes this call."""
+        task = self.current
+        return task if self.in_host() == rank and task is not None else self.hosts[rank]
 
     def new_launch(self, rank: int, name: str, private: list[Region]) -> Launch:
         self._launches += 1
@@ -117,7 +152,7 @@ class Scheduler:
     def wait(self, rank: int) -> None:
         """In a rank's host code: let other tasks run. Returns when shared state may have changed."""
         self._refuse_when_closing()
-        host = self.hosts[rank]
+        host = self._here(rank)
         host.state, host.host_site = State.WAITING, source_lines.of_host()
         self._main.switch()
         self._refuse_when_closing()
@@ -146,6 +181,11 @@ class Scheduler:
         assert self.current is not None
         self.current.state = State.PARKED
         self._main.switch()
+
+    @property
+    def strand(self) -> int:
+        """Of the host code that runs; 0 if none does."""
+        return self.current.strand if self.current is not None and self.current.is_host else 0
 
     def in_host(self) -> int | None:
         """The rank whose host code makes this call; None elsewhere."""
@@ -177,7 +217,7 @@ class Scheduler:
 
     def stop_rank(self, rank: int) -> None:
         """From here on no task of the rank runs."""
-        for task in [self.hosts[rank], *self.blocks]:
+        for task in [*self.hosts, *self.blocks]:
             if task.rank == rank and task.state is not State.DONE:
                 task.state = State.STOPPED
 
@@ -291,7 +331,7 @@ class Scheduler:
                 ended, launch.ended = launch.ended, lambda: None
                 ended()
             return
-        host = self.hosts[launch.rank]
+        host = launch.host or self.hosts[launch.rank]
         if launch.done and host.state is State.WAITING:
             host.state = State.READY
 

@@ -93,6 +93,8 @@ class Ranks:
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
+        if isinstance(self._detector, Detector):
+            self._scheduler.forked, self._scheduler.joined = self._detector.forked, self._detector.joined
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
@@ -173,19 +175,24 @@ class Ranks:
         if self._detector is not None:
             self._detector.met(rank, step, after)
 
-    def _planned(self, rank: int, request: Request, plan: LaunchPlan) -> LaunchPlan:
+    def _planned(self, rank: int, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         if self._oracle is None:
             return plan
         topology = self._subject.options.topology
         ranks = self._ranks
         aborted = lambda: self._world.leaving(rank)  # noqa: E731
         if ranks is None:
-            return self._oracle.watched(request, plan, rank, topology, aborted)
-        return self._oracle.watched(request, plan, rank, topology, aborted, lambda look: ranks.in_order(rank, look))
+            return self._oracle.watched(request, plan, rank, topology, aborted, channel)
+        in_order = lambda look: ranks.in_order(rank, look)  # noqa: E731
+        return self._oracle.watched(request, plan, rank, topology, aborted, channel, in_order)
 
     def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
         assert self._detector is not None
-        self._detector.host_access(rank, write, region, offsets, itemsize, source_lines.of_host())
+        site = source_lines.of_host()
+        if isinstance(self._detector, Detector):
+            self._detector.host_access(rank, write, region, offsets, itemsize, site, self._scheduler.strand)
+        else:
+            self._detector.host_access(rank, write, region, offsets, itemsize, site)
         if self._machine.contention is not None:
             self._machine.contention.host()
 
@@ -246,7 +253,7 @@ class Ranks:
         )
 
     def _outcome(self) -> Outcome:
-        hosts = self._scheduler.hosts
+        hosts = self._scheduler.hosts[: self._subject.world_size]
         findings = list(self._detector.findings) if self._detector is not None else []
         for rank, error in self._errors.items():
             note(error, rank)

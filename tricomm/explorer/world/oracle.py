@@ -36,14 +36,14 @@ class Oracle:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._calls: dict[int, ObservedCall] = {}
+        self._calls: dict[tuple[int, int], ObservedCall] = {}  # by channel and number
 
     def watched(
         self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool],
-        in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
+        channel: int, in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
     ) -> LaunchPlan:  # fmt: skip
-        """`plan`, which shows this oracle every call that `rank` makes by it; `aborted` says, after one, whether its
-        output is undefined. `in_order(look)` calls `look` when what has been launched by then has run."""
+        """`plan`, which shows this oracle every call that `rank` makes by it in `channel`; `aborted` says, after one,
+        whether its output is undefined. `in_order(look)` calls `look` when what has been launched by then has run."""
         choice = plan.choice
         # A replay has its capture's call number; a fused kernel's output is not the sum alone.
         if request.collective in _NOT_SHOWN or plan.mode == "graph" or choice.fused:
@@ -53,7 +53,7 @@ class Oracle:
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
             made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
-            shown = self._calls.setdefault(call >> 32, made)
+            shown = self._calls.setdefault((channel, call >> 32), made)
             gets = request.root < 0 or request.collective in _FEWER or request.root == rank
 
             def before() -> None:
@@ -72,10 +72,10 @@ class Oracle:
     def findings(self) -> list[Finding]:
         """The wrong results of the calls that all ranks have begun, on the ranks that have ended them."""
         found = []
-        for sequence, call in sorted(self._calls.items()):
+        for (channel, sequence), call in sorted(self._calls.items()):
             if len(call.inputs) < self._world_size or not call.outputs:
                 continue
-            name = f"{call.collective}, sequence {sequence}"
+            name = f"{call.collective}, sequence {sequence}" + (f" of channel {channel}" if channel else "")
             one, first = next(iter(call.outputs.items()))
             alike = call.collective in ("all_reduce", "all_gather", "broadcast")
             apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)

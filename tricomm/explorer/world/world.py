@@ -16,13 +16,16 @@ import numpy as np
 import torch
 
 from tricomm.communicator import Communicator
+from tricomm.core.channels.side_by_side import Functions
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
@@ -33,6 +36,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
+_MULTICAST = 1 << 60  # an address that this process has nothing at
 
 
 class Turns(Protocol):
@@ -46,13 +50,15 @@ class Turns(Protocol):
 
     def in_host(self) -> int | None: ...
 
+    def side_by_side(self, rank: int, functions: Sequence[Callable[[], Any]]) -> list[Any]: ...
+
 
 class World:
     """The state that the ranks of one execution share.
 
-    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
-    the calls of `request`. `runtime(world, rank)` is a rank's surroundings, by default those whose kernels are
-    interpreted.
+    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan, channel)` returns the plan to
+    keep for the calls of `request` in a channel. `runtime(world, rank)` is a rank's surroundings, by default those
+    whose kernels are interpreted.
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class World:
         turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
-        planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
+        planned: Callable[[int, Request, LaunchPlan, int], LaunchPlan] = lambda rank, request, plan, channel: plan,
         runtime: Callable[[World, int], Runtime] | None = None,
     ) -> None:
         self.world_size, self.options, self.memory = world_size, options, memory
@@ -72,7 +78,7 @@ class World:
         self.now = 0.0
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
-        self.plan = layout.plan(world_size, options.arena_bytes)
+        self.plan = layout.plan(world_size, options.arena_bytes, options.channels)
         self.monitors: dict[int, Watchable] = {}
         self._opened: dict[int, list[LocalArena]] = {}
         self._made = [0] * world_size
@@ -94,6 +100,9 @@ class World:
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
         self.arenas = self._group.open(self.plan.nbytes)
+        self.memory.multicast = _MULTICAST, self.plan.nbytes, self.arenas[0].bases
+        for arena in self.arenas:
+            arena.multicast = _MULTICAST
         for rank, base in enumerate(self.arenas[0].bases):
             name = f"rank {rank}'s arena"
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
@@ -125,8 +134,7 @@ class World:
 
     def leaving(self, rank: int) -> bool:
         """True if the rank's kernels have been aborted."""
-        words = self.controls[rank].words()
-        return bool(words[layout.ABORT] or words[layout.STATUS])
+        return any(self.memory.abort_words(rank))
 
     def pass_time(self) -> bool:
         """Let time pass until a rank's monitor detects a fault; False if none does."""
@@ -195,8 +203,8 @@ class SimulatedControl(ControlPage):
         self._world = world
         super().__init__(rank, nonce, members, _Host(world, rank))
 
-    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
-        announce = super().announcer()
+    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
+        announce = super().announcer(channel, channels)
 
         def announced(sequence: int, packed: PackedDescriptor) -> None:
             announce(sequence, packed)
@@ -257,16 +265,22 @@ class RankRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return self._world.planned(self._rank, request, plan)
+    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+        return self._world.planned(self._rank, request, plan, channel)
 
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank))
+    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
+        return self._world.turns.side_by_side(self._rank, functions)
+
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
+        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank), channels)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._world.symmetric(self._rank, shape, dtype)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

@@ -1,19 +1,19 @@
-"""Channels: how a message from one rank to another is divided, and how a slot is filled, read and acknowledged.
+"""Message queues: how a message from one rank to another is divided, and how a slot is filled, read and acknowledged.
 
     sender                                     receiver
     wait for the ack of the slot's last piece
-    payload ───────────────────────────────▶   slot [number % 4] of channel [sender][c]
+    payload ───────────────────────────────▶   slot [number % 4] of queue [sender][c]
     header (fingerprint, tag) ─────────────▶   two words beside it
                                                find the first piece of that tag; copy it out
                              ◀──────── ack     the slot is free
 
-An ordered pair of ranks has a number of channels, each a queue of numbered pieces on its own: piece p of a message
-with tag t goes through channel (p + t) % channels. The sender's block b serves the message's channels b, b + grid, and
-so on, one after another, and so does the receiver's; if that has fewer blocks, each serves several blocks' channels
+An ordered pair of ranks has a number of queues, each of numbered pieces on its own: piece p of a message with tag t
+goes through queue (p + t) % queues. The sender's block b serves the message's queues b, b + grid, and
+so on, one after another, and so does the receiver's; if that has fewer blocks, each serves several blocks' queues
 in that order. So it needs as many blocks of the sender at once as it has itself, and messages of different sizes
 never share a slot at once.
 
-Number    counts the pieces of a channel, from 4 to 2^32 - 1 and round again: a multiple of 4 of them, so that the slot
+Number    counts the pieces of a queue, from 4 to 2^32 - 1 and round again: a multiple of 4 of them, so that the slot
           goes on by one. It is the flag of the header, of the ack and, under `ll`, of every word. The counters lie in
           each side's own memory, so a CUDA graph replays them.
 Waits     sender, for the ack of the piece four before: its slot has been read. Receiver, for a header: a message is
@@ -26,7 +26,7 @@ Stale     old contents of a slot may look like an LL word: plain data do, and so
           header releases: a rank that sees the header sees no word that is older. Else all old words have older
           numbers.
 Order     messages of one pair and one tag arrive as they were sent; another tag may be received first, as long as no
-          more than 4 pieces of a channel wait.
+          more than 4 pieces of a queue wait.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tricomm.kernels import layout
 from tricomm.kernels.device.group import control_of, table_of
 from tricomm.kernels.primitives import LOW, STATUS, acquire, look, pause, put_ll, signal, wait_sequence
 
-CHANNEL_STATES = tl.constexpr(layout.CHANNEL_STATES)
+QUEUE_STATES = tl.constexpr(layout.QUEUE_STATES)
 SLOT_DATA = tl.constexpr(layout.SLOT_DATA)
 SLOT_BYTES = tl.constexpr(layout.SLOT_BYTES)
-CHANNELS = tl.constexpr(layout.CHANNELS)
+QUEUES = tl.constexpr(layout.QUEUES)
 SLOTS = tl.constexpr(layout.SLOTS)
-STATE_WORDS = tl.constexpr(layout.CHANNEL_STATE // 8)
+STATE_WORDS = tl.constexpr(layout.QUEUE_STATE // 8)
 ACKS = tl.constexpr(layout.ACKS)
 NUMBERS = tl.constexpr(layout.EPOCH_LIMIT)
 CLEAR_EVERY = tl.constexpr(layout.CLEAR_EVERY)
@@ -70,24 +70,24 @@ def previous_number(number):
 
 @triton.jit
 def piece_words(group, words, SPEC: tl.constexpr):
-    """Payload words of a piece of a message of `words`: as many as a slot has, or fewer, so that every channel has
+    """Payload words of a piece of a message of `words`: as many as a slot has, or fewer, so that every queue has
     some; whole tiles."""
     slot = tl.load(table_of(group) + SLOT_BYTES) // (16 if SPEC.LL else 8)
-    share = tl.cdiv(words, tl.load(table_of(group) + CHANNELS))
+    share = tl.cdiv(words, tl.load(table_of(group) + QUEUES))
     return tl.minimum(slot, tl.maximum(tl.cdiv(share, SPEC.BLOCK), 1) * SPEC.BLOCK)
 
 
 @triton.jit
-def channel_state(group, head, rank, channel):
-    """Pointer (int64*) to the state that the arena at `head` keeps for its rank's channel to and from `rank`."""
-    at = (rank * tl.load(table_of(group) + CHANNELS) + channel) * STATE_WORDS
-    return tl.multiple_of(head + tl.load(table_of(group) + CHANNEL_STATES) // 8 + at, 16)
+def queue_state(group, head, rank, queue):
+    """Pointer (int64*) to the state that the arena at `head` keeps for its rank's queue to and from `rank`."""
+    at = (rank * tl.load(table_of(group) + QUEUES) + queue) * STATE_WORDS
+    return tl.multiple_of(head + tl.load(table_of(group) + QUEUE_STATES) // 8 + at, 16)
 
 
 @triton.jit
-def slot_of(group, head, rank, channel, number):
+def slot_of(group, head, rank, queue, number):
     """Pointer (int64*, 16-byte aligned) to the payload of piece `number` from `rank` in the arena at `head`."""
-    place = (rank * tl.load(table_of(group) + CHANNELS) + channel) * SLOTS + number % SLOTS
+    place = (rank * tl.load(table_of(group) + QUEUES) + queue) * SLOTS + number % SLOTS
     return tl.multiple_of(
         head + (tl.load(table_of(group) + SLOT_DATA) + place * tl.load(table_of(group) + SLOT_BYTES)) // 8, 16
     )

@@ -20,7 +20,7 @@ from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_driver import Cleanup, Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
 from tricomm.store.local_arena import check_view, raw_view
 
 WORD_BYTES = 8
@@ -52,9 +52,11 @@ class GpuSite:
 
 
 class Blocks(Protocol):
-    """The blocks of all ranks, of one kind of memory. All but `release` and `keep` are called in the GPU's context."""
+    """The blocks of all ranks, of one kind of memory. `allocate` and `map` are called in the GPU's context, again after
+    `give_back`, and then keep the addresses. `no_suspend`: why this kind cannot do that; empty if it can."""
 
     kind: str
+    no_suspend: str
 
     def allocate(self, site: GpuSite) -> bytes:
         """Make this rank's block, zeroed. Returns its record for the other ranks."""
@@ -65,6 +67,13 @@ class Blocks(Protocol):
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        """The address of all blocks at once, tried with the bytes from `probe` on; called by all ranks together.
+        Raises the same `ResourceError` on all if there is none; then everything is as before."""
+
+    def give_back(self, undo: Cleanup) -> None:
+        """Let go of all memory, and keep its addresses. May be repeated."""
+
     def release(self, undo: Cleanup) -> bool:
         """Let go of all blocks; False if this rank's has to stay, and so its context."""
 
@@ -74,45 +83,45 @@ class Blocks(Protocol):
 
 def open_blocks(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None,
-    reach: Sequence[bool] | None, make: Callable[[], Blocks],
+    reach: Sequence[bool] | None, make: Callable[[], Blocks], probe: bool = True,
 ) -> CudaArena:  # fmt: skip
     """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
 
     `reach` says for each rank if this rank maps its block, alike at both ends; by default all blocks are mapped.
+    `probe`: write a word to each, and see whether it arrives.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
     if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
     `InvalidArgument` for a bad size or device, `RendezvousError` if the ranks' records do not fit together.
     """
     deadline = Deadline(timeout)
-    arena = CudaArena(control, nbytes, device, make())
+    arena = CudaArena(control, nbytes, device, make(), reach)
     stage = CollectiveStages(control, arena.kind, deadline)
-    near = tuple(reach) if reach is not None else (True,) * control.world_size
     with ExitStack() as undo:
         undo.callback(arena._release)
-        stage("reach the GPU", lambda: arena._attach(driver))
-        mine = stage("allocate memory", arena._allocate)
-        arena._blocks.shared()  # even if the exchange fails on this rank
-        records = control.exchange(mine, f"{arena.kind}: memory records", deadline.left)
-        stage("map peers' memory", lambda: arena._map(records, near, deadline))
-        stage("write to peers", arena._write_probe)
-        stage("see peers' writes", arena._read_probe)
-        stage("clear", arena._clear_probe)
+        stage("reach the GPU", lambda: arena._attach(driver, WORD_BYTES * control.world_size if probe else 1))
+        arena._share(stage, deadline, probe)
         undo.pop_all()
     return arena
 
 
 class CudaArena:
     """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
-    out of reach. `reason`: why it is not of the usual kind, if it is not."""
+    out of reach. `reason`: why it is not of the usual kind, if it is not. `multicast`: the address of all blocks at
+    once, 0 if there is none because of `no_multicast`."""
 
-    def __init__(self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks) -> None:
+    def __init__(
+        self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks, reach: Sequence[bool] | None
+    ) -> None:
         self.kind = blocks.kind
         self.rank, self.nbytes, self.device = control.rank, nbytes, device
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
         self.reason = ""
+        self.multicast, self.no_multicast = 0, "it was not asked for"
+        self.suspended = False
         self._control, self._blocks = control, blocks
+        self._reach = tuple(reach) if reach is not None else (True,) * control.world_size
         self._at: GpuSite | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -128,6 +137,60 @@ class CudaArena:
             raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
         return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def no_suspend(self) -> str:
+        return self._blocks.no_suspend and f"{self._blocks.no_suspend}{f' ({self.reason})' if self.reason else ''}"
+
+    def suspend(self) -> None:
+        """Give this rank's share of the memory back, after all work on its GPU; see `Arena.suspend`."""
+        site = self._site
+        self.suspended = True
+        with site.current():
+            site.driver.synchronize()
+        undo = Cleanup(site.driver, site.context)
+        self._blocks.give_back(undo)
+        if undo.failures:
+            raise undo.failures[0]
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """New memory at the same addresses, on all ranks or on none; see `Arena.resume`."""
+        deadline = Deadline(timeout)
+        with ExitStack() as undo:
+            undo.callback(self._blocks.give_back, Cleanup(self._site.driver, self._site.context))
+            self._share(CollectiveStages(control, f"{self.kind}: resume", deadline), deadline)
+            undo.pop_all()
+        self.suspended = False
+
+    def _share(self, stage: CollectiveStages, deadline: Deadline, probe: bool = True) -> None:
+        mine = stage("allocate memory", self._allocate)
+        self._blocks.shared()  # even if the exchange fails on this rank
+        records = self._control.exchange(mine, f"{self.kind}: memory records", deadline.left)
+        stage("map peers' memory", lambda: self._map(records, self._reach, deadline))
+        if not probe:
+            return
+        stage("write to peers", self._write_probe)
+        stage("see peers' writes", self._read_probe)
+        stage("clear", self._clear_probe)
+        if self.multicast and self._multicast(deadline) != self.multicast:
+            raise ResourceError("the multicast address is another one than before")
+
+    def look_for_switch(self, deadline: Deadline) -> None:
+        """Set `multicast`, or why there is none; called by all ranks together. Raises if a rank has ended."""
+        try:
+            if self._control.world_size == 1 or not all(self._reach):
+                raise ResourceError("not every rank reaches the memory of another one")
+            self.multicast, self.no_multicast = self._multicast(deadline), ""
+        except ResourceError as error:  # the same on all ranks
+            self.no_multicast = str(error)
+
+    def _multicast(self, deadline: Deadline) -> int:
+        probe = self.nbytes - WORD_BYTES * self._control.world_size
+        return self._blocks.multicast(probe, deadline)
+
     def close(self) -> None:
         """Let go of all blocks, as their kind demands. Idempotent.
 
@@ -142,17 +205,16 @@ class CudaArena:
         if self._begin_end() is not None:
             self._blocks.keep()
 
-    def _attach(self, driver: Driver | None) -> None:
+    def _attach(self, driver: Driver | None, least: int) -> None:
         for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
             if env.flag(variable):
                 raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
-        self._check_arguments()
+        self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
         # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
         self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
 
-    def _check_arguments(self) -> None:
-        least = WORD_BYTES * self._control.world_size
+    def _check_arguments(self, least: int) -> None:
         if not least <= self.nbytes <= _MAX_NBYTES:
             raise InvalidArgument(f"an arena of {self.nbytes} bytes; allowed are {least} to {_MAX_NBYTES}")
         if self.device.type != "cuda":
@@ -171,7 +233,10 @@ class CudaArena:
 
     def _map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> None:
         with self._site.current():
-            self.bases = self._blocks.map(records, reach, deadline)
+            bases = self._blocks.map(records, reach, deadline)
+        if self.bases and bases != self.bases:
+            raise ResourceError(f"{self.kind}: memory came back at other addresses than before")
+        self.bases = bases
 
     def _probe_address(self, target: int, writer: int) -> int:
         return self.bases[target] + self.nbytes - WORD_BYTES * (self._control.world_size - writer)

@@ -9,16 +9,17 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.store import fake_vmm
+from tests.store.cuda import fake_multicast, fake_vmm
+from tests.store.cuda.fake_ipc import Block, CUipcMemHandle, Mapping
+from tests.store.cuda.fake_multicast import Switch
+from tests.store.cuda.fake_vmm import Physical, VirtualMemory
 from tests.store.fake_host import PinnedPages
-from tests.store.fake_vmm import Physical, VirtualMemory
 
 if TYPE_CHECKING:
-    from tests.store.fake_driver import CudaRuleBroken, FakeCuda
+    from tests.store.cuda.fake_driver import CudaRuleBroken, FakeCuda
 
 GRANULE = 2 << 20
 
@@ -36,42 +37,11 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_UNKNOWN = 999
 
 
-class CUipcMemHandle:
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(64)
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self._bytes)
-
-
 class _Refused(Exception):
     """The call gives an error code, as CUDA promises to."""
 
     def __init__(self, name: str) -> None:
         self.status = CUresult[name]
-
-
-@dataclass(eq=False)
-class Block:
-    """One cuMemAlloc."""
-
-    owner: Bindings
-    gpu: int
-    base: int
-    data: bytearray
-    live: bool = True
-    mappings: Counter[int] = field(default_factory=Counter)  # by process number
-
-
-@dataclass(eq=False)
-class Mapping:
-    """One cuIpcOpenMemHandle."""
-
-    base: int
-    block: Block
-    gpu: int
-    peer_access: bool
-    live: bool = True
 
 
 def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -97,9 +67,9 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
     return recorded
 
 
-def _of_vmm(name: str) -> Callable[..., tuple[Any, ...]]:
+def _of(part: str, name: str) -> Callable[..., tuple[Any, ...]]:
     def call(self: Bindings, *arguments: Any) -> Any:
-        return getattr(self.vmm, name)(*arguments)
+        return getattr(getattr(self, part), name)(*arguments)
 
     call.__name__ = name
     return _call(call)
@@ -113,9 +83,12 @@ class Bindings:
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
     CUmemAllocationProp, CUmemAccessDesc = fake_vmm.CUmemAllocationProp, fake_vmm.CUmemAccessDesc
     locals().update(fake_vmm.NAMES)
-    for _name in vars(VirtualMemory):
-        if _name.startswith("cu"):
-            locals()[_name] = _of_vmm(_name)
+    CUmulticastObjectProp = fake_multicast.CUmulticastObjectProp
+    locals().update(fake_multicast.NAMES)
+    for _part, _kind in (("vmm", VirtualMemory), ("switch", Switch)):
+        for _name in vars(_kind):
+            if _name.startswith("cu"):
+                locals()[_name] = _of(_part, _name)
 
     def __init__(self, world: FakeCuda, number: int, visible: tuple[int, ...]) -> None:
         self.world, self.number, self.visible = world, number, visible
@@ -133,6 +106,7 @@ class Bindings:
         self._mappings: list[Mapping] = []
         self.pinned = PinnedPages(self._complain)
         self.vmm = VirtualMemory(self, _Refused)
+        self.switch = Switch(self, _Refused)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -143,6 +117,7 @@ class Bindings:
             + [f"{me} pinned page {page.address:#x}" + " (gone)" * (not page.there) for page in self.pinned.all]
             + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
             + self.vmm.holds()
+            + self.switch.holds()
         )
 
     def die(self) -> None:
@@ -150,6 +125,7 @@ class Bindings:
         for mapping in self._mappings:
             if mapping.live:
                 mapping.block.mappings[self.number] -= 1
+        self.switch.die()
         self.vmm.die()
 
     @_call
@@ -257,6 +233,9 @@ class Bindings:
 
     @_call
     def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        mapped = self.vmm.piece(address)
+        if mapped is not None:
+            return mapped.base, mapped.nbytes
         block, _ = self._find(address, 1)
         assert isinstance(block, Block), "no cuMemAlloc"
         return block.base, len(block.data)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_control import FakeGroup
-from tests.store.fake_driver import FakeCuda, FakeDriver
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
-from tricomm.store import cuda_ipc
-from tricomm.store.cuda_arena import CudaArena
-from tricomm.store.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
+from tricomm.store.cuda import cuda_ipc
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
 
 NBYTES = 4096
 

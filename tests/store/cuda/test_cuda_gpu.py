@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tricomm import errors
-from tricomm.store.cuda_arena import CudaArena
-from tricomm.store.cuda_ipc import open_cuda_ipc
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.host_words import HostWords
 from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
 

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from tests.store.fake_bindings import Bindings, Block
-from tests.store.fake_vmm import Physical
-from tricomm.store.cuda_driver import Driver
+from tests.store.cuda.fake_bindings import Bindings, Block
+from tests.store.cuda.fake_vmm import Physical
+from tricomm.store.cuda.cuda_driver import Driver
 
 
 class CudaRuleBroken(AssertionError):

@@ -3,7 +3,7 @@
     rank 0: cuMemCreate, cuMemMap ── descriptor, over a Unix socket ──▶ rank 1: import, cuMemMap ── writes a word ──▶
 
 Needs no common PID or IPC namespace, and ends alone: memory lives until its last mapping, handle and descriptor is
-gone. What is made first goes last: addresses are unmapped, then the handle released, then the addresses freed.
+gone. Memory that has been given back comes again by the same way, at the addresses that were kept.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.collective_stages import pass_descriptors
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda_driver import UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_multicast import Multicast
+from tricomm.store.cuda.mapped_memory import MappedMemory
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 
@@ -69,43 +71,20 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> VmmRecord:
     return VmmRecord(rank, uuid, size, whole, name)
 
 
-class _Mapped:
-    """Memory at an address of this process: what has been done so far, so that it can be undone in the right order."""
-
-    def __init__(self, driver: Driver, nbytes: int) -> None:
-        self._driver, self._nbytes = driver, nbytes
-        self.address = 0
-        self.handles: list[int] = []  # at most one
-        self._there = False
-
-    def put(self, ordinal: int, alignment: int) -> None:
-        """Map the memory of the handle for GPU `ordinal`."""
-        self.address = self._driver.address_reserve(self._nbytes, alignment)
-        self._driver.mem_map(self.address, self._nbytes, self.handles[0])
-        self._there = True
-        self._driver.mem_allow(self.address, self._nbytes, ordinal)
-
-    def release(self, undo: Cleanup) -> None:
-        """Each step is tried; addresses with something behind them stay reserved."""
-        gone = undo.attempt(self._driver.mem_unmap, self.address, self._nbytes) if self._there else True
-        while self.handles:
-            undo.attempt(self._driver.mem_release, self.handles.pop())
-        if self.address and gone:
-            undo.attempt(self._driver.address_free, self.address, self._nbytes)
-
-
 class VmmBlocks:
     """This rank's memory, and the others', mapped here."""
 
     kind = "cuda_vmm"
+    no_suspend = ""
 
     def __init__(self, control: ControlPage, nbytes: int) -> None:
         self._control, self._nbytes = control, nbytes
         self._site: GpuSite | None = None
         self._granularity = 0
-        self._mapped: list[_Mapped] = []  # the own one first
+        self._mapped: dict[int, MappedMemory] = {}  # by rank, the own one first
         self._exported: list[int] = []
         self._passing = DescriptorSocket()
+        self._switch: Multicast | None = None
 
     def allocate(self, site: GpuSite) -> bytes:
         self._site, driver = site, site.driver
@@ -114,10 +93,8 @@ class VmmBlocks:
             raise ResourceError(refusal)
         self._granularity = driver.granularity(site.ordinal)
         whole = -(-self._nbytes // self._granularity) * self._granularity
-        own = self._mapping(whole)
-        own.handles.append(driver.mem_create(site.ordinal, whole))
-        own.put(site.ordinal, self._granularity)
-        driver.memset(own.address, 0, whole)
+        own = self._mapping(self._control.rank, whole)
+        own.make(site.ordinal, self._granularity)
         driver.synchronize()
         if self._control.world_size > 1:
             self._exported.append(driver.export_descriptor(own.handles[0]))
@@ -131,7 +108,7 @@ class VmmBlocks:
 
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         peers = [parse_record(data, rank, self._nbytes) for rank, data in enumerate(records)]
-        addresses = {self._control.rank: self._mapped[0].address}
+        addresses = {self._control.rank: self._mapped[self._control.rank].address}
 
         def take(rank: int, held: list[int]) -> None:
             addresses[rank] = self._map_peer(peers[rank], held[0]) if reach[rank] else 0
@@ -142,10 +119,23 @@ class VmmBlocks:
         self._close_exported()
         return tuple(addresses[rank] for rank in range(len(peers)))
 
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        site = self._site
+        assert site is not None, "allocate comes first"
+        if self._switch is None:
+            self._switch = Multicast(self._control, site, self._mapped[self._control.rank])
+        try:
+            return self._switch.share(probe, deadline)
+        except BaseException:
+            undo = Cleanup(site.driver, site.context)
+            undo.attempt(site.driver.synchronize)
+            self._switch.give_back(undo)
+            raise
+
     def _map_peer(self, peer: VmmRecord, fd: int) -> int:
         assert self._site is not None, "allocate comes first"
         self._site.refuse_unreachable(peer.rank, peer.uuid)
-        block = self._mapping(peer.whole)
+        block = self._mapping(peer.rank, peer.whole)
         try:
             block.handles.append(self._site.driver.import_descriptor(fd))
             block.put(self._site.ordinal, self._granularity)
@@ -153,19 +143,34 @@ class VmmBlocks:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         return block.address
 
-    def _mapping(self, nbytes: int) -> _Mapped:
-        assert self._site is not None, "allocate comes first"
-        self._mapped.append(_Mapped(self._site.driver, nbytes))
-        return self._mapped[-1]
+    def _mapping(self, rank: int, nbytes: int) -> MappedMemory:
+        """Addresses for rank `rank`'s memory: those that were kept, if there are any."""
+        site = self._site
+        assert site is not None, "allocate comes first"
+        block = self._mapped.setdefault(rank, MappedMemory(site.driver, nbytes))
+        if block.nbytes != nbytes:
+            raise RendezvousError(f"rank {rank} shares {nbytes} bytes, and before it was suspended {block.nbytes}")
+        block.require_empty(Cleanup(site.driver, site.context))
+        return block
+
+    def give_back(self, undo: Cleanup) -> None:
+        if self._switch is not None:
+            self._switch.give_back(undo)
+        self._passing.abandon()
+        self._close_exported()
+        for block in self._mapped.values():
+            block.empty(undo)
 
     def keep(self) -> None:
         """Nothing to do: what is mapped here lives without its owner, and there without this rank."""
 
     def release(self, undo: Cleanup) -> bool:
+        if self._switch is not None:
+            self._switch.release(undo)
         self._passing.abandon()
         self._close_exported()
         while self._mapped:
-            self._mapped.pop().release(undo)
+            self._mapped.popitem()[1].release(undo)
         return True
 
     def _close_exported(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -115,9 +115,10 @@ class Driver:
     def mem_free(self, address: int) -> None:
         self._call("cuMemFree", address)
 
-    def mem_base(self, address: int) -> int:
-        """Start of the allocation that holds `address`."""
-        return int(self._call("cuMemGetAddressRange", address)[0])
+    def mem_range(self, address: int) -> tuple[int, int]:
+        """(start, bytes) of the allocation that holds `address`."""
+        base, size = self._call("cuMemGetAddressRange", address)
+        return int(base), int(size)
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
         self._call("cuMemsetD8", address, value, nbytes)
@@ -177,6 +178,10 @@ class Driver:
     def mem_release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
 
+    def retain_handle(self, address: int) -> int:
+        """Handle of the memory of cuMemCreate behind a mapped address; needs its `mem_release`."""
+        return int(self._call("cuMemRetainAllocationHandle", address))
+
     def export_descriptor(self, handle: int) -> int:
         """A new file descriptor, the caller's to close, with which any process that gets it can map the memory."""
         return int(self._call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
@@ -206,6 +211,59 @@ class Driver:
         access.location.id = int(self._device(ordinal))
         access.flags = self._bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
+
+    # Memory of several GPUs behind one address, for a switch's instructions.
+
+    def multicast_refusal(self, ordinal: int) -> str | None:
+        """Why a GPU has no multicast addresses; None if it has."""
+        attribute = getattr(self._bindings.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED", None)
+        if attribute is None:
+            return f"these CUDA bindings know no multicast; {INSTALL}"
+        if int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
+            return None
+        return f"CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU {self.device_bus_id(ordinal)}"
+
+    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+        """Of what is bound to an object for so many devices, in bytes."""
+        least = self._bindings.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
+        return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes), least))
+
+    def multicast_create(self, devices: int, nbytes: int) -> int:
+        """Handle of an object that `devices` GPUs are to be added to; needs its `mem_release`. To be exported and
+        imported as memory is."""
+        return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes)))
+
+    def multicast_add(self, handle: int, ordinal: int) -> None:
+        """Add a GPU. No memory may be bound before all are added."""
+        self._call("cuMulticastAddDevice", handle, self._device(ordinal))
+
+    def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
+        """Put this GPU's memory of the handle `memory` behind the object; needs its `multicast_unbind`."""
+        self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
+
+    def multicast_unbind(self, handle: int, ordinal: int, nbytes: int) -> None:
+        self._call("cuMulticastUnbind", handle, self._device(ordinal), 0, nbytes)
+
+    def _multicast(self, devices: int, nbytes: int) -> Any:
+        properties = self._bindings.CUmulticastObjectProp()
+        properties.numDevices, properties.size, properties.flags = devices, nbytes, 0
+        properties.handleTypes = int(self._by_descriptor)
+        return properties
+
+    # Kernels of our own PTX.
+
+    def load_module(self, ptx: bytes) -> int:
+        """PTX (ended by a zero), compiled for the current context; needs its `unload_module`."""
+        return int(self._call("cuModuleLoadData", ptx))
+
+    def unload_module(self, module: int) -> None:
+        self._call("cuModuleUnload", module)
+
+    def launch(self, module: int, name: str, values: Sequence[int]) -> None:
+        """Run one thread of kernel `name` with 64-bit values."""
+        function = self._call("cuModuleGetFunction", module, name.encode())
+        parameters = (tuple(values), (ctypes.c_uint64,) * len(values))
+        self._call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0)
 
     @property
     def _by_descriptor(self) -> Any:
@@ -269,13 +327,15 @@ class Cleanup:
         self._driver, self._context = driver, context
 
     def attempt(self, call: Callable[..., None], *arguments: int) -> bool:
+        """Whether the call has been made: leaving the context may fail after it."""
+        made = False
         try:
             with self._driver.current(self._context):
                 call(*arguments)
+                made = True
         except ResourceError as error:
             self._failed(error)
-            return False
-        return True
+        return made
 
     def release_context(self, ordinal: int) -> None:
         try:

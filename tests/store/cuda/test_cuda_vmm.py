@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.marks import some
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_control import FakeGroup
-from tests.store.fake_driver import FakeCuda, FakeDriver
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arena import open_cuda
-from tricomm.store.cuda_arena import CudaArena
-from tricomm.store.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
 
 NBYTES = 4096
 GRANULE = 2 << 20

@@ -1,0 +1,69 @@
+"""All-reduce through the switch, simple: each rank has it reduce one shard of what all have staged, and multicast that.
+
+    shards         a b c d      the switch adds, on its way to       the switch copies, on its way to all
+    rank 0   [a0 b0 c0 d0]      0: a0 + a1 + a2 + a3 = A             A from 0
+    rank 1   [a1 b1 c1 d1]      1: b0 + b1 + b2 + b3 = B             B from 1      y = [A B C D] on every rank
+    rank 2   [a2 b2 c2 d2]      2: c0 + c1 + c2 + c3 = C             C from 2
+    rank 3   [a3 b3 c3 d3]      3: d0 + d1 + d2 + d3 = D             D from 3
+
+A shard is rounded up to 16 bytes. Shard p is staged in buffer p of a rank's own mailbox, first half; the sum goes to
+the second half of buffer p of all ranks: the places of two shots, so that what takes the results is the same.
+
+Bytes     (1 + 1/N) n leave a GPU, and as many come in: its n for the switch to add and the sum of its shard, 1/N n of
+          sums and the n of all results. By number, (N-1)/N n of peers' memory is read, and as much of it written; n is
+          staged in own memory.
+Hops      a barrier, a round trip, a one-way store, a barrier; of C overlapping chunks C + 1 barriers (`run_two_hops` in
+          `device/chunks.py`).
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: what block b of each peer staged of chunk k may be
+          read through the switch, and its results of chunk k - 1 are here. Header of phase 1 of the last chunk: so are
+          its results.
+Reuse     two mailboxes, by the epoch's parity. A rank stages chunk k + 2 behind barrier k + 1, and every peer had read
+          chunk k through the switch before it sent that header. Results of chunk k + 2 are stored behind barrier k + 2,
+          and every rank had copied those of chunk k before it. The last chunk's are copied behind the last barrier; a
+          peer comes back to that mailbox in its second epoch from then on, behind a header of this block that the next
+          launch sends.
+Order     the switch's own (`kernels/multimem.py`), one sum for all ranks: the same bits everywhere, but not those of
+          the other kernels. Not in a batch-invariant group.
+Source    NCCL's NVLS and its symmetric kernel RSxLDMC_AGxSTMC; PyTorch's multimem_all_reduce_.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.chunks import run_two_hops
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced
+from tricomm.kernels.device.packing import shard_words
+from tricomm.kernels.device.plain_data import push_shards, take_shards
+from tricomm.kernels.multimem import everywhere, fence_aliases
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_reduce_multicast(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
+    half = buffer_words(group, 2, SPEC)
+    tensors = (x_ptr, y_ptr, numel, half, everywhere(group, SPEC.WORLD_SIZE, SPEC.PTX))
+    run_two_hops(_stage, _reduce, _take, tensors, group, call, half * SPEC.WORLD_SIZE, SPEC)
+
+
+@triton.jit
+def _stage(tensors, chunk, SPEC: tl.constexpr):
+    push_shards(tensors[0], tensors[2], chunk, True, SPEC)  # behind `_reduce` of the chunk before, and its fence
+
+
+@triton.jit
+def _reduce(tensors, chunk, SPEC: tl.constexpr):
+    x_ptr, y_ptr, numel, half, heads = tensors
+    fence_aliases(SPEC.PTX)
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    ours = tl.minimum(chunk.count - chunk.me * shard, shard)
+    given = buffer_at_all(chunk, heads, chunk.me, 0, SPEC)
+    results = buffer_at_all(chunk, heads, chunk.me, half, SPEC)
+    gather_reduced(given, results, y_ptr, chunk.base + chunk.me * shard, ours, numel, chunk, True, SPEC)
+
+
+@triton.jit
+def _take(tensors, chunk, SPEC: tl.constexpr):
+    fence_aliases(SPEC.PTX)
+    take_shards(tensors[1], tensors[2], tensors[3], chunk, SPEC)

@@ -1,0 +1,141 @@
+"""The switch's own instructions: one address that stands for the same place in all ranks' memory (`multimem` of PTX).
+
+A load from it returns the sum (or minimum, or what else the switch has) of what the ranks hold there, a store writes to
+all of them. So what N ranks add leaves each GPU once instead of N - 1 times.
+
+Places    A multicast pointer is a tuple: compiled, the one address that the driver mapped for all ranks' memory; under
+          the interpreter, which has no switch, the addresses that it stands for, in rank order.
+Width     16 bytes a thread: two neighbouring 64-bit words, of floats by one instruction. The switch has no vectors of
+          integers, so they go by 8 or 4 bytes.
+Order     Relaxed at `.sys`: nothing else is ordered, so a store arrives at different ranks at different times. Headers
+          publish them as they do plain data. The same bytes have another address for plain accesses, and PTX orders
+          accesses by two addresses only with an alias fence between them (`fence_aliases`).
+Sums      Which types and operations: `why_not_reduced`. 16-bit floats are asked to be summed in fp32. In which order
+          the switch adds, and how it rounds, is its own: one rank reduces a word, and all get what it got, but the bits
+          are not those of a sum in rank order. The interpreter adds in rank order and rounds once.
+Offered   From sm_90 and Triton 3.9 on. Older Triton copies inline assembly from one layout to another, as it likes; a
+          sum that the switch makes twice may have two values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels import layout
+from tricomm.kernels.device.group import peer_of, table_of
+from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.wide_words import FIRST_TRITON
+
+FIRST_ARCHITECTURE = 90
+MULTICAST = tl.constexpr(layout.MULTICAST)
+
+_FLOATS = {"float32": "v4.f32", "float16": "acc::f32.v4.f16x2", "bfloat16": "acc::f32.v4.bf16x2"}
+_INTEGERS = {
+    "sum": ("add", "u"), "min": ("min", "s"), "max": ("max", "s"), "band": ("and", "b"), "bor": ("or", "b"),
+    "bxor": ("xor", "b"),
+}  # fmt: skip
+
+_STORE = tl.constexpr(
+    "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $4, 0; mov.b64 {a, b}, $2; mov.b64 {c, d}, $3; "
+    "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {a, b, c, d}; mov.u32 $0, 0; }"
+)
+_FENCE = tl.constexpr("fence.proxy.alias; mov.u32 $0, $1;")
+
+
+def why_not(architecture: int, version: str = triton.__version__) -> str | None:
+    """None if `multimem` can be compiled for `architecture` (90 for sm_90) by this Triton, else the reason."""
+    if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
+        return f"Triton {version} may copy inline assembly, and the switch add twice; Triton 3.9 or newer works"
+    if architecture < FIRST_ARCHITECTURE:
+        return f"sm_{architecture} has no multimem instructions; sm_90 or newer has"
+    return None
+
+
+def why_not_reduced(element: str, op: str) -> str | None:
+    """None if the switch reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
+    if (element in _FLOATS and op == "sum") or (element in ("int32", "int64") and op in _INTEGERS):
+        return None
+    return f"the switch has no {op} of {element}; it adds fp32, fp16 and bf16, and reduces 32-bit and 64-bit integers"
+
+
+def instruction(element: str, op: str) -> str:
+    """PTX that loads two reduced words, $0 and $1, from $2 on if $3 is not 0."""
+    head = "multimem.ld_reduce.relaxed.sys.global"
+    zeros = "mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0;"
+    registers, out = ".reg .b32 a, b, c, d;", "mov.b64 $0, {a, b}; mov.b64 $1, {c, d};"
+    if element in _FLOATS:
+        loads = f"@p {head}.add.{_FLOATS[element]} {{a, b, c, d}}, [$2];"
+    else:
+        name, sign = _INTEGERS[op]
+        names, bits = ("abcd", 32) if element == "int32" else ("ab", 64)
+        loads = " ".join(
+            f"@p {head}.{name}.{sign}{bits} {register}, [$2 + {n * bits // 8}];" for n, register in enumerate(names)
+        )
+        if bits == 64:
+            zeros, registers = "mov.b64 a, 0; mov.b64 b, 0;", ".reg .b64 a, b;"
+            out = "mov.b64 $0, a; mov.b64 $1, b;"
+    return f"{{ .reg .pred p; {registers} setp.ne.b32 p, $3, 0; {zeros} {loads} {out} }}"
+
+
+@triton.jit
+def everywhere(group, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
+    """The head of all ranks' arenas at once, a multicast pointer of int64*."""
+    heads = ()
+    if PTX:
+        head = tl.load(table_of(group) + MULTICAST).to(tl.pointer_type(tl.int64))
+        heads = heads + (tl.multiple_of(head, 16),)
+    else:
+        for rank in tl.static_range(WORLD_SIZE):
+            heads = heads + (peer_of(group, rank, WORLD_SIZE),)
+    return heads
+
+
+@triton.jit
+def fence_aliases(PTX: tl.constexpr):
+    """Between plain accesses and `multimem` accesses of the same bytes, behind the barrier that orders them."""
+    if PTX:
+        tl.inline_asm_elementwise(_FENCE, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def load_reduced(pointers, first, count, SPEC: tl.constexpr):
+    """The tile at word `first` of a run of `count` at a multicast pointer, reduced over the ranks: int64 [BLOCK].
+
+    `pointers` are int64*, multiples of 16, `first` is even. Words go by pairs: what lies behind the last pair that
+    begins before `count` is undefined, and a pair's second word there has to be memory that may be read.
+    """
+    if SPEC.PTX:
+        pair = tl.arange(0, SPEC.BLOCK // 2)
+        at = tl.multiple_of(pointers[0] + first, 16) + 2 * pair
+        mask = (first + 2 * pair < count).to(tl.int32)
+        low, high = tl.inline_asm_elementwise(
+            SPEC.LOAD_REDUCED, "=l,=l,l,r", [at, mask], dtype=(tl.int64, tl.int64), is_pure=False, pack=1
+        )
+        words = tl.reshape(tl.join(low, high), [SPEC.BLOCK])
+    else:
+        lane = tl.arange(0, SPEC.BLOCK)
+        parts = ()
+        for rank in tl.static_range(SPEC.WORLD_SIZE):
+            mask = first + (lane // 2) * 2 < count
+            parts = parts + (tl.load(pointers[rank] + first + lane, mask=mask, other=0),)
+        words = reduce_words(parts, SPEC)
+    return words
+
+
+@triton.jit
+def store_to_all(pointers, first, words, count, SPEC: tl.constexpr):
+    """Store the tile `words` at word `first` of a run of `count` at a multicast pointer: to every rank, by pairs as
+    `load_reduced`."""
+    if SPEC.PTX:
+        pair = tl.arange(0, SPEC.BLOCK // 2)
+        at = tl.multiple_of(pointers[0] + first, 16) + 2 * pair
+        low, high = tl.split(tl.reshape(words, [SPEC.BLOCK // 2, 2]))
+        tl.inline_asm_elementwise(
+            _STORE, "=r,l,l,l,r", [at, low, high, (first + 2 * pair < count).to(tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        lane = tl.arange(0, SPEC.BLOCK)
+        for rank in tl.static_range(SPEC.WORLD_SIZE):
+            tl.store(pointers[rank] + first + lane, words, mask=first + (lane // 2) * 2 < count)

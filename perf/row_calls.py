@@ -1,0 +1,139 @@
+"""A fused call as the measuring tools name it, and its launch without tensors: by the code that makes launch plans."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tricomm.core.fused import fused_checks, fused_kernels
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedCall
+from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core.launch_plan import Request
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import parsing
+from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.tuning_tables import epilogue_name
+
+EPS = 1e-6
+_SCALES = {"fp8": 0.05, "nvfp4": 100.0}
+_NAME = re.compile(rf"(norm|{'|'.join(QUANTIZATIONS)})@(\d{{1,6}})")
+
+
+@dataclass(frozen=True, order=True)
+class RowForm:
+    """Rows of `hidden` elements that end in a residual and RMSNorm, and in `quantize` unless that is empty."""
+
+    hidden: int = 8192
+    quantize: str = ""
+
+    @property
+    def name(self) -> str:
+        """`norm@8192`, `fp8@8192`."""
+        return epilogue_name(self.hidden, self.quantize)
+
+    def epilogue(self, weight: torch.dtype) -> Epilogue:
+        """With a weight of that type."""
+        layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
+        return Epilogue(self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None,
+                        scale_layout=layout)  # fmt: skip
+
+    def rows(self, nbytes: int, itemsize: int) -> int:
+        """Of a call of `nbytes`: whole rows, one at least."""
+        return max(1, nbytes // (self.hidden * itemsize))
+
+
+def parse(name: str) -> RowForm:
+    """Of a form's name. Raises `InvalidArgument`."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        known = ", ".join(("norm", *QUANTIZATIONS))
+        raise InvalidArgument(f"{name!r}: rows are named like norm@8192: {known}, and elements of a row")
+    return RowForm(int(match[2]), "" if match[1] == "norm" else match[1])
+
+
+def parse_forms(hidden: str, quantize: str | None) -> tuple[RowForm, ...]:
+    """Of two comma lists; `none` does not quantise. Raises `InvalidArgument`."""
+    names = parsing.parse_names(quantize or "none", ("none", *QUANTIZATIONS), "quantization")
+    words = ["norm" if name == "none" else name for name in names]
+    return tuple(parse(f"{name}@{length.strip()}") for length in hidden.split(",") for name in words)
+
+
+@dataclass(frozen=True)
+class RowLaunch:
+    """A fused kernel as it is launched: the arguments of `Bind` that do not depend on tensors."""
+
+    choice: Choice
+    function: Any
+    constexprs: dict[str, Any]
+    bits: int
+
+
+def launched(
+    site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int,
+    shape: tuple[int, int, int] | None = None, aligned: bool = True,
+) -> RowLaunch:  # fmt: skip
+    """`kernel` for `rows` rows in a graph; `shape` (blocks, warps, tile) in place of the policy's.
+
+    Raises `InvalidArgument` if the kernel does not take such rows.
+    """
+    request = Request("all_reduce", "sum", kernel.algorithm, kernel.protocol, epilogue=form.epilogue(dtype))
+    request = request.sized(dtype, rows * form.hidden)
+    choice = fused_kernels.choose(site, request, "graph")
+    if isinstance(choice, str):
+        raise InvalidArgument(f"{kernel.name} of {form.name}: {choice}")
+    if shape is not None:
+        choice = replace(choice, blocks=shape[0], warps=shape[1], block=shape[2])
+    made: list[RowLaunch] = []
+
+    def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: Any, aligned: bool, more: Any) -> Any:
+        made.append(RowLaunch(choice, function, constexprs, bits))
+
+    fused_kernels.make(site, choice, request, aligned, "graph", bind)
+    return made[0]
+
+
+def kernels(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> list[Kernel]:
+    """The fused kernels that take such rows. Raises `InvalidArgument` with the reasons if none does."""
+    found, reasons = [], []
+    for kernel in registry.of(FUSED, site.world_size):
+        try:
+            launched(site, kernel, form, dtype, rows)
+        except InvalidArgument as error:
+            reasons.append(str(error))
+        else:
+            found.append(kernel)
+    if not found:
+        raise InvalidArgument("; ".join(dict.fromkeys(reasons)))
+    return found
+
+
+def call(form: RowForm, rows: int, dtype: torch.dtype, new: Callable[[int], torch.Tensor]) -> FusedCall:
+    """The tensors of one rank, each in memory of `new(bytes)`: int64 words."""
+
+    def of(count: int, kind: torch.dtype) -> torch.Tensor:
+        return new(count * kind.itemsize).view(kind)[:count]
+
+    hidden, given = form.hidden, {}
+    x, residual, total = (of(rows * hidden, dtype).view(rows, hidden) for _ in range(3))
+    if form.quantize == "nvfp4":
+        blocks = fused_checks.scale_shape(rows, hidden, "swizzled_128x4")
+        given["quant_out"] = of(rows * hidden // 2, torch.uint8).view(rows, hidden // 2)
+        given["scale_out"] = of(blocks[0] * blocks[1], torch.uint8).view(blocks)
+    elif form.quantize:
+        given["quant_out"] = of(rows * hidden, torch.float8_e4m3fn).view(rows, hidden)
+        if form.quantize == "fp8_per_token":
+            given["scale_out"] = of(rows, torch.float32).view(rows, 1)
+    else:
+        given["norm_out"] = of(rows * hidden, dtype).view(rows, hidden)
+    if form.quantize in _SCALES:
+        given["scale"] = of(1, torch.float32).fill_(_SCALES[form.quantize])
+    arguments = FusedArguments(
+        x, residual, of(hidden, dtype), EPS, residual_out=total, quantize=form.quantize or None, **given
+    )
+    return fused_checks.checked(arguments, x.device)

@@ -1,0 +1,1 @@
+"""GPU memory that ranks share: the driver calls, and the kinds of memory made of them."""

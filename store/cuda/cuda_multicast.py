@@ -1,0 +1,182 @@
+"""One address for the same place in all ranks' blocks, by a switch that adds and copies (NVLink SHARP, `multimem`).
+
+    rank 0: cuMulticastCreate ── descriptor, over a Unix socket ──▶ all: import, cuMulticastAddDevice
+    all devices added ─▶ cuMulticastBindMem of the own block ─▶ all bound ─▶ cuMemMap of the object ─▶ words through it
+
+Not every box has it, and one that has it may refuse it (confidential computing, MIG). So each step is joint: it
+succeeds on all ranks, or all ranks undo the steps before and know the reason. CUDA's order is that of the stages: no
+rank may bind before every device was added, nor use the address before every rank has bound its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from tricomm import env
+from tricomm.deadline import Deadline
+from tricomm.errors import ResourceError
+from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.control import ControlPage
+from tricomm.store.cuda.cuda_arena import GpuSite
+from tricomm.store.cuda.cuda_driver import Cleanup
+from tricomm.store.cuda.mapped_memory import MappedMemory
+from tricomm.store.descriptors import DescriptorSocket
+from tricomm.store.records import NAME_BYTES
+
+_T = TypeVar("_T")
+WORD = 4
+_RECORD = struct.Struct(f"<QQ{NAME_BYTES}s")  # bytes of the block, granularity, socket
+_NAME = "multicast"
+
+# Plain copies may not touch a multicast address, so the probe is two kernels of one thread.
+PROBE = b"""
+.version 8.1
+.target sm_90
+.address_size 64
+.visible .entry store(.param .u64 to, .param .u64 value)
+{ .reg .b64 a, v; .reg .b32 w; ld.param.u64 a, [to]; ld.param.u64 v, [value]; cvt.u32.u64 w, v;
+  multimem.st.relaxed.sys.global.u32 [a], w; ret; }
+.visible .entry sum(.param .u64 from, .param .u64 to)
+{ .reg .b64 a, b; .reg .b32 w; ld.param.u64 a, [from]; ld.param.u64 b, [to];
+  multimem.ld_reduce.relaxed.sys.global.add.u32 w, [a]; st.global.u32 [b], w; ret; }
+\0"""
+
+
+class Multicast:
+    """The address of all ranks' blocks at once: of this rank's `memory`, mapped here, and the others'.
+
+    `share` may come again after `give_back`; the address stays the same.
+    """
+
+    def __init__(self, control: ControlPage, site: GpuSite, memory: MappedMemory) -> None:
+        self._control, self._site, self._own = control, site, memory
+        self._driver, self._ordinal = site.driver, site.ordinal
+        self._mapped = MappedMemory(site.driver, memory.nbytes)
+        self._passing = DescriptorSocket()
+        self._descriptors: list[int] = []
+        self._modules: list[int] = []  # at most one, as of descriptors
+        self._bound = False
+
+    def share(self, probe: int, deadline: Deadline) -> int:
+        """The address; called by all ranks together. Bytes from `probe` on are for words to try it with, 8 a rank.
+
+        Raises the same error on all ranks; then `give_back` undoes what was done.
+        """
+        mapped, stages = self._mapped, CollectiveStages(self._control, _NAME, deadline)
+
+        def stage(what: str, action: Callable[[], None]) -> None:
+            stages(what, partial(self._in_context, action))
+
+        found = stages.gather("look for a switch", partial(self._in_context, self._look))
+        records = [_RECORD.unpack(record) for record in found]
+        stage("make an object", self._make)
+        stage("pass it on", lambda: self._pass([name for *_, name in records], deadline))
+        stage("add the device", lambda: self._driver.multicast_add(mapped.handles[0], self._ordinal))
+        stage("bind memory", lambda: self._bind(records))
+        stage("map it", lambda: mapped.put(self._ordinal, records[0][1]))
+        self._try(stage, probe)
+        return mapped.address
+
+    def _in_context(self, action: Callable[[], _T]) -> _T:
+        with self._site.current():
+            return action()
+
+    def _look(self) -> bytes:
+        if not env.multicast():
+            raise ResourceError("TRICOMM_MULTICAST=0 or NCCL_NVLS_ENABLE=0")
+        refusal = self._driver.multicast_refusal(self._ordinal)
+        if refusal is not None:
+            raise ResourceError(refusal)
+        nbytes = self._own.nbytes
+        granularity = self._driver.multicast_granularity(self._control.world_size, nbytes)
+        if nbytes % granularity:
+            raise ResourceError(f"a block of {nbytes} bytes is no multiple of the multicast granularity {granularity}")
+        self._passing.bind()
+        return _RECORD.pack(nbytes, granularity, self._passing.name)
+
+    def _make(self) -> None:
+        """Rank 0 alone has something to pass on; the others send what nobody looks at, so that all send alike."""
+        if self._control.rank == 0:
+            self._mapped.handles.append(self._driver.multicast_create(self._control.world_size, self._own.nbytes))
+            self._descriptors.append(self._driver.export_descriptor(self._mapped.handles[0]))
+            os.set_inheritable(self._descriptors[0], False)
+        else:
+            self._descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def _pass(self, names: list[bytes], deadline: Deadline) -> None:
+        def take(rank: int, held: list[int]) -> None:
+            if rank == 0:
+                self._mapped.handles.append(self._driver.import_descriptor(held[0]))
+
+        pass_descriptors(self._control, self._passing, names, self._descriptors, take, _NAME, deadline)
+        self._passing.close()
+        self._close_descriptors()
+
+    def _bind(self, records: list[tuple[int, int, bytes]]) -> None:
+        sizes = {(nbytes, granularity) for nbytes, granularity, _ in records}
+        if len(sizes) > 1:
+            raise ResourceError(f"the ranks' blocks have sizes and multicast granularities {sorted(sizes)}")
+        self._driver.multicast_bind(self._mapped.handles[0], self._own.handles[0], self._own.nbytes)
+        self._bound = True
+
+    def _try(self, stage: Callable[[str, Callable[[], None]], None], probe: int) -> None:
+        """A word of every rank to all, and a sum of all: through the switch."""
+        driver, rank, world_size = self._driver, self._control.rank, self._control.world_size
+        shared, own = self._mapped.address + probe, self._own.address + probe
+        sums = own + WORD * world_size
+
+        def run(name: str, *values: int) -> None:
+            driver.launch(self._modules[0], name, values)
+            driver.synchronize()
+
+        def seen() -> None:
+            words = struct.unpack(f"<{world_size}I", driver.read(own, WORD * world_size))
+            missing = [r for r, word in enumerate(words) if word != _probe_word(r)]
+            if missing:
+                raise ResourceError(f"what rank(s) {missing} stored to the multicast address did not arrive")
+
+        def added() -> None:
+            run("sum", shared, sums)
+            (total,) = struct.unpack("<I", driver.read(sums, WORD))
+            if total != world_size * _probe_word(0) & 0xFFFFFFFF:
+                raise ResourceError(f"the switch added {world_size} words of {_probe_word(0):#x} and gave {total:#x}")
+
+        stage("load the probe", lambda: self._modules.append(driver.load_module(PROBE)))
+        stage("store through the switch", lambda: run("store", shared + WORD * rank, _probe_word(rank)))
+        stage("see what was stored", seen)
+        stage("add through the switch", added)
+        stage("clear", lambda: self._clear(own, WORD * (world_size + 1)))
+
+    def _clear(self, address: int, nbytes: int) -> None:
+        self._driver.memset(address, 0, nbytes)
+        self._driver.synchronize()
+        self._driver.unload_module(self._modules[0])
+        self._modules.clear()
+
+    def give_back(self, undo: Cleanup) -> None:
+        """Unbind this rank's memory, and let the object go; its address is kept. May be repeated."""
+        self._passing.abandon()
+        self._close_descriptors()
+        if self._modules and undo.attempt(self._driver.unload_module, *self._modules):
+            self._modules.clear()
+        if self._bound:
+            bound = (self._mapped.handles[0], self._ordinal, self._own.nbytes)
+            self._bound = not undo.attempt(self._driver.multicast_unbind, *bound)
+        self._mapped.empty(undo)
+
+    def release(self, undo: Cleanup) -> None:
+        """Undo everything; each step is tried."""
+        self.give_back(undo)
+        self._mapped.release(undo)
+
+    def _close_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _probe_word(rank: int) -> int:
+    return 0x4D430000 + 257 * (rank + 1)

@@ -1,0 +1,59 @@
+"""Addresses of a process with physical memory behind them: what has been done so far, so that it is undone in order.
+
+What is made first goes last: addresses are unmapped, then the handle released, then the addresses freed. Between the
+last two steps the addresses are kept with nothing behind them, and other memory can come there: what a captured graph
+knows of this memory stays true.
+"""
+
+from __future__ import annotations
+
+from tricomm.errors import ResourceError
+from tricomm.store.cuda.cuda_driver import Cleanup, Driver
+
+
+class MappedMemory:
+    """`nbytes` bytes of addresses, once `put` has reserved them. Every method works in the current context."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.address = 0
+        self.handles: list[int] = []  # at most one
+        self._driver = driver
+        self._there = False
+
+    def make(self, ordinal: int, alignment: int) -> None:
+        """Put new memory of GPU `ordinal` there, zeroed once the device has been waited for."""
+        self.handles.append(self._driver.mem_create(ordinal, self.nbytes))
+        self.put(ordinal, alignment)
+        self._driver.memset(self.address, 0, self.nbytes)
+
+    def put(self, ordinal: int, alignment: int) -> None:
+        """Map the memory of the handle for GPU `ordinal`."""
+        if not self.address:
+            self.address = self._driver.address_reserve(self.nbytes, alignment)
+        self._driver.mem_map(self.address, self.nbytes, self.handles[0])
+        self._there = True
+        self._driver.mem_allow(self.address, self.nbytes, ordinal)
+
+    def empty(self, undo: Cleanup) -> None:
+        """Let the memory go and keep the addresses. What the driver has refused is tried again the next time."""
+        if self._there and undo.attempt(self._driver.mem_unmap, self.address, self.nbytes):
+            self._there = False
+        refused = []
+        while self.handles:
+            handle = self.handles.pop()
+            if not undo.attempt(self._driver.mem_release, handle):
+                refused.append(handle)
+        self.handles = refused
+
+    def require_empty(self, undo: Cleanup) -> None:
+        """As `empty`, before other memory comes there; raises `ResourceError` if something is left."""
+        self.empty(undo)
+        if self._there or self.handles:
+            raise ResourceError(f"GPU memory at {self.address:#x} cannot be let go: {undo.failures[-1]}")
+
+    def release(self, undo: Cleanup) -> None:
+        """Each step is tried; addresses with something behind them stay reserved."""
+        self.empty(undo)
+        if self.address and not self._there:
+            undo.attempt(self._driver.address_free, self.address, self.nbytes)

@@ -1,0 +1,79 @@
+"""Memory given back and taken again at the same addresses, by real processes on a CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests import ranks
+from tests.core.bodies import suspension_bodies as bodies
+
+EMPTY = {"fds": [], "maps": [], "threads": []}
+
+
+@pytest.fixture
+def url(tmp_path):
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+def test_memory_goes_and_comes_back_at_the_same_addresses(url):
+    for found, left in ranks.run(3, bodies.and_left, bodies.round_trip, url, 2):
+        assert found["wrong"] == []
+        assert left == EMPTY
+        before, asleep, before_2, asleep_2 = found["pages"]
+        assert before and before_2 and asleep == asleep_2 == 0
+        for name, text in found["said"].items():
+            assert text.startswith("InvalidArgument: ") and "suspended" in text and "resume()" in text, (name, text)
+        assert "not suspended" in found["awake"] and "suspended" in found["explained"]
+        assert [(m.kind, m.nbytes > 0, m.suspended) for m in found["stats"]] == [
+            ("posix_shm", False, True), ("posix_shm", True, False)
+        ] * 2  # fmt: skip
+
+
+def test_a_rank_that_dies_while_all_sleep_is_noticed_and_named(url):
+    with ranks.start(3, bodies.and_left, bodies.one_dies, url, 1) as started:
+        pids = [started.message(rank) for rank in range(3)]
+        time.sleep(0.2)
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        for rank, outcome in enumerate(started.results([0, 2])):
+            if rank == 1:
+                continue
+            (noticed, when, texts), left = outcome.value
+            assert when - killed < 2.0 + ranks.BUSY
+            for text in (noticed, *texts):
+                assert text.startswith("PeerDied") and f"rank 1 (pid {pids[1]}) died" in text, text
+            assert left == EMPTY
+
+
+@pytest.mark.parametrize("where", ["give_back", "take_again"])
+def test_a_rank_that_dies_in_the_middle_is_named_and_leaves_nothing(where, url):
+    with ranks.start(3, bodies.and_left, bodies.dies_in, url, where) as started:
+        *others, victim = started.results()
+        assert victim.code == 7
+        for outcome in others:
+            [(kind, text)], left = outcome.value
+            assert kind == "PeerDied" and "rank 2" in text
+            assert left == EMPTY
+
+
+@pytest.mark.parametrize("where", ["give_back", "take_again"])
+def test_refused_on_one_rank_is_refused_on_all(where, url):
+    for texts, suspended, pages, wrong in ranks.run(2, bodies.memory_refused, url, where, 1):
+        text = texts[-1]
+        assert text.startswith("ResourceError") and "rank 1" in text and "made to fail" in text
+        assert suspended == (where == "take_again") and ("not suspended" in text) == (where == "give_back")
+        assert pages == 0 and wrong == []
+
+
+def test_bad_moments_are_refused_by_name_on_all_ranks(url):
+    (first, wrong), (second, wrong_too) = ranks.run(2, bodies.bad_moments, url)
+    assert wrong == wrong_too == []
+    for said in (first, second):
+        assert "rank 0: rank(s) [1] have not received all" in said[0]
+        assert "rank 0 has no symmetric handle open, rank 1 has symmetric handles [1] open" in said[1]
+        assert "suspend" in said[2] and "all_reduce" in said[2]

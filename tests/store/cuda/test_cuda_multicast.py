@@ -1,0 +1,196 @@
+"""One address for all ranks' memory, against a driver that enforces CUDA's rules for it. No GPU."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.marks import some
+from tests.store.cuda.fake_driver import FakeCuda
+from tests.store.cuda.test_cuda_vmm import GRANULE, Job
+from tests.store.store_ranks import in_threads
+from tricomm import env
+from tricomm.deadline import Deadline
+from tricomm.errors import ResourceError, TricommError
+from tricomm.ptx import grid
+from tricomm.ptx.global_memory import GlobalMemory
+from tricomm.ptx.text.parser import parse
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_multicast import PROBE
+
+SIZE = 3
+
+
+def three_gpus() -> Job:
+    return Job(FakeCuda(SIZE), [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
+
+
+def open_all(job: Job) -> list[CudaArena]:
+    """Arenas that have looked for a switch, with it or without."""
+
+    def one(rank: int) -> CudaArena:
+        arena = job.open(rank)
+        arena.look_for_switch(Deadline(10.0))
+        return arena
+
+    arenas = in_threads(job.size, one)
+    assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
+    return arenas
+
+
+def words(job: Job, arenas: list[CudaArena], at: int) -> list[int]:
+    """The word at byte `at` of every rank's block."""
+    found = []
+    for rank, arena in enumerate(arenas):
+        with arena._site.current():
+            found.append(*struct.unpack("<I", job.drivers[rank].read(arena.bases[rank] + at, 4)))
+    return found
+
+
+def store(job: Job, arenas: list[CudaArena], rank: int, at: int, value: int) -> None:
+    """Through the switch, by `rank`."""
+    driver = job.drivers[rank]
+    with arenas[rank]._site.current():
+        module = driver.load_module(PROBE)
+        driver.launch(module, "store", (arenas[rank].multicast + at, value))
+        driver.synchronize()
+        driver.unload_module(module)
+
+
+def test_a_store_reaches_every_block_and_nothing_is_left() -> None:
+    job = three_gpus()
+    arenas = open_all(job)
+    assert all(arena.multicast and not arena.no_multicast for arena in arenas)
+    for rank, arena in enumerate(arenas):
+        with arena._site.current():
+            assert not any(job.drivers[rank].read(arena.bases[rank], GRANULE)), "no word of the probe"
+    store(job, arenas, 1, 64, 77)
+    assert words(job, arenas, 64) == [77] * SIZE
+    assert job.close_all(arenas) == [None] * SIZE
+    job.verify()
+
+
+def calls() -> list[tuple[int, str, int]]:
+    """(rank, call, how many of them) of looking for a switch that is there."""
+    job = three_gpus()
+    arenas = in_threads(SIZE, job.open)
+    before = [Counter(driver.calls) for driver in job.drivers]
+    in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
+    after = [Counter(driver.calls) - before[rank] for rank, driver in enumerate(job.drivers)]
+    job.close_all(arenas)
+    return [(rank, name, nth) for rank in range(SIZE) for name, n in after[rank].items() for nth in range(1, n + 1)]
+
+
+CALLS = calls()
+
+
+@pytest.mark.parametrize("rank, name, nth", some(CALLS, 4))
+def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(rank: int, name: str, nth: int) -> None:
+    job = three_gpus()
+    arenas = in_threads(SIZE, job.open)
+    job.drivers[rank].fail_at(name, nth)
+    assert in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0))) == [None] * SIZE
+    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
+    for part in (f"rank {rank}", name, "CUDA_ERROR_UNKNOWN"):
+        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    assert not [text for process in job.world.processes for text in process.switch.holds()]
+    job.drivers[rank].process.failures.clear()
+    in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0)))  # everything was undone: it goes now
+    assert all(arena.multicast for arena in arenas), arenas[0].no_multicast
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    names = {name for _, name, _ in CALLS}
+    print(f"\n{len(CALLS)} calls of {len(names)} kinds were made to fail: all ranks have a multicast address or none")
+    assert names >= {
+        "cuDeviceGetAttribute", "cuMulticastGetGranularity", "cuMulticastCreate", "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMemAddressReserve",
+        "cuMemMap", "cuMemSetAccess", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuModuleUnload",
+        "cuCtxSynchronize", "cuMemcpyDtoH", "cuMemsetD8",
+    }  # fmt: skip
+
+
+def without(change: Any, *told: str) -> None:
+    """No rank has the address after `change` of one process's switch, and all know why; the arenas work."""
+    job = three_gpus()
+    change(job.drivers[1].process.switch)
+    arenas = open_all(job)
+    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
+    for part in ("rank 1", *told):
+        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_a_switch_that_is_not_there_or_does_not_work() -> None:
+    without(lambda switch: setattr(switch, "supported", False), "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU")
+    without(lambda switch: setattr(switch, "granule", 4 * GRANULE), "no multiple of the multicast granularity")
+    without(lambda switch: setattr(switch, "adds_wrong", True), "the switch added 3 words", "and gave")
+    job = three_gpus()
+    job.drivers[1].process.switch.loses_stores = True
+    arenas = open_all(job)
+    assert "what rank(s) [1] stored to the multicast address did not arrive" in arenas[0].no_multicast
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_ranks_that_share_a_gpu_and_ranks_that_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(FakeCuda(1), [[0], [0]])
+    arenas = open_all(job)
+    assert "cuMulticastAddDevice" in arenas[0].no_multicast and arenas[1].multicast == 0
+    job.close_all(arenas)
+    job.verify()
+    job = three_gpus()
+    monkeypatch.setattr(env, "multicast", lambda: threading.current_thread().name != "rank 2")
+    arenas = open_all(job)
+    assert "rank 2" in arenas[0].no_multicast and "TRICOMM_MULTICAST=0" in arenas[0].no_multicast
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_a_rank_that_dies_leaves_nothing_bound() -> None:
+    job = three_gpus()
+    arenas = open_all(job)
+    job.drivers[2].kill()
+    job.group.kill(2)
+    for arena in arenas[:2]:
+        arena.close()
+    job.verify()
+
+
+def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address() -> None:
+    job = three_gpus()
+    arenas = open_all(job)
+    before = [arena.multicast for arena in arenas]
+    assert in_threads(SIZE, lambda rank: arenas[rank].suspend()) == [None] * SIZE
+    assert all(not job.world.used(gpu) for gpu in range(SIZE))
+    resumed = in_threads(SIZE, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))
+    assert resumed == [None] * SIZE and [arena.multicast for arena in arenas] == before
+    store(job, arenas, 0, 8, 5)
+    assert words(job, arenas, 8) == [5] * SIZE
+    in_threads(SIZE, lambda rank: arenas[rank].suspend())
+    job.drivers[1].fail_at("cuMulticastBindMem")  # captured graphs know the address: there is no way without it
+    outcomes = in_threads(SIZE, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))
+    assert all(isinstance(each, ResourceError | TricommError) for each in outcomes), outcomes
+    assert "cuMulticastBindMem" in str(outcomes[0]) and all(not job.world.used(gpu) for gpu in range(SIZE))
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_the_probe_does_what_the_fake_takes_it_for() -> None:
+    members, out, memory = [np.zeros(16, "u4") for _ in range(SIZE)], np.zeros(4, "u4"), GlobalMemory()
+    for array in (*members, out):
+        memory.add(array.ctypes.data, array.nbytes, "memory")
+    memory.add_multicast(1 << 50, 64, [array.ctypes.data for array in members])
+    text = PROBE.rstrip(b"\0").decode()
+    for name, values in (("store", ((1 << 50) + 8, 7)), ("sum", ((1 << 50) + 8, out.ctypes.data + 4))):
+        loaded = grid.LoadedKernel(parse(text, name), memory)
+        grid.run([grid.launch(loaded, (1, 1, 1), (1, 1, 1), 0, struct.pack("<QQ", *values))])
+    assert [array[2] for array in members] == [7] * SIZE and out.tolist() == [0, 7 * SIZE, 0, 0]

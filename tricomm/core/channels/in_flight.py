@@ -1,0 +1,163 @@
+"""What a channel of this rank runs at the moment, for how long, and which peers have not done their part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from tricomm.errors import ResourceError
+from tricomm.gpu import Gpu
+from tricomm.kernels import layout
+from tricomm.store.control import ControlPage, Fault
+from tricomm.store.cuda.cuda_driver import load_driver
+
+_STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
+_MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
+
+
+class _UserCall:
+    """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed."""
+
+    event: Any = None
+
+
+class InFlight:
+    """Of channel `number`. `elapsed` is for how many seconds it has run what it runs; `describers` as the monitor's."""
+
+    def __init__(self, control: ControlPage, number: int) -> None:
+        self.number, self.elapsed = number, 0.0
+        self.describers: dict[int, Callable[[int, int], Fault]] = {}
+        words = layout.control_words(number)
+        self._words = control.words()[words]
+        self._peers = {r: control.peer_words(r)[words] for r in control.peers}
+        self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
+        self._user_calls: list[_UserCall] = []
+        self._before: object = None
+        self._relaxed = False
+
+    def forget(self) -> None:
+        """Let go of the memory."""
+        self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
+        self._flags = memoryview(self._words)  # type: ignore[arg-type]
+        self.describers.clear()
+
+    def leave(self) -> None:
+        """Make its kernels leave."""
+        self._words[layout.ABORT] = 1
+
+    def reported(self) -> Fault | None:
+        """The fault that a kernel has reported in the status word."""
+        status = int(self._words[_STATUS])
+        describe = self.describers.get(status & 0xFF)
+        return describe((status >> 8) & 0xFF, (status >> 32) & 0xFFFFFFFF) if describe is not None else None
+
+    @property
+    def status(self) -> int:
+        return int(self._words[_STATUS])
+
+    @property
+    def busy(self) -> bool:
+        """Whether it runs something, or a kernel has reported something. Costs nearly nothing."""
+        flags = self._flags
+        return bool(
+            flags[_STARTED] == flags[_ENDED]
+            or flags[_MESSAGE] != flags[_MESSAGE_ENDED]
+            or flags[_STATUS]
+            or self._user_calls
+            or self._before is not None
+        )
+
+    @property
+    def counts(self) -> bool:
+        """Whether something ran when time was counted last."""
+        return self._before is not None
+
+    def count(self, tick: float) -> None:
+        """`tick` seconds have passed since the last look."""
+        running = self.running()
+        self.elapsed = self.elapsed + tick if running is not None and running == self._before else 0.0
+        self._before = running
+
+    def running(self) -> object:
+        """The epoch of a kernel, a message, a user's call, or None.
+
+        Nothing that is queued behind a kernel counts while that runs.
+        """
+        for past in list(self._user_calls):
+            if past.event is not None and self._passed(past.event):
+                self._user_calls.remove(past)
+        if self.in_epoch():
+            return self._started
+        message = self.message()
+        if message is not None:
+            return "message", message
+        return next(iter(list(self._user_calls)), None)  # calls end in other threads
+
+    def in_epoch(self) -> bool:
+        """Whether a collective's kernel runs."""
+        return self._started != 0 and self._started == int(self._words[_ENDED])
+
+    @property
+    def _started(self) -> int:
+        return int(self._words[_STARTED])
+
+    def message(self) -> int | None:
+        """Number of the message that runs."""
+        number = int(self._words[_MESSAGE])
+        return number if number != int(self._words[_MESSAGE_ENDED]) else None
+
+    @property
+    def from_any(self) -> bool:
+        """Whether it is a message from any rank."""
+        return self.message() is not None and int(self._words[layout.MESSAGE_PEER]) < 0
+
+    def unfinished(self) -> list[int]:
+        """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
+        if self.in_epoch():
+            return [r for r, words in self._peers.items() if not _past(words[_ENDED], self._started)]
+        peer = int(self._words[layout.MESSAGE_PEER]) if self.message() is not None else -1
+        return [r for r in self._peers if peer in (-1, r)]
+
+    def not_entered(self) -> list[int]:
+        """Ranks that have not entered the collective that runs."""
+        if not self.elapsed or not self.in_epoch():
+            return []
+        return [r for r, words in self._peers.items() if not _entered(int(words[_STARTED]), self._started)]
+
+    @contextmanager
+    def user_call(self, gpu: Gpu | None) -> Iterator[None]:
+        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
+        token = _UserCall()
+        self._user_calls.append(token)
+        try:
+            yield
+            if gpu is not None and not gpu.capturing():
+                token.event = gpu.recorded()  # only now: one that is not recorded yet counts as passed
+        finally:
+            if token.event is None:
+                self._user_calls.remove(token)
+
+    def _passed(self, event: torch.cuda.Event) -> bool:
+        if not self._relaxed:  # or a look at an event would end another thread's capture of a graph
+            self._relaxed = True
+            with suppress(ResourceError):
+                load_driver().relax_capture()
+        return bool(event.query())
+
+
+def _past(ended: int, started: int) -> bool:
+    """True if a rank whose last call ended before epoch `ended` has left epoch `started` behind.
+
+    Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
+    wrap at 2^32, and ranks are never far apart.
+    """
+    return 0 < (int(ended) - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2
+
+
+def _entered(theirs: int, started: int) -> bool:
+    """True if a rank whose latest call is of epoch `theirs` (0: it made none) has reached epoch `started`."""
+    return theirs != 0 and (theirs - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2

@@ -1,0 +1,52 @@
+"""Functions of one rank that run at once, so that their calls of different channels do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Functions = Sequence[Callable[[], Any]]
+_LOOK_SECONDS = 0.05  # in which a Ctrl-C is seen
+
+
+def on_streams(gpu: Any, functions: Functions) -> list[Any]:
+    """Call each on a stream of its own of `gpu` (a `Gpu`), behind what the current stream has to do by now, and order
+    the current stream behind all of them; returns their results. A function returns when it has launched its kernels.
+    """
+    here, results = gpu.stream(), []
+    streams = [torch.cuda.Stream(gpu.device) for _ in functions]
+    try:
+        for function, stream in zip(functions, streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                results.append(function())
+    finally:
+        for stream in streams:
+            here.wait_stream(stream)
+    return results
+
+
+def in_threads(functions: Functions) -> list[Any]:
+    """Call each in a thread of its own and wait for all of them; returns their results, or raises the first one's
+    error."""
+    outcomes: list[tuple[Any, BaseException | None]] = [(None, None)] * len(functions)
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = functions[number](), None
+        except BaseException as error:
+            outcomes[number] = None, error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(_LOOK_SECONDS)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
