@@ -122,7 +122,7 @@ def every_flag_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
     publish, observe = Thread.publish, Thread.observe
     patch.setattr(Thread, "publish", lambda self, sem, *rest: publish(self, "acq_rel", *rest))
     patch.setattr(Thread, "observe", lambda self, message, sem, *rest: observe(self, message, "acq_rel", *rest))
-    patch.setattr(detector, "_RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
+    patch.setattr(detector, "RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
 
 
 def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:
