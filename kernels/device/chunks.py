@@ -93,7 +93,9 @@ def run_ll(
     """
     start, owner = read_epoch(group)
     unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
-    chunks = tl.cdiv(unnumbered.count, chunk_words)
+    chunks = tl.full([], 1, tl.int64)
+    if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # a division, which takes long
+        chunks = tl.cdiv(unnumbered.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):

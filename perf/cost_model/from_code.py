@@ -96,7 +96,7 @@ Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chun
 def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:
     """A call of `elements` (of those that a round of `cut` counts) from parts of it that `call` executes."""
     chunks, rounds = cut.chunks, elements / cut.round
-    if rounds <= _MOST_ROUNDS or (chunks <= _MOST_CHUNKS and cut.rounds <= _MOST_ROUNDS):
+    if rounds <= _MOST_ROUNDS or (1 < chunks <= _MOST_CHUNKS and rounds <= _MOST_CHUNKS * _MOST_ROUNDS):
         last = call(chunks, rounds / chunks, cut.plan)
         parts, executed, barriers = last.parts, rounds, float(last.barriers)
         more = (last.barriers - call(1, cut.rounds, cut.plan).barriers) / (chunks - 1) if chunks > 1 else None

@@ -227,6 +227,9 @@ class CompiledRuntime:
     ) -> Arena:
         return self._interpreted.symmetric(control, shape, dtype, device, timeout)
 
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        return self._interpreted.register(control, tensor, timeout, group)
+
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
     ) -> None:
