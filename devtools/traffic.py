@@ -104,7 +104,7 @@ def count(
     """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield the bytes by rank.
 
     Eight ranks run the kernels for a cube mesh only. A message goes from rank 0 to rank 1 and is counted for rank 0.
-    Fused calls have as many rows as ranks, of bfloat16, and are counted once for each of `quantized`.
+    Fused calls have two rows of bfloat16, and are counted once for each of `quantized`.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
     """
@@ -131,10 +131,10 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
             call = partial(collective_calls.call, comm, kernel.collective, 0, *tensors, kernel)
             _count(comm, ranges, emit, kernel, call)
         for quantize in data["quantized"] if world_size < registry.CUBE_RANKS else ():
-            form = RowForm(data["nbytes"] // world_size // 2, quantize)
+            form = RowForm(data["nbytes"] // 4, quantize)
             for kernel in registry.of(FUSED, world_size):
                 case = Case(FUSED, kernel.algorithm, kernel.protocol, "bfloat16", hidden=form.hidden, quantize=quantize)
-                made = fused_bench.tensors(comm, case, world_size * form.hidden)
+                made = fused_bench.tensors(comm, case, 2 * form.hidden)
                 _count(comm, ranges, emit, kernel, fused_bench.ours(comm, case, made), form.name)
         for kernel in registry.of("send", world_size) if world_size < registry.CUBE_RANKS else []:
             if rank == 0:

@@ -17,7 +17,7 @@ from tricomm.core.topology_agreement import MOST_QUEUES, QUEUES_A_CHANNEL
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
 from tricomm.store.local_arena import LocalArena, LocalGroup
@@ -58,7 +58,7 @@ def local(
             "tricomm.simulate(fn, world_size)"
         )
     plan = layout.plan(world_size, options.arena_bytes, options.channels)
-    selection.check_device(gpu.type, plan, options.tile)
+    launch_shapes.check_device(gpu.type, plan, options.tile)
     agreed = options.agreed(plan, gpu.type)
     store = HashStore()
 

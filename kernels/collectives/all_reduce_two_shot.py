@@ -81,6 +81,7 @@ from tricomm.kernels.device.packing import (
 )
 from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
+from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
 
@@ -141,14 +142,16 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
     group, me = chunk.group, chunk.me
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     first = chunk.own
-    more = status == 0  # a block without words, too, because of the headers
+    status = meet_ahead(chunk, first >= shard, status, SPEC)
+    more = (status == 0) & (first < shard)
     while more:
         pointers, lefts = (), ()
+        at = tl.where(first < shard, first, 0)  # it always is: as in `push.arrived`
         for r in tl.static_range(SPEC.WORLD_SIZE):
-            pointers = pointers + (ll_buffer(chunk, table_of(group), r, tl.where(first < shard, first, 0), SPEC),)
+            pointers = pointers + (ll_buffer(chunk, table_of(group), r, at, SPEC),)
             lefts = lefts + (shard - first,)
         tiles, status = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, True, SPEC)
-        if (status == 0) & (first < shard):
+        if status == 0:
             total = reduce_planes(tiles, SPEC)
             for step in tl.static_range(1, SPEC.WORLD_SIZE):
                 buffer = ll_buffer(chunk, peer_ahead(group, step, SPEC.WORLD_SIZE), me, half + first, SPEC)

@@ -37,4 +37,4 @@ def all_to_all_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
-    return receive_rows(tensors[1], tensors[2], chunk, status, SPEC)
+    return receive_rows(tensors[1], tensors[2], chunk, True, status, SPEC)

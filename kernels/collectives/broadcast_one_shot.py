@@ -19,7 +19,7 @@ from tricomm.kernels.device.group import peer
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import load_words, store_tile
 from tricomm.kernels.device.planes import no_tile
-from tricomm.kernels.device.push import first_tile, push_to_others, receive_nothing, receive_row
+from tricomm.kernels.device.push import first_tile, push_to_others, receive_row
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -61,8 +61,4 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
-    if chunk.me != root:
-        status = receive_row(y_ptr, numel, root, chunk, status, SPEC)
-    else:
-        status = receive_nothing(chunk, status, SPEC)
-    return status
+    return receive_row(y_ptr, numel, root, chunk, chunk.me != root, status, SPEC)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_ll, run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.push import first_tile_and_root, push_row, push_to_root, receive_nothing, receive_reduced
+from tricomm.kernels.device.push import first_tile_and_root, push_row, push_to_root, receive_reduced
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -41,8 +41,4 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
-    if chunk.me == root:
-        status = receive_reduced(y_ptr, numel, chunk, status, SPEC)
-    else:
-        status = receive_nothing(chunk, status, SPEC)
-    return status
+    return receive_reduced(y_ptr, numel, chunk, chunk.me == root, status, SPEC)

@@ -56,7 +56,7 @@ def reduce_scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
-    return receive_reduced(tensors[1], tensors[2], chunk, status, SPEC)
+    return receive_reduced(tensors[1], tensors[2], chunk, True, status, SPEC)
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

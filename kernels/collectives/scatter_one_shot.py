@@ -34,12 +34,14 @@ def scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root:
 
 @triton.jit
 def _first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    tiles = ()
     if SPEC.ROWS_AT_ONCE:
+        tiles = ()
         for _ in tl.static_range(SPEC.WORLD_SIZE):
             tiles = tiles + (no_tile(SPEC),)
-        if chunk.me == tensors[3]:
-            tiles = first_tiles(tensors, chunk, SPEC)
+    else:
+        tiles = no_tile(SPEC)
+    if chunk.me == tensors[3]:
+        tiles = first_tiles(tensors, chunk, SPEC)
     return tiles
 
 
@@ -58,4 +60,4 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root = tensors
-    return receive_row(y_ptr, numel, root, chunk, status, SPEC)
+    return receive_row(y_ptr, numel, root, chunk, True, status, SPEC)

@@ -43,7 +43,6 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
-    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
     index = first + tl.arange(0, BLOCK)
     full = ((first + BLOCK) * PACK <= numel) & ALIGNED
     words = tl.zeros([BLOCK], tl.int64)
@@ -52,10 +51,9 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
         words = tl.load(wide + tl.arange(0, BLOCK))
     else:
-        raw = x_ptr.to(tl.pointer_type(RAW))
-        for j in tl.static_range(PACK):
+        for j in range(PACK):  # unrolled late: Triton's early passes take long over each load
             at = index * PACK + j
-            part = tl.load(raw + at, mask=at < numel, other=0).to(tl.int64)
+            part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at < numel, other=0).to(tl.int64)
             if PACK > 1:
                 part = (part & ((1 << BITS) - 1)) << (BITS * j)
             words |= part
@@ -67,17 +65,58 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
     """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
     BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
-    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
     index = first + tl.arange(0, BLOCK)
     full = ((first + BLOCK) * PACK <= numel) & ALIGNED
     if full:
         wide = tl.multiple_of(y_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
         tl.store(wide + tl.arange(0, BLOCK), words)
     else:
-        raw = y_ptr.to(tl.pointer_type(RAW))
-        for j in tl.static_range(PACK):
+        raw = raw_pointer(y_ptr, BITS)
+        for j in range(PACK):
             at = index * PACK + j
-            tl.store(raw + at, (words >> (BITS * j)).to(RAW), mask=at < numel)
+            tl.store(raw + at, (words >> (BITS * j)).to(raw.dtype.element_ty), mask=at < numel)
+
+
+@triton.jit
+def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
+    """`load_words` element by element, for tiles of several planes: the pointer is one that the loop hands on.
+
+    Triton's early passes look at all that hangs together with an address that is computed in place, for each load. A
+    kernel with three planes of eight ranks has so many that they take twice as long.
+    """
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    at = (first + tl.arange(0, BLOCK)) * PACK
+    elements = raw_pointer(x_ptr, BITS) + at
+    words = tl.zeros([BLOCK], tl.int64)
+    for j in range(PACK):
+        part = tl.load(elements, mask=at < numel, other=0).to(tl.int64)
+        if PACK > 1:
+            part = (part & ((1 << BITS) - 1)) << (BITS * j)
+        words |= part
+        elements += 1
+        at += 1
+    return words
+
+
+@triton.jit
+def store_elements(y_ptr, first, words, numel, BLOCK: tl.constexpr):
+    """The inverse of `load_elements`."""
+    BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    at = (first + tl.arange(0, BLOCK)) * PACK
+    elements = raw_pointer(y_ptr, BITS) + at
+    for j in range(PACK):
+        tl.store(elements, (words >> (BITS * j)).to(elements.dtype.element_ty), mask=at < numel)
+        elements += 1
+        at += 1
+
+
+@triton.jit
+def raw_pointer(pointer, BITS: tl.constexpr):
+    """`pointer` as one to integers of BITS."""
+    RAW: tl.constexpr = tl.int64 if BITS == 64 else (tl.int32 if BITS == 32 else (tl.int16 if BITS == 16 else tl.int8))
+    return pointer.to(tl.pointer_type(RAW))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.packing import end_of, load_words, store_words
+from tricomm.kernels.device.packing import end_of, load_elements, load_words, store_elements, store_words
 from tricomm.kernels.device.reduction import accumulate, reduce_words
 from tricomm.kernels.primitives import put_ll
 from tricomm.kernels.wide_words import plane_words, put_wide
@@ -133,33 +133,49 @@ def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
 
 @triton.jit
 def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
-    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words."""
-    lane = tl.arange(0, SPEC.PLANE)
+    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words.
+
+    Loops of three rounds, which the compiler unrolls late: one load in their source, and of a pointer that a loop hands
+    on, keeps its early passes short.
+    """
     if _whole_words(x_ptr, start, left, numel, SPEC) & ALIGNED:
-        tile = ()
-        for k in tl.static_range(SPEC.PLANES):
-            at = x_ptr.to(tl.pointer_type(tl.int64)) + (start + plane_start(left, k, SPEC)) + lane
-            tile = tile + (tl.load(at, mask=lane < plane_length(left, k, SPEC), other=0),)
+        lane = tl.arange(0, SPEC.PLANE)
+        plane = plane_words(left, SPEC.PLANE)
+        at = x_ptr.to(tl.pointer_type(tl.int64)) + start + lane
+        rest = left
+        one, two, three = no_tile(SPEC)
+        for _ in range(3):
+            words = tl.load(at, mask=lane < tl.minimum(plane, rest), other=0)
+            one, two, three = two, three, words
+            at += plane
+            rest -= plane
+        tile = (one, two, three)
     else:
         PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
         tile = ()
         for k in tl.static_range(SPEC.PLANES):
             first = start + plane_start(left, k, SPEC)
             limit = end_of(first + plane_length(left, k, SPEC), numel, PACK)
-            tile = tile + (load_words(x_ptr, first, limit, SPEC.PLANE, False),)
+            tile = tile + (load_elements(x_ptr, first, limit, SPEC.PLANE),)
     return tile
 
 
 @triton.jit
 def _store_three(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr):
-    lane = tl.arange(0, SPEC.PLANE)
     if _whole_words(y_ptr, start, left, numel, SPEC) & ALIGNED:
-        for k in tl.static_range(SPEC.PLANES):
-            at = y_ptr.to(tl.pointer_type(tl.int64)) + (start + plane_start(left, k, SPEC)) + lane
-            tl.store(at, tile[k], mask=lane < plane_length(left, k, SPEC))
+        lane = tl.arange(0, SPEC.PLANE)
+        plane = plane_words(left, SPEC.PLANE)
+        at = y_ptr.to(tl.pointer_type(tl.int64)) + start + lane
+        rest = left
+        one, two, three = tile
+        for _ in range(3):
+            tl.store(at, one, mask=lane < tl.minimum(plane, rest))
+            one, two, three = two, three, one
+            at += plane
+            rest -= plane
     else:
         PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
         for k in tl.static_range(SPEC.PLANES):
             first = start + plane_start(left, k, SPEC)
             limit = end_of(first + plane_length(left, k, SPEC), numel, PACK)
-            store_words(y_ptr, first, tile[k], limit, SPEC.PLANE, False)
+            store_elements(y_ptr, first, tile[k], limit, SPEC.PLANE)

@@ -138,12 +138,12 @@ def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
 
 @triton.jit
 def first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    """LL: this block's first tile of every row of the chunk, for `push_rows`; none if so many tiles would not stay in
-    registers."""
+    """LL: what `push_rows` pushes first: this block's first tile of every row of the chunk; if so many would not stay
+    in registers, that of the next rank's row alone, which is pushed first then."""
     if SPEC.ROWS_AT_ONCE:
         tiles = nth_tiles(tensors, chunk, chunk.own, SPEC)
     else:
-        tiles = ()
+        tiles = row_tile(tensors, chunk, 1, chunk.own, SPEC)
     return tiles
 
 
@@ -152,19 +152,26 @@ def nth_tiles(tensors, chunk, first, SPEC: tl.constexpr):
     """The tile at word `first` of each row of WORLD_SIZE rows of the chunk, from the own rank's on."""
     tiles = ()
     for step in tl.static_range(SPEC.WORLD_SIZE):
-        row = tensors[0] + (chunk.me + step) % SPEC.WORLD_SIZE * tensors[2]
-        tiles = tiles + (load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC),)
+        tiles = tiles + (row_tile(tensors, chunk, step, first, SPEC),)
     return tiles
+
+
+@triton.jit
+def row_tile(tensors, chunk, step, first, SPEC: tl.constexpr):
+    """The tile at word `first` of the row for the rank that is `step` ahead."""
+    to = (chunk.me + step) % SPEC.WORLD_SIZE
+    row = tensors[0] + to * tensors[2]
+    return load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC)
 
 
 @triton.jit
 def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
     """LL: row r of the chunk to rank r, one's own included; `tiles` is what `first_tiles` has returned.
 
-    Starts at the own rank, so that no two ranks write to the same one at the same time.
+    Starts at the own rank or the next one, so that no two ranks write to the same one at the same time.
     """
+    first = chunk.own
     if SPEC.ROWS_AT_ONCE:
-        first = chunk.own
         while first < chunk.count:
             for step in tl.static_range(SPEC.WORLD_SIZE):
                 buffer = ll_buffer(chunk, peer_ahead(chunk.group, step, SPEC.WORLD_SIZE), chunk.me, first, SPEC)
@@ -173,12 +180,17 @@ def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
             if first < chunk.count:
                 tiles = nth_tiles(tensors, chunk, first, SPEC)
     else:
-        for step in range(SPEC.WORLD_SIZE):
-            to = (chunk.me + step) % SPEC.WORLD_SIZE
-            row = tensors[0] + to * tensors[2]
-            for first in range(chunk.own, chunk.count, chunk.stride):
-                tile = load_planes(row, chunk.base + first, chunk.count - first, tensors[2], SPEC)
-                push_tile(chunk, to, first, tile, chunk.count, SPEC)
+        step = 1
+        more = first < chunk.count
+        while more:
+            push_tile(chunk, (chunk.me + step) % SPEC.WORLD_SIZE, first, tiles, chunk.count, SPEC)
+            first += chunk.stride
+            if first >= chunk.count:
+                first = chunk.own
+                step += 1
+            more = step <= SPEC.WORLD_SIZE
+            if more:
+                tiles = row_tile(tensors, chunk, step, first, SPEC)
 
 
 @triton.jit
@@ -204,31 +216,25 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
 
 
 @triton.jit
-def after_clearing(chunk, SPEC: tl.constexpr):
-    """LL: wait for the headers of an epoch that clears, which have to be acquired; returns the status.
+def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
+    """LL: wait for every peer's header ahead of any word, if this epoch clears, or if a block is `alone`, without words
+    to take; returns the status. The first thing that a TAKE does (`run_ll`).
 
-    A poll acquires them as well, in some threads; here all of them do before any pushes over the zeros.
+    A poll meets the headers as well. But it acquires them in some threads, and behind a clearing all of them have to,
+    before any pushes over the zeros. And a block without words reads no mailbox: its place is another block's, whose
+    peers push over it as soon as that one has taken it.
     """
-    status = 0
-    if clears(chunk.epoch):
+    if (status == 0) & (clears(chunk.epoch) | alone):
         status = synchronize(chunk, 0, SPEC)
-    return status
-
-
-@triton.jit
-def receive_nothing(chunk, status, SPEC: tl.constexpr):
-    """LL: wait for what a rank that receives nothing has to know, the headers; returns the status."""
-    if SPEC.LL:
-        if status == 0:
-            status = synchronize(chunk, 0, SPEC)
     return status
 
 
 @triton.jit
 def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
     """LL: the tile at word `first` of the chunk in SOURCES buffers of one's own from rank `source` on, and every peer's
-    header: (a tuple of tiles, status). A tile without words is there at once, so only headers are waited for."""
+    header: (a tuple of tiles, status)."""
     pointers, lefts = (), ()
+    # The comparison is always true, which a compiler does not see: it would hand on an address for each source else.
     buffer = ll_buffer(chunk, table_of(chunk.group), source, tl.where(first < chunk.count, first, 0), SPEC)
     for n in tl.static_range(SOURCES):
         pointers = pointers + (tl.multiple_of(buffer + n * (flagged_bytes(chunk.group, SPEC) // 8), 16),)
@@ -237,55 +243,60 @@ def arrived(chunk, source, first, SOURCES: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def receive_row(y_ptr, numel, source, chunk, status, SPEC: tl.constexpr):
-    """Copy the chunk's words from `source` into y_ptr[0:numel], unless `status` is not zero; returns the status.
+def receive_row(y_ptr, numel, source, chunk, takes, status, SPEC: tl.constexpr):
+    """Copy the chunk's words from `source` into y_ptr[0:numel], if this rank `takes` them and `status` is zero; returns
+    the status.
 
     Under LL a block without words looks for headers, too.
     """
+    first = chunk.own
     if SPEC.LL:
-        first = chunk.own
-        more = status == 0
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
+        more = (status == 0) & (first < chunk.count) & takes
         while more:
             tiles, status = arrived(chunk, source, first, 1, SPEC)
-            if (status == 0) & (first < chunk.count):
+            if status == 0:
                 store_planes(y_ptr, chunk.base + first, tiles[0], chunk.count - first, numel, SPEC)
             first += chunk.stride
             more = (status == 0) & (first < chunk.count)
-    elif status == 0:
+    elif (status == 0) & takes:
         buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC)
         copy_part(y_ptr, numel, chunk.base, chunk.count, buffer, chunk, SPEC)
     return status
 
 
 @triton.jit
-def receive_rows(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+def receive_rows(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
     """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
+    first = chunk.own
     if SPEC.LL:
-        first = chunk.own
-        more = status == 0
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
+        more = (status == 0) & (first < chunk.count) & takes
         while more:
             tiles, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
-            if (status == 0) & (first < chunk.count):
+            if status == 0:
                 for r in tl.static_range(SPEC.WORLD_SIZE):
                     store_planes(y_ptr + r * numel, chunk.base + first, tiles[r], chunk.count - first, numel, SPEC)
             first += chunk.stride
             more = (status == 0) & (first < chunk.count)
-    else:
+    elif takes:
         copy_rows(y_ptr, numel, False, chunk, SPEC)
     return status
 
 
 @triton.jit
-def receive_reduced(y_ptr, numel, chunk, status, SPEC: tl.constexpr):
+def receive_reduced(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
     """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
     first = chunk.own
-    more = (status == 0) & (SPEC.LL | (first < chunk.count))
+    if SPEC.LL:
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
+    more = (status == 0) & (first < chunk.count) & takes
     while more:
         if SPEC.LL:
             tiles, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
         else:
             tiles, status = receive(chunk, 0, first, chunk.count, SPEC.WORLD_SIZE, SPEC)
-        if (status == 0) & (first < chunk.count):
+        if status == 0:
             total = reduce_planes(tiles, SPEC)
             store_planes(y_ptr, chunk.base + first, total, chunk.count - first, numel, SPEC)
         first += chunk.stride

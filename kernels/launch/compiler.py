@@ -12,8 +12,9 @@ from tricomm.kernels.launch import source_paths, triton_adapter
 from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
-# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come.
-COMPILE_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False, "maxnreg": 255}
+# limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come. One
+# stage: no loop is to be pipelined, and with more Triton spends time on looking for loops that could be.
+COMPILE_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLE, _GROUP = "table", "group"

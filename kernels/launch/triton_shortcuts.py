@@ -44,7 +44,7 @@ def changes() -> list[Change]:
 
 def direct(operation: Any) -> Any:
     """The interpreter's form of an operation of the language, without the two functions around it."""
-    inner = (getattr(operation, "__kwdefaults__", None) or {}).get("member")
+    inner: Any = (getattr(operation, "__kwdefaults__", None) or {}).get("member")
     if getattr(inner, "__code__", None) is not _BUILTIN:
         return operation
     function, semantic = inner.__wrapped__, _triton.interpreter_semantic

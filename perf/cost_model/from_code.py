@@ -24,7 +24,7 @@ from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
 from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes, selection
 
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
@@ -96,7 +96,7 @@ Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chun
 def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:
     """A call of `elements` (of those that a round of `cut` counts) from parts of it that `call` executes."""
     chunks, rounds = cut.chunks, elements / cut.round
-    if rounds <= _MOST_ROUNDS or (chunks <= _MOST_CHUNKS and cut.rounds <= _MOST_ROUNDS):
+    if rounds <= _MOST_ROUNDS or (1 < chunks <= _MOST_CHUNKS and rounds <= _MOST_CHUNKS * _MOST_ROUNDS):
         last = call(chunks, rounds / chunks, cut.plan)
         parts, executed, barriers = last.parts, rounds, float(last.barriers)
         more = (last.barriers - call(1, cut.rounds, cut.plan).barriers) / (chunks - 1) if chunks > 1 else None
@@ -189,7 +189,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words, payload = -(-elements // 2), layout.tile_words(kernel.protocol, tile)
     blocks = max(1, min(shape.blocks, -(-words // (payload * divided))))
-    warps = min(shape.warps, tile // selection.WORDS_PER_WARP // (2 if kernel.wide else 1))
+    warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // (2 if kernel.wide else 1))
     shape = LaunchShape(blocks, warps, tile, shape.registers)
     round_words = blocks * payload * divided
     chunk = chunk_words(kernel, world_size, plan)

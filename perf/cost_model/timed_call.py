@@ -172,6 +172,8 @@ def run(
     """One call of `elements` 32-bit elements a row. `cold`: tensors come from memory, not L2."""
     if takes_counts(kernel.function):
         raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
+    if kernel.multicast:
+        raise InvalidArgument(f"{kernel.name}: what the switch does is not modelled from the code")
     kind, words = kernel.kind, -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
     arenas = TimedArenas(world_size, plan, sizes[0], sizes[1], cold)

@@ -14,6 +14,7 @@ from tricomm import Communicator, Options, Symmetric
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.wide_words import FIRST_ARCHITECTURE, why_not
 from tricomm.perf.bench import check_data, collective_calls
 
 # The parts of a kernel's checks, the most telling first.
@@ -49,10 +50,12 @@ class CheckedCall:
 
 
 def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
-    """The registered kernels that `world_size` ranks can run; in a dry run a few of them."""
+    """The registered kernels that `world_size` ranks can run and this Triton compiles; in a dry run a few of them."""
     if dry_run:
         return [registry.find(*key) for key in _FEW_KERNELS]
-    return [k for k in registry.KERNELS if not k.needs_cube or world_size == registry.CUBE_RANKS]
+    wide = why_not(FIRST_ARCHITECTURE) is None
+    known = [k for k in registry.KERNELS if wide or not k.wide]
+    return [k for k in known if not k.needs_cube or world_size == registry.CUBE_RANKS]
 
 
 def of_processes(world_size: int, dry_run: bool) -> list[Kernel]:

@@ -1,6 +1,7 @@
 """Compiles a case's kernels on all cores into Triton's cache before the case runs, because compiling takes most time.
 
-Each case lists its own kernels. So nothing is compiled for cases that do not run, and the time counts for the case.
+Each case lists its own kernels. So nothing is compiled for cases that do not run, and the time counts for the case. A
+case whose variants take longer than it may, or than the budget has left, is left out with their names.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import Any
@@ -28,21 +29,56 @@ from tricomm.policy.selection import SelectionFacts, choose
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and the arguments of `compile_kernel`
 _DRY = 1  # variants of a case that a dry run compiles
+LIMIT = 600.0  # seconds that the variants of a case may take
+_NAMED = 3  # variants in a message
 
 
-def all_of(jobs: Sequence[Job], in_this_process: bool) -> None:
-    """Compile; raises `Wrong` with the first error. `in_this_process` compiles only a few, on this core."""
+class Uncompiled(Exception):
+    """Raised if the time was over before all variants were compiled; those that were are in Triton's cache, for a later
+    run."""
+
+
+def all_of(jobs: Sequence[Job], in_this_process: bool, seconds: float = LIMIT) -> None:
+    """Compile, what takes longest first. `in_this_process` compiles only a few, on this core.
+
+    Raises `Wrong` with the first error, `Uncompiled` with what is missing after so many seconds.
+    """
     if in_this_process:
         failures = [compile_one(job) for job in jobs[:_DRY]]
     else:
-        try:
-            failures = list(_workers().map(compile_one, jobs)) if jobs else []
-        except BrokenProcessPool:
-            _workers.cache_clear()  # the next case gets a new one
-            raise
+        failures = _together(sorted(jobs, key=_weight, reverse=True), seconds) if jobs else []
     bad = [text for text in failures if text]
     if bad:
         raise Wrong(f"{len(bad)} of {len(jobs)} variants do not compile: {bad[0]}")
+
+
+def _together(jobs: Sequence[Job], seconds: float) -> list[str]:
+    try:
+        begun = [(job, _workers().submit(compile_one, job)) for job in jobs]
+        wait([future for _, future in begun], timeout=seconds, return_when=FIRST_EXCEPTION)
+        missing = [_name(job) for job, future in begun if not future.done()]
+        for _, future in begun:
+            future.cancel()
+        failures = [future.result() for _, future in begun if future.done() and not future.cancelled()]
+    except BrokenProcessPool:
+        _workers.cache_clear()  # the next case gets a new one
+        raise
+    if missing and not any(failures):
+        few = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        raise Uncompiled(f"{len(missing)} of {len(jobs)} variants were not compiled within {seconds:.0f} s: {few}")
+    return failures
+
+
+def _weight(job: Job) -> int:
+    """Grows with the time that Triton takes: wide words most of all, then tiles of many ranks, and those of two shots
+    twice."""
+    name, values = job[0], job[1]
+    return int(values["WORLD_SIZE"]) * (4 if values.get("WIDE") else 1) * (2 if "two_shot" in name else 1)
+
+
+def _name(job: Job) -> str:
+    name, values, bits = job[:3]
+    return f"{name} {values.get('ELEMENT') or f'{bits} bits'} {values.get('OP') or ''} of {values['WORLD_SIZE']} ranks"
 
 
 @cache

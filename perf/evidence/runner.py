@@ -12,7 +12,7 @@ from tricomm.perf.evidence import archive, environment
 from tricomm.perf.evidence.journal import Journal
 from tricomm.perf.evidence.schedule import PendingCase, Schedule
 from tricomm.perf.evidence.stage import FIRST, SLICE, EvidenceSettings, Stage
-from tricomm.perf.evidence.stage_process import StageProcesses
+from tricomm.perf.evidence.stage_process import UNCOMPILED, StageProcesses
 
 _WRITING = 5.0  # seconds of the budget for writing results at the end
 _MARGIN = 0.5  # seconds before the end; a timeout after that is the budget's and not the case's
@@ -93,6 +93,10 @@ class _EvidenceRun:
             self.journal.cut_off(*entry.key, seconds)
             self.schedule.left[entry.key] = f"{_BUDGET} while it ran"
             self.log(f"  {stage.name}/{case.key}: cut off after {seconds:.0f} s, {_BUDGET}")
+            return
+        if outcome.status == UNCOMPILED:
+            self.schedule.left[entry.key] = outcome.reason
+            self.log(f"  {stage.name}/{case.key}: not run, {outcome.reason}")
             return
         if not outcome.started:
             self.trouble[stage.name] = (outcome.status, outcome.reason)

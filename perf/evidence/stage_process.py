@@ -1,12 +1,14 @@
 """The processes that run cases, one per stage, so that a case that crashes or hangs costs only itself.
 
 A process lives as long as its stage has cases, because starting one and its device takes seconds. It gets a case's key
-as a line of JSON on standard input and returns the outcome as a line of JSON on standard output.
+and the time that is left as a line of JSON on standard input, and returns the outcome as a line of JSON on standard
+output.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import signal
@@ -28,6 +30,7 @@ from tricomm.perf.workers import end_with_parent, json_lines_only
 LOG = "log.txt"  # what all processes print
 _LAST_WORDS = 600  # characters of a lost process's output
 _STARTING, _ENDING = 90.0, 5.0  # seconds
+UNCOMPILED = "uncompiled"
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,12 @@ class _StageProcess:
     def run(self, case: StageCase, remaining: float) -> CaseOutcome:
         end = time.monotonic() + remaining
         with suppress(BrokenPipeError):  # the process has ended, which the reader sees
-            self._input.write(json.dumps(case.key) + "\n")
+            self._input.write(json.dumps([case.key, remaining]) + "\n")
             self._input.flush()
         limit = _STARTING
         try:
             self._ready = self._ready or bool(self._lines.get(timeout=min(remaining, limit)))
-            limit = case.limit
+            limit = case.limit + (0.0 if case.jobs is list else compiling_limit(case, remaining))
             line = self._ready and self._lines.get(timeout=max(0.0, min(limit, end - time.monotonic())))
         except queue.Empty:
             missing = "end" if self._ready else "start"
@@ -140,17 +143,24 @@ def environment(stage: Stage) -> dict[str, str]:
     return {**os.environ, **stage.environment, "PYTHONPATH": f"{root}{os.pathsep}{path}" if path else root}
 
 
-def run_case(case: StageCase, settings: EvidenceSettings) -> dict[str, Any]:
-    """Run a case in this process: its status, reason and data."""
+def compiling_limit(case: StageCase, remaining: float) -> float:
+    """Seconds for the case's variants, so that the case has its own time behind that."""
+    return min(compiling.LIMIT, max(remaining - case.limit, remaining / 2))
+
+
+def run_case(case: StageCase, settings: EvidenceSettings, remaining: float = math.inf) -> dict[str, Any]:
+    """Run a case in this process: its status, reason and data. `uncompiled`: its variants took too long."""
     data, status, reason = {}, "ok", ""
     began = time.monotonic()
     try:
         jobs = case.jobs()
-        compiling.all_of(jobs, in_this_process=settings.dry_run)
+        compiling.all_of(jobs, settings.dry_run, compiling_limit(case, remaining))
         compiled = {"variants": len(jobs), "compile_s": round(time.monotonic() - began, 3)} if jobs else {}
         data = {**case.run(), **compiled}
     except Skip as missing:
         status, reason = "skipped", str(missing)
+    except compiling.Uncompiled as late:
+        status, reason = UNCOMPILED, str(late)
     except Exception as error:
         status, reason = "failed", f"{type(error).__name__}: {error}"
     return {"status": status, "reason": reason[:2000], "data": data}
@@ -166,7 +176,8 @@ def _main(name: str, described: str) -> int:
     cases = {case.key: case for case in find(name).cases(settings)}
     out.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
-        out.write(json.dumps(run_case(cases[json.loads(line)], settings)) + "\n")
+        key, remaining = json.loads(line)
+        out.write(json.dumps(run_case(cases[key], settings, remaining)) + "\n")
     return 0
 
 

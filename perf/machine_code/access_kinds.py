@@ -2,10 +2,11 @@
 
     body     a full tile of payload: must be 128 bits an access, in PTX and in SASS, if the tensors are aligned; 64 of
              a tensor under `ll128`, whose planes have one word a thread
-    tail     the `else` branches of `packing.py`: the rest after the last full tile, or misaligned tensors
+    tail     the `else` branches of `packing.py` and what goes element by element: the rest after the last full tile,
+             or misaligned tensors
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
-             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_planes`, whose accesses
+             `mailbox.py`, `counts.py` and `arrival.py`, except `store_ll`, `get_ll` and `poll_planes`, whose accesses
              are payload
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
@@ -22,7 +23,7 @@ from tricomm.kernels.device import arrival, counts, mailbox, message_queues, pac
 from tricomm.perf.machine_code.accesses import Line
 
 _SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, message_queues)
-_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
+_PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
@@ -65,9 +66,10 @@ def function_of(line: Line) -> str:
 @cache
 def _tail_lines() -> frozenset[Line]:
     path = str(Path(packing.__file__ or "").resolve())
+    functions = {n.name: n for n in _source(path)[1].body if isinstance(n, ast.FunctionDef)}
     names = ("load_words", "store_words", "store_everywhere", "load_tile", "store_tile")
-    functions = [n for n in _source(path)[1].body if isinstance(n, ast.FunctionDef) and n.name in names]
-    branches = [i.orelse for f in functions for i in f.body if isinstance(i, ast.If) and i.orelse]
+    branches = [i.orelse for name in names for i in functions[name].body if isinstance(i, ast.If) and i.orelse]
+    branches += [functions[name].body for name in ("load_elements", "store_elements")]
     return frozenset((path, n) for b in branches for n in range(b[0].lineno, (b[-1].end_lineno or 0) + 1))
 
 

@@ -31,6 +31,7 @@ WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for eac
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
+_NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
 _OWN_ARRIVALS = ("primitives.finish", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
@@ -38,9 +39,10 @@ _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "sc
 
 LEGEND = """\
 spill: local loads + stores in SASS.  128-bit, narrow: bulk accesses of the payload in SASS, of at least and of less
-than 128 bits (of ll128 64).  tail: element by element, past the last full tile or misaligned.  scalar, control: one
-word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses at `.sys` scope in PTX.  per 16 B:
-instructions in SASS of the innermost loops that move payload, for each 16 bytes of a row (of ll128 24)."""
+than 128 bits (of ll128 and of rows 64, of their codes 32 or 8).  tail: element by element, past the last full tile or
+misaligned.  scalar, control: one word; headers, polls, clearing.  acq, rel, rlx: acquire, release and relaxed accesses
+at `.sys` scope in PTX.  per 16 B: instructions in SASS of the innermost loops that move payload, for each 16 bytes of a
+row (of ll128 24)."""
 
 
 @dataclass(frozen=True)
@@ -295,8 +297,11 @@ def check(report: KernelReport) -> list[str]:
 
 
 def _least_bits(variant: Variant) -> int:
-    """Of a bulk access. Planes of wide words have one word of a tensor a thread; a mailbox has 128 bits. The switch
-    reduces integers one by one."""
+    """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
+    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
+    scales, are narrower than the word."""
+    if variant.form:
+        return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
     kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)
     if kernel is not None and kernel.multicast and kernel.reduces:
         element, _ = reduction(DTYPES[variant.dtype], variant.op)

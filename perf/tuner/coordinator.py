@@ -200,7 +200,7 @@ def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
     if candidate.blocks > rows:
         return False
     tabled = replace(site, tuned=(candidate.row(point, site.world_size, None),))
-    facts = (point.collective, point.bits, form.hidden, rows, None, None, form.quantize, point.mode)
+    facts = (point.collective, point.bits, form.hidden, rows, (None, None), form.quantize, point.mode)
     choice = row_shapes.choose(tabled, *facts)
     shape = (candidate.algorithm, candidate.protocol, candidate.blocks, candidate.warps, candidate.tile)
     return isinstance(choice, tricomm.Choice) and shape == (

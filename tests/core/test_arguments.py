@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import tricomm
 from tricomm import arguments
 from tricomm.core import launch_plan
 from tricomm.core.fused.fused_call import Epilogue, UserEpilogue
@@ -152,3 +153,19 @@ def test_the_facts_of_an_epilogue_have_no_address_in_them():
     function = SimpleNamespace(fn=test_the_facts_of_an_epilogue_have_no_address_in_them)
     facts = UserEpilogue(8, function, function, ("*i16",)).facts
     assert repr(facts) == repr((8, *[f"{__name__}:{function.fn.__name__}"] * 2, ("*i16",)))
+
+
+def test_forced_shapes_that_cannot_be_used_are_refused_on_all_ranks_and_the_group_goes_on():
+    refused = []
+
+    def body(comm):
+        x = torch.arange(3.0) + comm.rank
+        with pytest.raises(InvalidArgument, match="tile=512: tiles of 1 to 256 words .* all_reduce two_shot/ll"):
+            comm.all_reduce(x.clone(), algorithm="two_shot", protocol="ll")
+        refused.append(comm.rank)
+        return comm.all_reduce(x, algorithm="one_shot", protocol="ll")
+
+    results = tricomm.simulate(body, 2, options=Options(arena_bytes=128 << 10, tile=512, blocks=2, max_blocks=2))
+    assert sorted(refused) == [0, 1] and all(torch.equal(y, torch.tensor([1.0, 3.0, 5.0])) for y in results)
+    with pytest.raises(InvalidArgument, match=r"blocks=3: at most 2 .* Options.max_blocks\); force 1 to 2"):
+        tricomm.simulate(body, 2, options=Options(blocks=3, max_blocks=2))

@@ -15,6 +15,7 @@ from tricomm.communicator import Communicator
 from tricomm.explorer.world import oracle
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
+from tricomm.policy.tuning_tables import TableRow
 
 if TYPE_CHECKING:
     from tests.explorer.mutation import Mutant
@@ -29,6 +30,13 @@ def in_turn(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) ->
         size = mutant.sizes[number % len(mutant.sizes)]
         size *= registry.find(*key).kind.rows_in(comm.world_size)
         yield _call(comm, key, [_part(number, r, size, mutant.dtype) for r in range(comm.world_size)], number=number)
+
+
+def two_blocks_by_table(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """A tuned table asks for two blocks, whatever is resident."""
+    ((collective, algorithm, protocol),) = mutant.keys
+    comm.use_table((TableRow(collective, comm.world_size, None, algorithm, protocol, blocks=2),), "two blocks")
+    yield from in_turn(comm, mutant, pads, calls)
 
 
 def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.cube import CUBES
 from tests.explorer.mutant_tables.message import MESSAGES
+from tests.explorer.mutant_tables.multicast import SWITCHED
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
@@ -229,7 +230,7 @@ REAL = (
     Mutant(
         "K28", "grid not capped at what is resident", "blocks enter in another order on every GPU, and wait by number",
         (Edit(GROUP, _MEETING, _MEETING.replace("options.max_blocks", "None")),),
-        (S,), DEADLOCK, blocks=2, max_blocks=1, residency=1,
+        (S,), DEADLOCK, blocks=0, max_blocks=1, residency=1, body=bodies.two_blocks_by_table,
         processes="no: a process runs its blocks one after another, always in the same order",
     ),
     Mutant(
@@ -265,4 +266,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE, *SWITCHED)}

@@ -77,7 +77,7 @@ class Mutant:
     advice: str = ""
     schedules: int = 4
     world_size: int = 2
-    blocks: int = 1
+    blocks: int = 1  # 0: none are forced
     tile: int = 4
     sizes: tuple[int, ...] = shipped.SIZES
     dtype: torch.dtype = torch.int64
@@ -95,7 +95,7 @@ class Mutant:
     def options(self) -> Options:
         """What `tricomm check` would take, with this mutant's grid, tile and first epoch."""
         return Options(
-            arena_bytes=shipped.options(self.world_size).arena_bytes, blocks=self.blocks, tile=self.tile,
+            arena_bytes=shipped.options(self.world_size).arena_bytes, blocks=self.blocks or None, tile=self.tile,
             max_blocks=self.max_blocks, first_epoch=self.first_epoch, topology=self.topology,
         )  # fmt: skip
 

@@ -213,6 +213,30 @@ def test_on_a_gpu_events_tell_the_time_when_they_have_passed() -> None:
     assert len(clock.spans()) == 2 and clock.spans()[1].start_us - span.start_us == pytest.approx(2000.0)
 
 
+def test_calls_that_were_timed_last_are_in_the_statistics_of_a_closed_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu: Any = SimpleNamespace(here=nullcontext, capturing=lambda: False, recorded=_Event)
+    _Event.made.clear()
+    with null_communicator() as comm:
+        activity = comm._activity
+        monkeypatch.setattr(activity, "_gpu", gpu)
+        comm.time_calls(1)
+        comm.all_reduce(torch.ones(8))
+        for event in _Event.made:
+            event.passed = True
+        assert not any(calls.timed for calls in activity.statistics().calls)
+    (calls,) = activity.statistics().calls
+    assert (calls.calls, calls.timed) == (1, 1) and len(activity.statistics().spans) == 1
+
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with null_communicator() as comm:
+        comm.time_calls(1)
+        monkeypatch.setattr(comm._activity.clock, "collect", broken)
+
+
 @pytest.mark.parametrize(
     ("theirs", "started", "entered"),
     [

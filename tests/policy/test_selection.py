@@ -1,6 +1,7 @@
 """Selection is a pure function: equal inputs, equal choices, and a reason that names what decided."""
 
 import re
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import has_compact_form
+from tricomm.policy.launch_shapes import check_grid
 from tricomm.policy.selection import SelectionFacts, choose
 from tricomm.policy.tuning_tables import ShippedTable, TableRow
 
@@ -71,7 +73,32 @@ def test_what_does_not_exist_is_refused_with_what_does(collective, algorithm, pr
 
 def test_the_grid_is_never_larger_than_what_is_resident():
     assert choose(site(max_blocks=3), "all_reduce", 1 << 24).blocks == 3
-    assert choose(site(max_blocks=3, blocks=9), "all_reduce", 1 << 24).blocks == 3
+    check_grid(3, 3, None)
+    for limit, words in ((None, "processors"), (3, "Options.max_blocks")):
+        with pytest.raises(InvalidArgument, match=rf"blocks=9: at most 3 .*{words}.*force 1 to 3"):
+            check_grid(9, 3, limit)
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_90"])
+def test_a_forced_tile_that_a_kernel_cannot_use_is_refused_with_those_that_it_can(device):
+    for kernel in (
+        k for k in registry.of("all_reduce", 4) if device == "cpu" or not k.wide or wide_words.COMPILES.value
+    ):
+        here = site(device, arena=1 << 20)
+        for tile in (1 << n for n in range(1, 21)):
+            names = (kernel.collective, 1 << 20, kernel.algorithm, kernel.protocol)
+            try:
+                assert choose(replace(here, tile=tile), *names).block == tile
+            except InvalidArgument as error:
+                least, most = map(int, re.findall(r"tiles of (\d+) to (\d+) words", str(error))[0])
+                assert not least <= tile <= most
+                for good in (least, most):
+                    assert choose(replace(here, tile=good), *names).block == good
+    few = site("sm_90", tile=512, max_registers=128)
+    with pytest.raises(InvalidArgument, match="tiles of 32 to 256 words .* fit into 128 registers"):
+        choose(few, "all_reduce", 1024, protocol="ll")
+    with pytest.raises(InvalidArgument, match="tile=4096: .* of send one_shot/simple"):
+        choose(site(arena=1 << 20, tile=4096), "send", 1 << 20, protocol="simple")
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])

@@ -15,7 +15,7 @@ from tricomm.explorer.world.execution import Ranks, Subject
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter
 from tricomm.options import Options
-from tricomm.policy import selection
+from tricomm.policy import launch_shapes
 
 _T = TypeVar("_T")
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -90,7 +90,7 @@ def prepared(
         options = compiled_runtime.checked_options(world_size, options)
     else:
         assert options is not None
-        selection.check_device("cpu", layout.plan(world_size, options.arena_bytes, options.channels), options.tile)
+        launch_shapes.check_device("cpu", layout.plan(world_size, options.arena_bytes, options.channels), options.tile)
     return Subject(fn, world_size, options, residency, most_steps, compiled)
 
 

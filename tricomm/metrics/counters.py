@@ -8,6 +8,7 @@ for it, so that a call that is not timed pays nothing for those that are.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -27,6 +28,7 @@ _CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: bo
 _BYTES = _CALL - 1
 RECENT = 512
 KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
+log = logging.getLogger("tricomm")
 Key = tuple[str, str, str, int]  # of a tally: collective, algorithm, protocol, bucket
 
 
@@ -190,7 +192,8 @@ def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 class Activity:
-    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed."""
+    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed. `held`
+    tells what memory it holds of its device."""
 
     def __init__(
         self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float],
@@ -198,6 +201,7 @@ class Activity:
     ) -> None:  # fmt: skip
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
+        self.held: Callable[[], HeldMemory] = HeldMemory
         self._gpu, self._waited = gpu, waited
         self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
@@ -208,7 +212,16 @@ class Activity:
         """Time every `every`th call of each plan that is made from now on; 0: none. Raises `InvalidArgument`."""
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise InvalidArgument(f"{name}={every!r}: 1 for every call, 100 for each hundredth, 0 for none")
+        self.collect()
         self.clock = Clock(every, self._gpu) if every else None
+
+    def collect(self) -> None:
+        """Take the times of kernels that have ended, as `Clock.collect`; those of a broken device are lost."""
+        if self.clock is not None:
+            try:
+                self.clock.collect()
+            except RuntimeError as error:
+                log.warning("times of earlier calls are lost: %s", error)
 
     def leave_to_another(self) -> None:
         """Count nothing here in the process's statistics: its calls are steps of those of another communicator."""
@@ -246,7 +259,7 @@ class Activity:
         calls = tuple(_calls(key, tally) for key, tally in known if tally.total)
         waited = dict(list(self._waited.items()))
         facts = (self.group, self.rank, self.world_size, str(self.device), self.device.type != "cuda")
-        return Statistics(*facts, calls, waited, spans)
+        return Statistics(*facts, calls, waited, spans, self.held())
 
 
 def _calls(key: Key, tally: Tally) -> Calls:

@@ -16,24 +16,27 @@ from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import CPU_TILE, WORDS_PER_WARP, Choice, SelectionFacts, has_wide_words
+from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP
+from tricomm.policy.selection import Choice, SelectionFacts, has_wide_words
 from tricomm.policy.tuning_tables import TableRow, epilogue_name
 
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
 _POLLED = 4096  # words of all ranks that a block's registers hold
-_LONG_ROW = 2048  # words that the registers of 8 warps hold beside what they poll
+_WORDS_PER_THREAD = 16  # of a row: 4 warps for 2048 words, and at most 8
 _LEAST_TILE = 16  # words, of the interpreter
 _REGISTERS = 65536
+_FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
 
 
 def choose(
-    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int, algorithm: str | None,
-    protocol: str | None, quantize: str = "", mode: str = "eager",
+    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int,
+    forced: tuple[str | None, str | None], quantize: str = "", mode: str = "eager",
 ) -> Choice | str:  # fmt: skip
     """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them. A table's row gives kernel and
-    shape; without one the rules here do."""
+    shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open."""
+    algorithm, protocol = forced
     nbytes = rows * hidden * bits // 8
     if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
         return f"hidden={hidden}: fused kernels take multiples of 8 up to {MOST_HIDDEN}"
@@ -41,10 +44,11 @@ def choose(
         return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
     if facts.max_registers < MOST_REGISTERS:
         return f"fused kernels take more than {facts.max_registers} registers a thread"
+    if facts.device != "cpu" and int(facts.device.removeprefix("sm_").replace("cuda", "0")) < _FIRST_ARCHITECTURE:
+        return f"fused kernels are compiled for sm_{_FIRST_ARCHITECTURE} and newer, and the same for all ranks"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
-    forced = algorithm is not None or protocol is not None
-    if not forced and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
+    if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
         return f"{nbytes} bytes; fused kernels take less time up to {MOST_FUSED}"
     wide = has_wide_words(facts, forced=protocol == "ll128")
     fits, reasons = [], []
@@ -73,7 +77,7 @@ def choose(
             kernel, (blocks, warps, tile), table, number = fitting, shape, tabled, at
             reason = f"table {table!r} row {number}: {collective} {name}, {nbytes} bytes"
             break
-    if forced:
+    if forced != (None, None):
         reason, number = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller", None
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
@@ -107,8 +111,9 @@ def _shape(
     least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
     whole = max(least, 1 << (run - 1).bit_length())
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    most = facts.tile or wanted or (_POLLED // facts.world_size if gpu else CPU_TILE)
-    tile = max(least, min(most, widest, whole))
+    # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
+    most = least * min(8, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
+    tile = max(least, min(facts.tile or wanted or most, widest, whole))
     form = replace(form, BLOCK=tile)
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
     if form.PITCH > room:
@@ -120,5 +125,5 @@ def _shape(
         return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
     if not gpu:
         return min(facts.blocks or blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
-    warps = max(1, min(warps or (16 if form.ROW > _LONG_ROW else 8), tile // least))
+    warps = max(1, min(warps or 8, tile // least))
     return min(facts.blocks or blocks or min(ROW_BLOCKS, max(rows, 1)), facts.max_blocks, MAX_BLOCKS), warps, tile

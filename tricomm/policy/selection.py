@@ -15,15 +15,11 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
-from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
-from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS, has_compact_form
+from tricomm.kernels.layout import Layout
+from tricomm.policy.compact_forms import MOST_REGISTERS, has_compact_form
+from tricomm.policy.launch_shapes import registers_of, shape_of
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
-GPU_WARPS = 8
-GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
-WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
-LL_TILE, LL_BLOCKS = 128, 32  # words: one a thread, so that a store of a warp fills whole sectors
-CPU_TILE = 8192  # the interpreter pays per operation, not per element
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _NO_SUM = "batch-invariant: nothing is reduced"
 
@@ -81,18 +77,6 @@ class SelectionFacts:
     no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
 
 
-def check_device(device: str, arena: Layout, tile: int | None) -> None:
-    """Raises `InvalidArgument` for an arena or a forced tile that is too small for a GPU, on which every tile must span
-    all threads of a block, because they poll together."""
-    if device != "cuda":
-        return
-    if tile is not None and tile < WORDS_PER_WARP:
-        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
-    least = min(arena.largest_tile("two_shot", "ll"), arena.largest_tile("two_shot", "ll128"), arena.slot_words("ll"))
-    if least < 2 * WORDS_PER_WARP:  # of wide words, whose planes are half of a tile
-        raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {2 * WORDS_PER_WARP} words")
-
-
 def choose(
     facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
     mode: str = "eager", zero_copy: str | None = None, bits: int = 32,
@@ -116,13 +100,13 @@ def choose(
         for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
-        if _registers(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
+        if registers_of(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
     ]
     table, number, row, kernel = candidates[0] if candidates else ("none", -1, None, fits[0])
     second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
     words = -(-nbytes // 8)
-    registers = _registers(facts, row)
-    blocks, warps, tile = _shape(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
+    registers = registers_of(facts, row)
+    blocks, warps, tile = shape_of(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
@@ -140,12 +124,6 @@ def choose(
         None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
         registers=registers,
     )  # fmt: skip
-
-
-def _registers(facts: SelectionFacts, row: TableRow | None) -> int:
-    """Registers a thread that a call may take: few ones mean the compact form of a kernel."""
-    most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
-    return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
 
 
 def why_not_multicast(device: str, reason: str) -> str:
@@ -187,7 +165,7 @@ def _in_symmetric(
             f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
             f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
         )
-    registers = _registers(facts, None)
+    registers = registers_of(facts, None)
     if registers < MOST_REGISTERS and not has_compact_form(kernel, facts.device, facts.world_size):
         raise InvalidArgument(
             f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
@@ -195,7 +173,7 @@ def _in_symmetric(
             "beside_compute"
         )
     rows = kernel.kind.rows_in(facts.world_size)
-    blocks, warps, tile = _shape(facts, kernel, -(-nbytes // (8 * rows)))
+    blocks, warps, tile = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
     reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
     reason += _promise(facts, kernel)
     return Choice(
@@ -297,72 +275,6 @@ def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
     if not facts.batch_invariant:
         return ""
     return f"; {_IN_ORDER if kernel.reduces else _NO_SUM}"
-
-
-def _shape(
-    facts: SelectionFacts, kernel: registry.Kernel, words: int, row: TableRow | None = None
-) -> tuple[int, int, int]:
-    """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
-
-    A GPU's tiles span all threads of a block, so few words take warps away. Under LL tile and warps follow the
-    message: a poll looks at whole tiles, whatever is in them.
-    """
-    if kernel.pairwise:
-        return _shape_of_message(facts, facts.layout.slot_words(kernel.protocol), words)
-    widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    if facts.device == "cpu":
-        tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
-        blocks = 1
-    else:
-        share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
-        if kernel.protocol != "simple":
-            tile = _short_tile(share, WORDS_PER_WARP if kernel.protocol == "ll" and kernel.shards == 0 else LL_TILE)
-            blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
-        else:
-            tile = GPU_TILE
-            blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
-    warps = GPU_WARPS
-    if row is not None:
-        tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
-    tile = min(facts.tile or tile, widest)
-    if facts.device != "cpu":
-        if _registers(facts, row) < MOST_REGISTERS and kernel.protocol != "simple":
-            tile = min(tile, LARGEST_LL_WARPS * WORDS_PER_WARP)
-        # A plane of wide words is half of their tile, and has to span all threads.
-        tile = max(tile, 2 * WORDS_PER_WARP) if kernel.wide else tile
-        warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
-    return min(facts.blocks or blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
-
-
-def _short_tile(words: int, enough: int) -> int:
-    """Words of an LL tile: as many as there are, until `enough` make it worth while to have several blocks.
-
-    For two shots a word a thread of one warp is: modelled, 3.7 us for 64 KiB of 8 H100, and 4.1 us with four warps.
-    """
-    tile = max(WORDS_PER_WARP, min(enough, 1 << (max(words, 1) - 1).bit_length()))
-    while tile < GPU_TILE and words > LL_BLOCKS * tile:
-        tile *= 2
-    return tile
-
-
-def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
-    """As many blocks as run at once, or fewer that have no more tiles each: a chunk takes as long as its busiest block.
-
-    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
-    """
-    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol) * (facts.world_size if kernel.staged else 1)
-    tiles = max(1, -(-(words if kernel.zero_copy else min(words, chunk)) // tile))
-    rounds = -(-tiles // min(MAX_BLOCKS, facts.max_blocks))
-    return -(-tiles // rounds)
-
-
-def _shape_of_message(facts: SelectionFacts, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks as there are queues to serve."""
-    tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
-    tile = min(facts.tile or tile, widest)
-    blocks = 1 if facts.device == "cpu" else min(facts.layout.queues, max(1, -(-words // tile)))
-    warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
-    return min(facts.blocks or blocks, facts.layout.queues, facts.max_blocks), warps, tile
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tricomm.perf.evidence import result_schema, runner
+from tricomm.perf.evidence import compiling, result_schema, runner, stage_process
 from tricomm.perf.evidence.schedule import START, Schedule
 from tricomm.perf.evidence.stage import FIRST, KILL, SLICE, TWO, EvidenceSettings, Stage, StageCase
 from tricomm.perf.evidence.stage_process import CaseOutcome
@@ -222,3 +225,46 @@ def test_a_stage_whose_process_does_not_start_is_tried_once(out):
     results = run(machine, out, [stage("right", 0, 0, 1)], 1000.0)
     assert machine.ran == ["right/0-0"] and results["right"]["status"] == "crashed"
     assert len(results["right"]["left"]) == 3
+
+
+def test_a_case_whose_variants_take_too_long_is_left_out_with_their_names(out):
+    case = "a/0-0"
+    world = Fake(ends={case: stage_process.UNCOMPILED})
+    results = runner.run([stage("a", 0, 0)], out, lambda text: None, 100.0, world.processes, world.clock)
+    assert [(c["key"], c["status"]) for c in results[0]["cases"]] == [("0-1", "ok")]
+    assert [left["key"] for left in results[0]["left"]] == ["0-0"] and results[0]["status"] == "incomplete"
+
+
+@pytest.fixture
+def two_workers(monkeypatch):
+    """Threads in place of processes; a job whose name is `slow` ends when the test says so."""
+    order, release = [], threading.Event()
+
+    def compiled(job):
+        order.append(job[0])
+        return "" if job[0] != "slow" or release.wait(30) else "late"
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(compiling, "_workers", lambda: pool)
+        monkeypatch.setattr(compiling, "compile_one", compiled)
+        yield order
+        release.set()
+
+
+def job(name, world_size=2, **more):
+    return name, {"WORLD_SIZE": world_size, "ELEMENT": "float32", "OP": "sum", **more}, 32, True, 90
+
+
+def test_what_takes_longest_is_compiled_first(two_workers):
+    jobs = [job("one_shot"), job("two_shot"), job("one_shot8", 8), job("one_shot_ll128", 8, WIDE=True)]
+    compiling.all_of([*jobs, job("two_shot_ll128", 8, WIDE=True)], in_this_process=False)
+    assert two_workers[:2] == ["two_shot_ll128", "one_shot_ll128"] and two_workers[-1] == "one_shot"
+
+
+def test_compiling_ends_with_its_budget_and_names_what_is_missing(two_workers):
+    jobs = [job("slow", 8), job("slow", 8, WIDE=True), *(job(f"quick{n}") for n in range(4))]
+    with pytest.raises(compiling.Uncompiled, match=r"6 of 6 variants .* within 0 s: slow float32 sum of 8 ranks, slow"):
+        compiling.all_of(jobs, in_this_process=False, seconds=0.1)
+    case = StageCase("a", lambda: {}, limit=100.0)
+    limits = [round(stage_process.compiling_limit(case, left)) for left in (60, 400, 1e9, math.inf)]
+    assert limits == [30, 300, 600, 600]

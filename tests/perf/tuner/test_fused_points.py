@@ -41,18 +41,18 @@ def test_every_candidate_is_launched_as_it_is_named() -> None:
     assert max(c.blocks for c in usable) == 4  # rows
     for candidate in usable[::17]:
         facts = replace(_H100, tuned=(candidate.row(point, 8, None),), tuned_name="tuned")
-        choose = [FUSED, 16, 8192, 4, None, None, ""]
+        choose = [FUSED, 16, 8192, 4, (None, None), ""]
         choice = row_shapes.choose(facts, *choose, "graph")  # type: ignore[arg-type]
         assert isinstance(choice, tricomm.Choice) and "table 'tuned' row 0" in choice.reason
         assert (choice.blocks, choice.warps, choice.block) == (candidate.blocks, candidate.warps, candidate.tile)
-        for other in ([*choose, "eager"], [*choose[:6], "fp8", "graph"], [FUSED, 32, *choose[2:], "graph"]):
+        for other in ([*choose, "eager"], [*choose[:5], "fp8", "graph"], [FUSED, 32, *choose[2:], "graph"]):
             assert "table" not in row_shapes.choose(facts, *other).reason  # type: ignore[arg-type, union-attr]
 
 
 def test_a_row_that_a_kernel_cannot_have_leaves_the_rules() -> None:
     row = Candidate("two_shot", "ll", 4, 8, 32).row(replace(_POINT, epilogue="nvfp4@96"), 8, None)
-    choice = row_shapes.choose(replace(_H100, tuned=(row,)), FUSED, 16, 96, 4, None, None, "nvfp4")
-    rule = row_shapes.choose(_H100, FUSED, 16, 96, 4, None, None, "nvfp4")
+    choice = row_shapes.choose(replace(_H100, tuned=(row,)), FUSED, 16, 96, 4, (None, None), "nvfp4")
+    rule = row_shapes.choose(_H100, FUSED, 16, 96, 4, (None, None), "nvfp4")
     assert isinstance(choice, tricomm.Choice) and isinstance(rule, tricomm.Choice) and choice.warps >= 1
     assert choice.algorithm in (rule.algorithm, "two_shot")
 

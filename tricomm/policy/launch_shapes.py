@@ -1,0 +1,138 @@
+"""The launch shape of a kernel: blocks, warps and tile, by a table's row, by rule, or forced by the group's options.
+
+Pure functions of what all ranks share, as in `selection`. What a kernel cannot use of a row is cut to what it can; what
+a user has forced is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
+from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
+from tricomm.policy.tuning_tables import TableRow
+
+if TYPE_CHECKING:
+    from tricomm.policy.selection import SelectionFacts
+
+GPU_WARPS = 8
+GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
+WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
+LL_TILE, LL_BLOCKS = 128, 32  # words: one a thread, so that a store of a warp fills whole sectors
+CPU_TILE = 8192  # the interpreter pays per operation, not per element
+
+
+def check_device(device: str, arena: Layout, tile: int | None) -> None:
+    """Raises `InvalidArgument` for an arena or a forced tile that is too small for a GPU, on which every tile must span
+    all threads of a block, because they poll together."""
+    if device != "cuda":
+        return
+    if tile is not None and tile < WORDS_PER_WARP:
+        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
+    least = min(arena.largest_tile("two_shot", "ll"), arena.largest_tile("two_shot", "ll128"), arena.slot_words("ll"))
+    if least < 2 * WORDS_PER_WARP:  # of wide words, whose planes are half of a tile
+        raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {2 * WORDS_PER_WARP} words")
+
+
+def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
+    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, of which a rank's device, or `max_blocks`,
+    surely has all at once: a block that waits for one that has no place to run would wait for ever."""
+    if blocks is not None and blocks > most:
+        limit = "that is Options.max_blocks" if max_blocks == most else "the processors of a rank's share of its GPU"
+        raise InvalidArgument(
+            f"Options.blocks={blocks}: at most {most} blocks surely run at once on every rank's device ({limit}); "
+            f"force 1 to {most}, or none"
+        )
+
+
+def registers_of(facts: SelectionFacts, row: TableRow | None) -> int:
+    """Registers a thread that a call may take: few ones mean the compact form of a kernel."""
+    most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
+    return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
+
+
+def shape_of(
+    facts: SelectionFacts, kernel: registry.Kernel, words: int, row: TableRow | None = None
+) -> tuple[int, int, int]:
+    """Grid, warps and tile for a row of `words`, by `row` or by rule. All inputs are the same on all ranks.
+
+    A GPU's tiles span all threads of a block, so few words take warps away. Under LL tile and warps follow the
+    message: a poll looks at whole tiles, whatever is in them.
+    """
+    if kernel.pairwise:
+        return _shape_of_message(facts, kernel, facts.layout.slot_words(kernel.protocol), words)
+    widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
+    if facts.device == "cpu":
+        tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
+        blocks = 1
+    else:
+        share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
+        if kernel.protocol != "simple":
+            tile = _short_tile(share, WORDS_PER_WARP if kernel.protocol == "ll" and kernel.shards == 0 else LL_TILE)
+            blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
+        else:
+            tile = GPU_TILE
+            blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
+    warps = GPU_WARPS
+    if row is not None:
+        tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
+    tile = _tile(facts, kernel, tile, widest, registers_of(facts, row))
+    if facts.device != "cpu":
+        warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
+    return facts.blocks or min(blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
+
+
+def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int, registers: int) -> int:
+    """The tile that a group forces, or what of `tile` the kernel can use: `widest` words divide its buffers.
+
+    Raises `InvalidArgument` for a forced one that the kernel cannot use, with those that it can.
+    """
+    least, why = 1, f"divide the buffers that Options.arena_bytes={facts.layout.nbytes} leaves"
+    if facts.device != "cpu":
+        # A plane of wide words is half of their tile, and has to span all threads.
+        least = 2 * WORDS_PER_WARP if kernel.wide else WORDS_PER_WARP
+        if registers < MOST_REGISTERS and kernel.protocol != "simple" and LARGEST_LL_WARPS * WORDS_PER_WARP < widest:
+            widest, why = LARGEST_LL_WARPS * WORDS_PER_WARP, f"fit into {registers} registers a thread"
+    if facts.tile is None:
+        return max(least, min(tile, widest))
+    if not least <= facts.tile <= widest:
+        name = f"{kernel.collective} {kernel.algorithm}/{kernel.protocol}"
+        raise InvalidArgument(
+            f"Options.tile={facts.tile}: tiles of {least} to {widest} words span the threads of {name} and {why}; "
+            "force one of these, none, or another algorithm= and protocol="
+        )
+    return facts.tile
+
+
+def _short_tile(words: int, enough: int) -> int:
+    """Words of an LL tile: as many as there are, until `enough` make it worth while to have several blocks.
+
+    For two shots a word a thread of one warp is: modelled, 3.7 us for 64 KiB of 8 H100, and 4.1 us with four warps.
+    """
+    tile = max(WORDS_PER_WARP, min(enough, 1 << (max(words, 1) - 1).bit_length()))
+    while tile < GPU_TILE and words > LL_BLOCKS * tile:
+        tile *= 2
+    return tile
+
+
+def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
+    """As many blocks as run at once, or fewer that have no more tiles each: a chunk takes as long as its busiest block.
+
+    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
+    """
+    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol) * (facts.world_size if kernel.staged else 1)
+    tiles = max(1, -(-(words if kernel.zero_copy else min(words, chunk)) // tile))
+    rounds = -(-tiles // min(MAX_BLOCKS, facts.max_blocks))
+    return -(-tiles // rounds)
+
+
+def _shape_of_message(facts: SelectionFacts, kernel: registry.Kernel, widest: int, words: int) -> tuple[int, int, int]:
+    """The same with as many blocks at most as there are queues to serve."""
+    tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
+    tile = _tile(facts, kernel, tile, widest, MOST_REGISTERS)
+    queues = facts.layout.queues
+    blocks = 1 if facts.device == "cpu" else max(1, -(-words // tile))
+    warps = max(1, min(GPU_WARPS, tile // WORDS_PER_WARP))
+    return min(facts.blocks or min(blocks, facts.max_blocks), queues), warps, tile
