@@ -196,6 +196,8 @@ class WarpSurroundings:
         self.ranks, self.state, self.clock = ranks, state, clock
         self._index, self._events, self._times = ranks.costs.index, ranks.events, ranks.times
         self._rounds: dict[int, int] = {}
+        self._member, self._there = -1, 0.0
+        self._came: list[tuple[float, float]] = []
 
     def passes(self, block: int) -> None:
         self.clock.enter(block)
@@ -205,6 +207,9 @@ class WarpSurroundings:
 
     def access(self, access: ThreadAccess) -> None:
         index = self._index[id(access.instruction)]
+        if access.instruction.opcode == "multimem":
+            self._by_switch(access, index)
+            return
         now = self.clock.issue(index)
         if access.sem in ("release", "acq_rel"):
             self._fence(access.scope or "sys")
@@ -228,6 +233,30 @@ class WarpSurroundings:
         if access.sem in ("acquire", "acq_rel"):
             self.state.lines.clear()
             self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
+
+    def _by_switch(self, access: ThreadAccess, index: int) -> None:
+        """One of the accesses that a `multimem` instruction makes, one for each rank in turn; it is issued once."""
+        state, peers = self.state, [each.queues for each in self.ranks.states]
+        self._member = (self._member + 1) % len(peers)
+        nbytes = moved(access)
+        if self._member == 0:
+            now = self.clock.issue(index)
+            self._events.sleep(now)
+            if access.kind == "load":
+                self._there = state.queues.reduces(peers, nbytes, now)
+                state.read += len(access.addresses) * access.width * len(peers)
+                self._flies(index, nbytes, now, self._there)
+            else:
+                self._came = state.queues.multicasts(peers, nbytes, now)
+                state.written += len(access.addresses) * access.width
+            state.pushed = True
+            self.clock.pushes(index)
+        if access.kind == "load":
+            access.perform(None)
+            if self._member == len(peers) - 1:
+                self.clock.delivers(index, self._there, True, False)
+        else:
+            self._goes(access, self.ranks.states[self._member], *self._came[self._member], None)
 
     def _load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
         """When what it loads is there."""
@@ -311,9 +340,16 @@ class WarpSurroundings:
             state.pushed = True
             clock.pushes(index)
         arrival, through = state.queues.sends(peer.queues, threads * access.width, now)
+        self._goes(access, peer, arrival, through, chosen)
+
+    def _goes(
+        self, access: ThreadAccess, peer: TimedRank, arrival: float, through: float, chosen: Array | None
+    ) -> None:  # fmt: skip
+        """A store is on its way to a peer's memory."""
+        clock, state = self.clock, self.state
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
-        path.goes_on(now, path.label)
+        path.goes_on(clock.time, path.label)
         path.adds(WIRE, through)
         path.adds(HOP, arrival)
         keys = granules(access, _GRANULE, chosen)
