@@ -16,6 +16,7 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from tricomm.errors import TricommError
+from tricomm.perf.cost_model.access_bytes import granules, moved
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.load_chains import SharedChain
@@ -26,7 +27,7 @@ from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.instructions import Instruction
 
 HOST = -1
-_LINE, _SECTOR, _GRANULE = 7, 5, 9  # bits: of L1, of a transfer, of what is remembered of a store's arrival
+_LINE, _GRANULE = 7, 9  # bits: of L1, of what is remembered of a store's arrival
 _BARRIER_CYCLES = 20.0
 _INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
 
@@ -408,20 +409,3 @@ class WarpSurroundings:
 
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
         return None
-
-
-def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
-    """Bytes that a warp's access moves: whole sectors of 32 bytes, each once."""
-    return float(len(granules(access, _SECTOR, chosen)) << _SECTOR)
-
-
-def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> Any:
-    """Numbers of the aligned pieces of 1 << `bits` bytes that an access touches."""
-    addresses = access.addresses if chosen is None else access.addresses[chosen]
-    low = int(addresses[0])
-    steps = np.diff(addresses)
-    if not steps.any():
-        return range(low >> bits, ((low + access.width - 1) >> bits) + 1)
-    if (steps == access.width).all():
-        return range(low >> bits, ((int(addresses[-1]) + access.width - 1) >> bits) + 1)
-    return np.unique(addresses >> np.uint64(bits)).tolist()

@@ -298,8 +298,8 @@ def check(report: KernelReport) -> list[str]:
 
 def _least_bits(variant: Variant) -> int:
     """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
-    threads share; a mailbox has 128 bits. Codes of a word's elements, and scales, are narrower than the word. The
-    switch reduces integers one by one."""
+    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
+    scales, are narrower than the word."""
     if variant.form:
         return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
     kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)

@@ -1,6 +1,6 @@
 """Accesses of tricomm's own primitives that the detector's rules would refuse, each with the reason why it is right.
 
-put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
+store_ll    In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
 get_ll,     A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
 poll_planes word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
@@ -23,7 +23,7 @@ from tricomm.kernels import multimem, primitives, wide_words
 from tricomm.kernels.device import arrival, message_queues
 
 _LL = (
-    "put_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
+    "store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
 )  # fmt: skip
 _MODULES = (primitives, wide_words, message_queues, arrival, multimem)
 _UNREAD = ("acknowledge", "store_to_all")

@@ -23,6 +23,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -277,6 +278,9 @@ class RankRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._world.symmetric(self._rank, shape, dtype)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
