@@ -20,6 +20,7 @@ from tricomm.perf.cost_model.access_bytes import granules, moved
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.load_chains import SharedChain
+from tricomm.perf.cost_model.loads_in_flight import LoadsInFlight
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
 from tricomm.ptx.access import Array, ThreadAccess
@@ -98,31 +99,6 @@ class TimedRank:
     written: int = 0
     read: int = 0
     headers: int = 0
-
-
-@dataclass
-class LoadsInFlight:
-    """Loads of one basic block, which overlap. `most` bytes were on their way at once; `total` in all."""
-
-    most: float = 0.0
-    total: float = 0.0
-    _waited: float = 0.0
-    _now: float = 0.0
-    _coming: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, nbytes: float, now: float, until: float) -> None:
-        while self._coming and self._coming[0][0] <= now:
-            self._now -= heapq.heappop(self._coming)[1]
-        heapq.heappush(self._coming, (until, nbytes))
-        self._now += nbytes
-        self.most = max(self.most, self._now)
-        self.total += nbytes
-        self._waited += nbytes * (until - now)
-
-    @property
-    def latency(self) -> float:
-        """Mean microseconds that a byte is on its way."""
-        return self._waited / self.total
 
 
 class TimedRanks:

@@ -115,7 +115,8 @@ class Bindings:
             + [f"{me} mapping {mapping.base:#x}" for mapping in self._mappings if mapping.live]
             + [f"{me} pinned page {page.address:#x}" + " (gone)" * (not page.there) for page in self.pinned.all]
             + [f"{me} the context of GPU {gpu}" for gpu, count in self._retained.items() if count]
-            + self.vmm.holds() + self.switch.holds()
+            + self.vmm.holds()
+            + self.switch.holds()
         )
 
     def die(self) -> None:
