@@ -81,7 +81,7 @@ from tricomm.kernels.device.packing import (
 )
 from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
-from tricomm.kernels.device.push import receive_nothing
+from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
 
@@ -142,8 +142,7 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
     group, me = chunk.group, chunk.me
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     first = chunk.own
-    if first >= shard:
-        status = receive_nothing(chunk, status, SPEC)
+    status = meet_ahead(chunk, first >= shard, status, SPEC)
     more = (status == 0) & (first < shard)
     while more:
         pointers, lefts = (), ()

@@ -52,6 +52,19 @@ def test_a_process_ends_with_its_own_exit_code(how, route, fresh, tmp_path):
         assert "Traceback" not in said and "terminate" not in said, said
 
 
+def test_a_communicator_that_is_not_closed_is_closed_at_the_end_which_is_said_in_one_line(fresh, tmp_path):
+    script = """
+import sys, torch, tricomm
+options = tricomm.Options(arena_bytes=262144)
+comm = tricomm.init(sys.argv[2], int(sys.argv[1]), 2, "cpu", options=options)
+comm.all_reduce(torch.ones(3))
+comm.barrier()
+sys.exit(5)
+"""
+    for code, _, said in fresh.run(tmp_path, script, f"file://{tmp_path}/store"):
+        assert code == 5 and said.count("was not closed; closing it at exit") == 1 and "Traceback" not in said, said
+
+
 def test_a_process_that_fails_is_noticed(fresh, tmp_path):
     script = "import sys\nif sys.argv[1] == '1':\n    sys.exit(7)\nprint('begins'); raise ValueError(sys.argv[2])"
     (code, out, said), (other, *_) = fresh.run(tmp_path, script, "bad")

@@ -45,6 +45,7 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
               three small look-ups take less time than one of a tuple
+    repeated_fused  of an all_reduce with an epilogue: `core.fused.fused_repeat` has its keys
     nccl      NCCL's communicator, made by the first call that goes there
     levels    an all_reduce in two levels; None if the group has none
     others    the planners of the communicator's other channels, which have the same table
@@ -68,6 +69,7 @@ class Planner:
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
+        self.repeated_fused: dict[Any, Any] = {}
         self._repeats = 0
         self.nccl: nccl.Nccl | None = None
         self.levels: TwoLevel | None = None
@@ -106,10 +108,22 @@ class Planner:
                 in_place = getattr(plan.run, "in_place", None)  # not of one that is interpreted, timed or watched
                 plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
 
+    def keep_fused(self, key: Any, known: Any) -> None:
+        """Keep a fused call, which has just been planned, in `repeated_fused`."""
+        if len(self.repeated_fused) >= _MOST_PLANS:
+            self.repeated_fused.clear()
+        self.repeated_fused[key] = known
+
+    def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
+        """The plans of a call that `plan` has planned, of each mode."""
+        found = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
+        return [plan for plan in found if plan is not None]
+
     def forget(self) -> None:
         """Make the plans of calls anew."""
         self.plans.clear()
         self.repeated.clear()
+        self.repeated_fused.clear()
 
     def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
         collective, group = request.collective, self._group
@@ -192,13 +206,18 @@ class Planner:
         if self._decided is not None and self.levels is None:
             return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self.routes, *facts)
+        route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == NCCL and self.nccl is None:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl(request)
             route = backend_choice.decide(self.routes, *facts)
         return route
+
+    def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
+        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        fused = request.epilogue is not None and self.routes.nodes == 1
+        return replace(self.routes, across="") if fused else self.routes
 
     def use_levels(self, levels: TwoLevel | str) -> None:
         """From now on there are two levels, or they are missing for that reason; the same on all ranks."""
@@ -272,7 +291,8 @@ class Planner:
         if request.algorithm == TWO_LEVEL:
             route = self._in_two_levels(request)
         else:
-            route = backend_choice.decide(self.routes, collective, request.dtype, op_name, size, request.forced)
+            facts = (collective, request.dtype, op_name, size, request.forced)
+            route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == TWO_LEVEL and self.levels is not None:
             return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
         if route.backend != NCCL:
@@ -286,6 +306,8 @@ class Planner:
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
         if self.site.no_multicast and choice.collective in _SWITCHED:

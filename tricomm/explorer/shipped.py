@@ -49,7 +49,7 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
-    known = [*registry.KERNELS, *registry.of(FUSED, 2), *sends]
+    known = [*registry.KERNELS, *registry.MULTICAST, *registry.of(FUSED, 2), *sends]
     found = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not found:
         names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)

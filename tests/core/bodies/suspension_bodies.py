@@ -10,6 +10,7 @@ import time
 import torch
 
 from tests.core.bodies.common_bodies import communicator, leftovers
+from tests.ranks import together
 from tricomm.errors import ResourceError, TricommError
 from tricomm.store.segments import Segment
 
@@ -161,7 +162,10 @@ def memory_refused(rank, world_size, tell, url, where, victim):
         state = comm.suspended
         if state:
             texts.append(refused(comm.resume))
-            pages = sum(resident(*memory) for memory in comm.peer_ranges)
+            end = time.monotonic() + 10.0  # the other rank gives its own back after the ranks have agreed
+            while (pages := sum(resident(*memory) for memory in comm.peer_ranges)) and time.monotonic() < end:
+                time.sleep(0.01)
+            together(url, rank, range(world_size))
             comm.resume()
         else:
             pages = 0

@@ -123,7 +123,7 @@ def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
     assert all({f.key for f in repeated} == keys for repeated in replay(again, handed_over(False)))
 
 
-def test_the_command_checks_and_replays(tmp_path):
+def test_the_command_checks_and_replays(tmp_path, unshrunk):
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n"

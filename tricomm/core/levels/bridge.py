@@ -214,15 +214,11 @@ class Bridge:
             )
             self._abort(errors.PeerStalled.__name__, self._parts.members(self._next)[0], text)
             return
-        mine = self._outer.control.last(self._rank)
+        mine, waits = self._outer.control.last(self._rank), self._outer.monitor.channels[0].elapsed > 0
         if mine is not None:
             self._slow = {part: late for part, (number, _, late, _) in heard.calls.items() if number >= mine.sequence}
             for part, (number, fingerprint, _, text) in heard.calls.items():
-                if (
-                    number == mine.sequence
-                    and fingerprint != mine.fingerprint
-                    and self._outer.monitor.channels[0].elapsed
-                ):
+                if waits and number == mine.sequence and fingerprint != mine.fingerprint:
                     other = self._parts.members(part)[0]
                     said = different(self._rank, mine.text(), other, text)
                     self._abort(errors.CollectiveMismatch.__name__, other, said)

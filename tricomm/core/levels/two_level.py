@@ -105,7 +105,8 @@ class TwoLevel:
                 raise
             except TricommError as error:
                 self._raise()
-                self._monitor.abort(self._faults.of(type(error), str(error)))
+                where = f"between {', '.join(map(self.parts.named, range(self.parts.count)))}"
+                self._monitor.abort(self._faults.of(type(error), f"{where}: {error}"))
                 self._faults.raise_fault()
 
         return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
