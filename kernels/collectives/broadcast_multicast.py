@@ -44,5 +44,5 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, heads = tensors
     if chunk.me != root:
         fence_aliases(SPEC.PTX)
-        status = receive_row(y_ptr, numel, root, chunk, status, SPEC)
+        status = receive_row(y_ptr, numel, root, chunk, True, status, SPEC)
     return status
