@@ -46,6 +46,7 @@ group()
 """,
     "selection": """
 from tricomm.policy import selection
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.kernels import layout
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 print({table}.digest.hex())
