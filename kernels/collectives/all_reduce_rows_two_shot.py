@@ -37,7 +37,7 @@ from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.group import peer_ahead
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
-from tricomm.kernels.device.push import receive_nothing
+from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.rows import Row, fresh, load_tile, of_step, places, put_tile, rows_of
 
 
@@ -112,8 +112,7 @@ def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, operands, half = tensors
     first, count, row, stride = rows_of(chunk, SPEC)
-    if row >= count:
-        status = receive_nothing(chunk, status, SPEC)
+    status = meet_ahead(chunk, row >= count, status, SPEC)
     while (row < count) & (status == 0):
         status = _reduce(chunk, fresh(row, SPEC.PTX), half, status, SPEC)
         row += stride

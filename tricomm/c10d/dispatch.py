@@ -5,24 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm import env
 from tricomm.c10d import fallback_backends, gloo_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, options_for, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
 from tricomm.c10d.gloo_collectives import CallContext, CallRecords
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
-from tricomm.c10d.work_handles import limit_seconds
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
@@ -35,18 +32,13 @@ from tricomm.errors import (
     ResourceError,
     TricommError,
 )
-from tricomm.kernels import layout
 from tricomm.metrics.counters import GLOO, KERNELS, NCCL, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
-from tricomm.policy.levels import Parts
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
 
-# A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
-# this and 5.3 s with 64 MiB (2 ranks, simulated).
-_CPU_ARENA_BYTES = 4 << 20
 _MOST_SHAPES = 1024
 _DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
 
@@ -130,7 +122,10 @@ class Dispatcher:
     def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
         no_kernels = self._no_kernels.get(device, f"no {device} kernels")
-        across = {"cpu": GLOO, "cuda": NCCL}[device] if self._agreed.nodes > 1 and no_kernels is None else ""
+        across, one_level = "", ""
+        if self._agreed.nodes > 1:
+            one_level = self._agreed.one_level(self._options) or no_kernels or ""
+            across = "" if one_level else {"cpu": GLOO, "cuda": NCCL}[device]
         return GroupFacts(
             device,
             self._config.world_size,
@@ -139,17 +134,9 @@ class Dispatcher:
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
             batch_invariant=self.batch_invariant,
-            across=across if self._one_level() is None else "",
-            one_level=self._one_level() or no_kernels or "",
+            across=across,
+            one_level=one_level,
         )
-
-    def _one_level(self) -> str | None:
-        """Why an all_reduce of several nodes has no two levels, or None; the same on all ranks."""
-        if self._options is not None and not self._options.two_level:
-            return "Options(two_level=False)"
-        if self.batch_invariant:
-            return "they do not reduce in rank order"
-        return Parts.by([member.node for member in self._agreed.members]).why_not(layout.MAX_WORLD_SIZE)
 
     def _refuse(self, batch: list[GroupCall]) -> None:
         """Raises `InvalidArgument` for a call that a batch-invariant group does not make, before anything is sent."""
@@ -400,15 +387,3 @@ def _capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
-
-
-def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
-    """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
-    if given is not None:
-        return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
-    limit = limit_seconds(timeout)
-    options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
-    nbytes = env.integer("TRICOMM_ARENA_BYTES")
-    if nbytes is None and device == "cpu":
-        nbytes = _CPU_ARENA_BYTES
-    return options if nbytes is None else replace(options, arena_bytes=nbytes)

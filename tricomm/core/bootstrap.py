@@ -22,10 +22,10 @@ from tricomm.core import nccl, topology_agreement
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
-from tricomm.metrics.counters import GLOO, NCCL
+from tricomm.metrics.counters import GLOO, KERNELS, NCCL
 from tricomm.options import Options
 from tricomm.policy import backend_choice, launch_shapes
-from tricomm.policy.levels import Parts
+from tricomm.policy.levels import ISLANDS, Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake
@@ -201,8 +201,12 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
             why = f"the ranks cannot share memory: {error}"
     if why is not None and native is not None:
         _only_nccl(control, why, terms.timeout, bool(across))
+    nodes = parts.count
+    if why is None and topology is not None and options.two_level and not options.batch_invariant:
+        parts = Parts(topology.fast_islands or parts.of, ISLANDS)
+        across = KERNELS if parts.why_not(layout.MAX_WORLD_SIZE) is None else ""
     routes = backend_choice.GroupFacts(
-        device.type, world_size, parts.count, why, native, missing, all(arena.bases), options.batch_invariant,
+        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant,
         one_level=one_level,
     )  # fmt: skip
     return Shared(control, arena, terms.layout, topology, routes, parts if across else None, across)

@@ -29,7 +29,8 @@ from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.levels import TWO_LEVEL
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
@@ -57,7 +58,7 @@ class Planner:
         self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor, activity: Activity,
         tuned: TunedTable | None, decided: BackendChoice | None = None,
     ) -> None:  # fmt: skip
-        self.site = selection.SelectionFacts(
+        self.site = SelectionFacts(
             group.device_class, group.world_size, group.layout, group.max_blocks, group.options.blocks,
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
@@ -206,13 +207,18 @@ class Planner:
         if self._decided is not None and self.levels is None:
             return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self.routes, *facts)
+        route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == NCCL and self.nccl is None:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl(request)
             route = backend_choice.decide(self.routes, *facts)
         return route
+
+    def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
+        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        fused = request.epilogue is not None and self.routes.nodes == 1
+        return replace(self.routes, across="") if fused else self.routes
 
     def use_levels(self, levels: TwoLevel | str) -> None:
         """From now on there are two levels, or they are missing for that reason; the same on all ranks."""
@@ -286,7 +292,8 @@ class Planner:
         if request.algorithm == TWO_LEVEL:
             route = self._in_two_levels(request)
         else:
-            route = backend_choice.decide(self.routes, collective, request.dtype, op_name, size, request.forced)
+            facts = (collective, request.dtype, op_name, size, request.forced)
+            route = backend_choice.decide(self._routes_of(request), *facts)
         if route.backend == TWO_LEVEL and self.levels is not None:
             return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
         if route.backend != NCCL:
@@ -300,6 +307,8 @@ class Planner:
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
         if self.site.no_multicast and choice.collective in _SWITCHED:

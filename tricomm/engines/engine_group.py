@@ -19,8 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import env
-from tricomm.c10d.capabilities import exchange_capabilities
-from tricomm.c10d.dispatch import options_for
+from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL

@@ -7,6 +7,7 @@ peers     rows of true or false: may device i reach device j's memory
 switched  true or false: are the links through NVSwitches
 names     optional: product names, one per device
 devices   optional, for ranks that share devices: the device of each
+islands   optional: the PCIe switch or the socket of each device, by number, if the way between two of them is slow
 kind      optional: what the links make of the devices; refused if they make something else
 """
 
@@ -27,7 +28,7 @@ MAX_LINKS = 64  # between two devices; 18 is the most there is
 MAX_JSON_BYTES = 1 << 20
 SCHEMA = "tricomm-topology-1"
 _NEEDED = ("links", "peers", "switched")
-_OPTIONAL = ("names", "devices", "kind")
+_OPTIONAL = ("names", "devices", "kind", "islands")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Topology:
     names     product names, or nothing; no part of comparison by `digest`
     devices   the device of each entry, numbered as they first appear; entries on one device have no links between
               them and reach each other
+    islands   the PCIe switch or the socket of each device, numbered as they first appear, or nothing if no file says it
 
     Lists are taken as tuples. Raises `InvalidArgument` for tables that no machine can have.
     """
@@ -49,6 +51,7 @@ class Topology:
     switched: bool = False
     names: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
+    islands: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.links)
@@ -59,6 +62,8 @@ class Topology:
             raise _fault(f"names must be {count} printable strings")
         if [type(device) for device in given] != [int] * count:
             raise _fault(f"devices must be {count} whole numbers")
+        if self.islands and [type(island) for island in self.islands] != [int] * count:
+            raise _fault(f"islands must be {count} whole numbers")
         if type(self.switched) is not bool:
             raise _fault(f"switched={self.switched!r} must be true or false")
         seen = list(dict.fromkeys(given))
@@ -66,6 +71,8 @@ class Topology:
             raise _fault("switched, but there is one device only")
         object.__setattr__(self, "devices", tuple(seen.index(device) for device in given))
         object.__setattr__(self, "names", tuple(self.names))
+        numbers = list(dict.fromkeys(self.islands))
+        object.__setattr__(self, "islands", tuple(numbers.index(island) for island in self.islands))
         for name, kind in (("links", int), ("peers", bool)):
             object.__setattr__(self, name, _square(name, getattr(self, name), count, kind))
         for i in range(count):
@@ -124,6 +131,22 @@ class Topology:
         """Whether every device may reach every other's memory, by any way."""
         return all(all(row) for row in self.peers)
 
+    @property
+    def fast_islands(self) -> tuple[int, ...]:
+        """The island of each device, numbered as they first appear; nothing if there are none.
+
+        As the file says; else the devices that NVLinks join, if these join all of an island and no two islands. A
+        hybrid cube mesh has none: its kernels know its links.
+        """
+        if self.islands or self.kind in ("nvswitch", "fully_connected", "hybrid_cube_mesh", "pcie"):
+            return self.islands
+        size = range(len(self))
+        linked = [frozenset(j for j in size if self.links[i][j] or self.devices[i] == self.devices[j]) for i in size]
+        if any(linked[i] != linked[j] for i in size for j in linked[i]):
+            return ()
+        seen = list(dict.fromkeys(linked))
+        return tuple(seen.index(island) for island in linked)
+
     def of(self, devices: Sequence[int]) -> Topology:
         """The topology of a group whose rank r is on device `devices[r]` of this one; ranks may share a device.
 
@@ -140,6 +163,7 @@ class Topology:
             switched=self.switched and len(set(on)) > 1,
             names=tuple(self.names[device] for device in chosen) if self.names else (),
             devices=on,
+            islands=tuple(self.islands[device] for device in chosen) if self.islands else (),
         )
 
     @property
@@ -148,7 +172,8 @@ class Topology:
         links = "/".join(" ".join(map(str, row)) for row in self.links)
         peers = "/".join("".join("01"[reach] for reach in row) for row in self.peers)
         devices = " ".join(map(str, self.devices))
-        return f"devices {devices}; links {links}; peers {peers}; {'switched' if self.switched else 'direct'}"
+        islands = f"; islands {' '.join(map(str, self.islands))}" if self.islands else ""
+        return f"devices {devices}; links {links}; peers {peers}; {'switched' if self.switched else 'direct'}{islands}"
 
     @property
     def digest(self) -> str:
@@ -190,6 +215,8 @@ class Topology:
             fields["names"] = list(self.names)
         if len(set(self.devices)) < len(self):
             fields["devices"] = list(self.devices)
+        if self.islands:
+            fields["islands"] = list(self.islands)
         return render_json(fields)
 
 
@@ -237,7 +264,7 @@ def _parse_json(text: str, where: str) -> dict[str, Any]:
         table = fields[name]
         if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
             raise InvalidArgument(f"{where}: {name} must be a list of rows, each a list")
-    for name in ("names", "devices"):
+    for name in ("names", "devices", "islands"):
         if not isinstance(fields.get(name, []), list):
             raise InvalidArgument(f"{where}: {name} must be a list, one entry per device")
     return fields

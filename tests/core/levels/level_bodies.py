@@ -238,3 +238,18 @@ def bad_requests(rank, world_size, tell, url):
     with joined(rank, world_size, f"{url}again", per_node=world_size) as comm:
         tried(lambda: comm.all_reduce(x, algorithm="two_level"))
     return said
+
+
+def islands(rank, world_size, tell, url, file):
+    """Islands on one node, by a file: every form, then by the table; what it says, and a mismatch between islands."""
+    wrong = []
+    given = tricomm.Options(timeout=20.0, arena_bytes=SMALL, topology=file)
+    with tricomm.init(url, rank, world_size, "cpu", options=given) as comm:
+        for number, name in enumerate(("float32", "bfloat16", "int8", "bool")):
+            for op in ("sum", "max"):
+                how = ("shards", "leaders")[number % 2]
+                wrong.append(one_call(comm, 257 + number, getattr(torch, name), op, number, number, how, "out"))
+        wrong.append(one_call(comm, 300, torch.float32, "sum", 9))
+        said = comm.explain("all_reduce", 4096), comm.explain("all_reduce", 4096, algorithm="two_level")
+        lost = stopped(lambda: comm.all_reduce(torch.ones(300 + (rank > 1)), algorithm="two_level"))
+    return [w for w in wrong if w], [(c.route, c.reason) for c in said], lost

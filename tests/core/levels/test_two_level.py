@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from tests import ranks
 from tests.core.levels import level_bodies as bodies
 from tests.marks import some
 from tricomm.kernels.dtypes import DTYPES
+from tricomm.topology import presets
 
 
 @pytest.fixture
@@ -137,3 +139,15 @@ def test_bad_requests_are_refused_and_cost_nothing(url):
     words += ["barrier: the group spans 2 nodes", "all ranks of this group share one memory"]
     for said in ranks.run(4, bodies.bad_requests, url):
         assert len(said) == len(words) and all(word in text for word, text in zip(words, said, strict=True)), said
+
+
+@pytest.mark.parametrize("how", ["bridged pairs", "said by the file"])
+def test_islands_on_one_node(how, url, tmp_path):
+    topology = presets.pairs(4) if how == "bridged pairs" else replace(presets.pcie(4), islands=(7, 7, 9, 9))
+    file = tmp_path / "topology.json"
+    file.write_text(topology.dumps())
+    for wrong, (by_table, forced), (kind, text, seconds) in ranks.run(4, bodies.islands, url, str(file)):
+        assert wrong == []
+        assert by_table[0] == "kernels" and forced[0] == "two_level"
+        assert "kernels inside 2 islands of 2 ranks, kernels across" in forced[1]
+        assert kind == "CollectiveMismatch" and "300" in text and "301" in text and seconds < 1.0 + ranks.BUSY

@@ -60,7 +60,7 @@ def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make:
                 store = PrefixStore(f"tricomm-column-{group.name}-{position}", whole.store)
                 across = _open_across(group, store, parts, backend, make, limit)
                 steps.callback(across.close, True, limit)
-        except _Refused as error:
+        except _NotPossible as error:
             if group.routes.no_kernels is not None and group.routes.fallback is None:
                 raise ResourceError(
                     f"no kernel can run: {group.routes.no_kernels}; nor in two levels: {error}"
@@ -83,13 +83,13 @@ def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make:
         return levels
 
 
-class _Refused(Exception):
+class _NotPossible(Exception):
     """A step that has failed on some rank; all ranks say so."""
 
 
 @contextmanager
 def _jointly(group: Group, what: str, limit: float) -> Iterator[None]:
-    """Around a step of all ranks together: if it fails on one, all raise `_Refused` that names it."""
+    """Around a step of all ranks together: if it fails on one, all raise `_NotPossible` that names it."""
     error: TricommError | None = None
     try:
         yield
@@ -98,7 +98,7 @@ def _jointly(group: Group, what: str, limit: float) -> Iterator[None]:
     try:
         group.control.agree(error, what, limit + _GRACE_SECONDS)
     except TricommError as joint:
-        raise _Refused(str(joint)) from error
+        raise _NotPossible(str(joint)) from error
 
 
 def _open_across(group: Group, store: Store, parts: Parts, backend: str, make: Make, limit: float) -> Across:
