@@ -27,7 +27,7 @@ from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.dashboard import change_points
 from tricomm.perf.history.database import Entry, now
 from tricomm.policy import row_shapes, selection, user_tables
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow
 
 _OF_RUN = ("device", "topology", "world_size")
@@ -143,7 +143,7 @@ def machine(device: str) -> MachineSpec | None:
 
 
 @cache
-def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionFacts | None:
+def _site(device: str, simulated: bool, world_size: int) -> SelectionFacts | None:
     """The facts that selection would have there. The history has no links, so all pairs count as linked."""
     known = machine(device)
     kind = "cpu" if simulated else known.architecture if known is not None else ""
@@ -151,7 +151,7 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionF
         return None
     name, rows = _own("" if simulated else device, world_size)
     memory = layout.plan(world_size, Options().arena_bytes)
-    return selection.SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
+    return SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
 
 
 def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
