@@ -21,6 +21,7 @@ Waits     header, polled with the words of the first hop: the peer made the same
           the last. The second hop's words of all ranks are polled at once.
           word:   its flag is this epoch; flag and payload are one access. Each of the two phases has a half of each
           buffer, so a word of the second is never taken for one of the first.
+          A block without words waits for headers alone (`push.meet_ahead`).
 Reuse     as in one shot: a peer writes e + 2 only after it has seen this block's header of e + 1, sent after this
           block has polled both halves of e.
 Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.

@@ -111,6 +111,29 @@ def run_ll(
 
 
 @triton.jit
+def run_loaded(
+    LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr
+):  # fmt: skip
+    """`run_chunks` of BODY(tensors, chunk, tile, SPEC): `tile` is what LOAD(tensors, chunk, SPEC) has returned, of the
+    first chunk in flight beside the epoch."""
+    owner = tl.zeros([], tl.int64)
+    tile = LOAD(tensors, nth(whole_call(tensors, group, call, owner, owner, SPEC), owner, chunk_words), SPEC)
+    start, owner = enter(group, call)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    chunks = tl.cdiv(whole.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    more = number < chunks
+    while more:
+        status = BODY(tensors, nth(whole, number, chunk_words), tile, SPEC)
+        number += 1
+        more = (number < chunks) & (status == 0)
+        if more:
+            tile = LOAD(tensors, nth(whole, number, chunk_words), SPEC)
+    leave(group, start, owner, call, chunks, status)
+
+
+@triton.jit
 def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """Run a whole call: BODY(tensors, chunk, SPEC) for each chunk, until one returns a status that is not zero.
 

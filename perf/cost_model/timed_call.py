@@ -29,7 +29,7 @@ from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 

@@ -19,10 +19,10 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import arrival, counts, mailbox, message_queues, packing, plain_data
+from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
 
-_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, message_queues)
+_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues)
 _PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
@@ -42,8 +42,9 @@ def clears(line: Line) -> bool:
 
 
 def aside(line: Line) -> bool:
-    """True for code that is no part of a kernel's steady loops: `clears`, and ends of runs that are no whole tiles."""
-    return clears(line) or function_of(line).endswith("_ragged")
+    """True for code that is no part of a kernel's steady loops: `clears`, the loop over chunks, and ends of runs that
+    are no whole tiles."""
+    return clears(line) or function_of(line).startswith("chunks.run_") or function_of(line).endswith("_ragged")
 
 
 @cache

@@ -67,8 +67,8 @@ class Suspension:
         `ResourceError` if memory is refused.
         """
         group = self._group
-        if not group.suspended and not group.closed:
-            self._faults.check()
+        if not group.suspended or group.closed:
+            self._faults.check_usable()
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
         with self._channels.held(while_suspended=True), self._faults.abort_on_error("resume"):

@@ -17,7 +17,8 @@ from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP
-from tricomm.policy.selection import Choice, SelectionFacts, has_wide_words
+from tricomm.policy.selection import Choice, has_wide_words
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, epilogue_name
 
 MOST_HIDDEN = 16384
