@@ -15,30 +15,34 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
-from devtools import c10d_overhead, kraken
+from devtools import c10d_overhead, fused_times, kraken
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import provenance, text_table, units
-from tricomm.perf.cost_model import from_code, timed_call
+from tricomm.perf.cost_model import from_code, row_times, timed_call
 from tricomm.perf.cost_model.from_code import CodeTime
 from tricomm.perf.cost_model.machines import MACHINES
 from tricomm.perf.cost_model.timed_call import LaunchShape
 from tricomm.perf.cost_model.warp_clock import PARTS
 from tricomm.perf.machine_code import kernel_report
 from tricomm.perf.machine_code.kernel_report import Variant
+from tricomm.perf.row_calls import RowForm
 
 LABEL = "modelled from the compiled code, not measured"
 MACHINE, WORLD_SIZE = MACHINES["h100"], 8
+FUSED_ROWS, FORMS = (1, 8, 32), (RowForm(8192), RowForm(8192, "fp8_per_token"), RowForm(8192, "nvfp4"))  # bfloat16
 NCCL_US = 2.3  # of 8 bytes on 8 H200 (NVIDIA/nccl#1940)
 _KEPT = Path(__file__).resolve().parent.parent / "docs" / "performance.json"
 _HEADER = ("what", "unit", "before", "now", "now/before", "bar", "passes")
@@ -50,12 +54,12 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class CallRow:
-    """An all-reduce of `nbytes`, whose time is to be `ratio` of what it was at most."""
+    """An all-reduce of `nbytes`, whose time is to be `ratio` of what it was at most; 0: it is compared with nothing."""
 
     algorithm: str
     protocol: str
     nbytes: int
-    ratio: float
+    ratio: float = 0.0
 
     @property
     def kernel(self) -> Kernel:
@@ -68,6 +72,8 @@ class CallRow:
 
 
 SHORT = (CallRow("one_shot", "ll", 1 << 10, 0.6), CallRow("two_shot", "ll", 64 << 10, 0.8))
+WIDE = (CallRow("one_shot", "ll128", 1 << 10), CallRow("one_shot", "ll128", 32 << 10),
+        CallRow("two_shot", "ll128", 64 << 10), CallRow("two_shot", "ll128", 512 << 10))  # fmt: skip
 LONG = (CallRow("two_shot", "simple", 8 << 20, 0.6), CallRow("two_shot", "simple", 64 << 20, 0.6))
 
 
@@ -106,6 +112,10 @@ def bars() -> Iterator[Bar]:
         yield from _of_call(row)
         yield Bar(f"{row.name}: round trips before the first push, by data", "", 1)
         yield Bar(f"{row.name}: round trips before the first push, in order", "")
+    for row in WIDE:
+        yield Bar(f"{row.name}: critical path", "us")
+        yield from _of_call(row)
+        yield Bar(f"{row.name}: round trips before the first push, by data", "", 1)
     for row in LONG:
         yield Bar(f"{row.name}: critical path", "us", ratio=row.ratio)
         yield Bar(f"{row.name}: share of the usable link bandwidth", "", least=0.8)
@@ -115,16 +125,27 @@ def bars() -> Iterator[Bar]:
         yield Bar(f"{row.name}: barriers", "")
         yield Bar(f"{row.name}: chunks", "")
         yield from _of_call(row)
+    for rows in FUSED_ROWS:
+        for form in FORMS:
+            yield Bar(f"{rows} {_rows(rows)} {form.name}: fused, by its faster kernel", "us")
+        yield Bar(f"{rows} {_rows(rows)} {FORMS[0].name}: fused over all-reduce and norm", "", fused_times.BAR)
+    yield Bar(f"{FORMS[0].name}: bytes to peers over the formula", "", 1, 1)
+    yield Bar(f"{FORMS[0].name}: spills", "", 0)
+    yield Bar(f"{FORMS[0].name}: registers a thread", "")
     for name in kraken.INSTRUCTIONS:
         yield Bar(f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes", "", kraken.INSTRUCTIONS[name])
     yield Bar("host time over `fake`: direct", "", 0.7)
     yield Bar("host time over `fake`: through c10d", "", 1.6)
 
 
+def _rows(count: int) -> str:
+    return "row" if count == 1 else "rows"
+
+
 def _of_call(row: CallRow) -> Iterator[Bar]:
     yield Bar(f"{row.name}: launched as blocks/warps/words of a tile", "")
     yield Bar(f"{row.name}: bytes to peers over the formula", "", 1, 1)
-    yield Bar(f"{row.name}: executed instructions for 16 bytes, float32", "", ratio=1)
+    yield Bar(f"{row.name}: executed instructions for 16 bytes, float32", "", ratio=1 if row.ratio else None)
     yield Bar(f"{row.name}: SASS instructions for 16 bytes, float32", "")
     yield Bar(f"{row.name}: spills", "", 0)
     yield Bar(f"{row.name}: registers a thread", "")
@@ -143,7 +164,7 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, An
             found = (f"not available: {error}",) * len(names)
         values.update(zip(names, found, strict=True))
 
-    for row in (*SHORT, *LONG):
+    for row in (*SHORT, *WIDE, *LONG):
         progress(row.name)
         try:
             time = from_code.predict(MACHINE, row.kernel, WORLD_SIZE, row.nbytes)
@@ -152,10 +173,17 @@ def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, An
             continue
         details[row.name] = {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}
         values |= _times(row, time)
-        put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel))
+        put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel, time.shape))
         put((f"{row.name}: executed instructions for 16 bytes, float32",), partial(_executed, row))
         code = ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
         put(tuple(f"{row.name}: {each}" for each in code), partial(_code, row.kernel, time.shape))
+    for rows in FUSED_ROWS:
+        for form in FORMS:
+            put((f"{rows} {_rows(rows)} {form.name}: fused, by its faster kernel",), partial(_fused, rows, form))
+        name = f"{rows} {_rows(rows)} {FORMS[0].name}: fused over all-reduce and norm"
+        put((name,), lambda rows=rows: (fused_times.ratio(MACHINE, WORLD_SIZE, rows, FORMS[0]),))  # type: ignore[misc]
+    put((f"{FORMS[0].name}: bytes to peers over the formula",), _fused_bytes)
+    put((f"{FORMS[0].name}: spills", f"{FORMS[0].name}: registers a thread"), _fused_code)
     for name in kraken.INSTRUCTIONS:
         full = f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes"
         put((full,), partial(_steady, f"all_reduce_{name}_zero_copy"))
@@ -185,10 +213,10 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
     }
 
 
-def _counted(kernel: Kernel) -> tuple[Value, ...]:
+def _counted(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
     """Bytes of payload of one block that does the whole call, over the formula."""
-    plan, shape = layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES), LaunchShape(1, 8, 512)
-    moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, shape, plan, False).moved
+    plan = layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES)
+    moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, replace(shape, blocks=1), plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
 
 
@@ -203,6 +231,31 @@ def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
         raise InvalidArgument(report.failure)
     used, words_a_thread = report.resources, shape.tile / (32 * shape.warps)
     return report.steady * 2 / words_a_thread, used.spill_loads + used.spill_stores, used.registers
+
+
+def _fused(rows: int, form: RowForm) -> tuple[Value, ...]:
+    """With the boundary between two kernels, of which a fused call saves one."""
+    return (min(fused_times.fused(MACHINE, WORLD_SIZE, rows, form, way, "ll") for way in ("one_shot", "two_shot")),)
+
+
+def _fused_bytes() -> tuple[Value, ...]:
+    """Of one block that does three rows."""
+    plan, kernel, form = (
+        layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES),
+        registry.find(FUSED, "two_shot", "ll"),
+        FORMS[0],
+    )
+    shape = row_times.predict(MACHINE, kernel, WORLD_SIZE, 1, form, torch.bfloat16).shape
+    call = row_times.run(MACHINE, kernel, WORLD_SIZE, 3, form, torch.bfloat16, replace(shape, blocks=1), plan)
+    return (call.moved / float(units.moved(kernel, WORLD_SIZE) * 3 * form.hidden * 2),)
+
+
+def _fused_code() -> tuple[Value, ...]:
+    """Of the kernel by two shots."""
+    name = registry.find(FUSED, "two_shot", "ll").name
+    (variant,) = (v for v in kernel_report.variants((MACHINE.architecture,), name) if v.form == FORMS[0].name)
+    used = kernel_report.examine(variant).resources
+    return used.spill_loads + used.spill_stores, used.registers
 
 
 def _steady(kernel: str) -> tuple[Value, ...]:

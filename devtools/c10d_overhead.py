@@ -31,8 +31,9 @@ from tricomm.perf.evidence.stages import host_path
 from tricomm.perf.null_launch import communicator
 
 
-def measure(count: int = 1024, calls: int = 100, rounds: int = 301) -> dict[str, Any]:
+def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool = False) -> dict[str, Any]:
     """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
+    `fused`: of one row with residual, RMSNorm and given outputs, too.
 
     A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
@@ -47,12 +48,15 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301) -> dict[str,
             "communicator": lambda: comm.all_reduce(x),
             "captured": lambda: captured.all_reduce(x),
         }
+        if fused:
+            calls_by_name["fused"] = _fused(comm, count)
         took = host_path.in_turns(calls_by_name, calls, rounds)
         counting = min(_counting(comm, calls) for _ in range(rounds))
     best = {name: min(all_us) for name, all_us in took.items()} | {"counting": counting}
     ratios = {
         f"{name}_over_fake": median(ours / fake for ours, fake in zip(took[name], took["fake"], strict=True))
-        for name in ("c10d", "communicator", "captured")
+        for name in took
+        if name != "fake"
     }
     ratios["counting_share"] = best["counting"] / best["communicator"]
     return {"count": count, "calls": calls, **{f"{name}_us": us for name, us in best.items()}, **ratios}
@@ -65,6 +69,13 @@ def _counting(comm: Communicator, calls: int) -> float:
     for _ in range(calls):
         chosen.tally.total += chosen.weight
     return (time.perf_counter() - began) / calls * 1e6
+
+
+def _fused(comm: Communicator, count: int) -> Callable[[], Any]:
+    """An all_reduce_rms_norm of one row."""
+    x, residual, norm_out, residual_out = (torch.ones(1, count) for _ in range(4))
+    weight = torch.ones(count)
+    return lambda: comm.all_reduce_rms_norm(x, residual, weight, norm_out=norm_out, residual_out=residual_out)
 
 
 @contextmanager
@@ -102,7 +113,7 @@ def _group(comm: Communicator, x: torch.Tensor) -> Iterator[TricommGroup]:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def main(count: int, calls: int, as_json: bool) -> None:
     """Print the host time of an all_reduce whose kernel is never launched."""
-    times = measure(count, calls)
+    times = measure(count, calls, fused=True)
     if as_json:
         click.echo(json.dumps(times, indent=1))
         return
@@ -110,7 +121,7 @@ def main(count: int, calls: int, as_json: bool) -> None:
     rows = [("dist.all_reduce, fake backend", f"{times['fake_us']:.2f}", "")]
     for name, text in (
         ("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce"),
-        ("captured", "Communicator.all_reduce, captured"),
+        ("captured", "Communicator.all_reduce, captured"), ("fused", "Communicator.all_reduce_rms_norm"),
     ):  # fmt: skip
         rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))
     share = f"{times['counting_share']:.2%}"

@@ -44,6 +44,7 @@ PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
+MESH_RANKS, PARTNERS = 8, 5  # partners of a rank: itself, three of its quad, and the relay
 MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
 HEADERS = 1024
 
@@ -162,15 +163,19 @@ def unacknowledged(state: list[int]) -> bool:
 
 def group_words(world_size: int) -> int:
     """Words of a group as a shipped kernel takes it: `group_argument`."""
-    return PARAMETER_PEERS + 2 * world_size
+    return PARAMETER_PEERS + 2 * world_size + (2 * PARTNERS if world_size == MESH_RANKS else 0)
 
 
 def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[Any, ...]:
     """What a shipped kernel takes for its group: `table`, of which `words` are the contents, its constants, and the
-    addresses of the ranks' arenas twice, from this rank on and from rank 0 on. The same in every launch."""
+    addresses of the ranks' arenas twice, from this rank on and from rank 0 on; of eight ranks also the partners in a
+    hybrid cube mesh, by step of their quad and the relay, and the addresses of these. The same in every launch."""
     constants, peers = [int(word) for word in words[:EPOCH]], [int(word) for word in words[PEERS:][:world_size]]
-    rank = constants[RANK]
-    return (table, *constants, *peers[rank:], *peers[:rank], *peers)
+    rank, partners = constants[RANK], []
+    if world_size == MESH_RANKS:
+        position = int(words[POSITION])
+        partners = [int(words[QUAD + (position ^ step)]) for step in range(4)] + [int(words[PEER_QUAD + position])]
+    return (table, *constants, *peers[rank:], *peers[:rank], *peers, *partners, *(peers[p] for p in partners))
 
 
 def plan(world_size: int, arena_bytes: int, channels: int = 1) -> Layout:

@@ -41,7 +41,8 @@ LIMIT = tl.constexpr(layout.EPOCH_LIMIT)
 HAS_ATOMIC_STORE = tl.constexpr(hasattr(tl, "atomic_store"))
 
 _PUT = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
+    "{ .reg .pred p; .reg .b32 x, y; .reg .b64 a, b; setp.ne.b32 p, $4, 0; mov.b64 {x, y}, $2; mov.b64 a, {x, $3}; "
+    "mov.b64 b, {y, $3}; @p st.relaxed.sys.global.v2.b64 [$1], {a, b}; mov.u32 $0, 0; }"
 )
 _RELEASE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
 _RELAXED = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
@@ -61,21 +62,22 @@ def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no fence. Pairs with `get_ll`.
     """
     lane = tl.arange(0, BLOCK)
-    mask = lane < count
-    low = (words & LOW) | (flag << 32)
-    high = ((words >> 32) & LOW) | (flag << 32)
+    store_ll(pointer + 2 * lane, words, flag, lane < count, PTX)
+
+
+@triton.jit
+def store_ll(pointers, words, flag, mask, PTX: tl.constexpr):
+    """Store each of `words` (int64 tile) with `flag` as the LL words at `pointers` (int64*, multiples of 16)."""
     if PTX:
+        same = (words * 0 + flag).to(tl.int32)  # whatever the type of `flag`
         tl.inline_asm_elementwise(
-            _PUT,
-            "=r,l,l,l,r",
-            [pointer + 2 * lane, low, high, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
+            _PUT, "=r,l,l,r,r", [pointers, words, same, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
     else:
-        tl.store(pointer + 2 * lane, low, mask=mask)
-        tl.store(pointer + 2 * lane + 1, high, mask=mask)
+        low = (words & LOW) | (flag << 32)
+        high = ((words >> 32) & LOW) | (flag << 32)
+        tl.store(pointers, low, mask=mask)
+        tl.store(pointers + 1, high, mask=mask)
 
 
 @triton.jit

@@ -32,8 +32,9 @@ class Specialization:
     SHARDS       equal parts of a row: one a rank if two shots reduce it
     OPERANDS     Triton's types of what the epilogue takes besides the row
     EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
-    WEIGHT, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether there
-                 is a residual, whether the norm is written, the quantisation, and whether its scales are in tiles
+    WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
+                 something is added to it, whether there is a residual, whether the norm is written, the quantisation,
+                 and whether its scales are in tiles
     """
 
     WORLD_SIZE: int
@@ -52,6 +53,7 @@ class Specialization:
     EPILOGUE: Any = None
     PREPARE: Any = None
     WEIGHT: str = ""
+    BIASED: bool = False
     RESIDUAL: bool = False
     NORM: bool = False
     QUANTIZE: str = ""
@@ -145,6 +147,16 @@ class Specialization:
         return tuple(max(0, end - start) for start, end in zip(self.STARTS, ends, strict=True))
 
     @cached_property
+    def TOGETHER(self) -> int:
+        """Steps of a shard whose tiles are polled at once: of all ranks eight tiles, or one of each."""
+        return max(n for n in range(1, max(1, 8 // self.WORLD_SIZE) + 1) if self.STEPS % n == 0)
+
+    @cached_property
+    def WHOLE(self) -> bool:
+        """Whether every tile of a row is full."""
+        return self.SHARDS * self.PITCH == self.ROW
+
+    @cached_property
     def ROW_PLANES(self) -> int:
         return self.ROW_TILES * self.PLANES
 
@@ -173,7 +185,7 @@ class Specialization:
     @cached_property
     def EARLY(self) -> bool:
         """Whether an epilogue's operands are loaded before the row is there: if the registers hold all of them."""
-        return self.ROW_PLANES * self.PLANE <= 8 * self.LANES
+        return self.ROW_PLANES * self.PLANE <= 16 * self.LANES
 
     @cached_property
     def OWNED(self) -> int:

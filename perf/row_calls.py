@@ -17,7 +17,8 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import epilogue_name
 
 EPS = 1e-6

@@ -44,9 +44,7 @@ class Arena(Protocol):
     def no_suspend(self) -> str:
         """Why the memory cannot be given back while its addresses are kept; empty if it can."""
 
-    @property
-    def suspended(self) -> bool:
-        """Whether there is nothing behind the addresses, or not on all ranks."""
+    suspended: bool  # whether there is nothing behind the addresses, or not on all ranks
 
     @property
     def closed(self) -> bool: ...

@@ -68,16 +68,17 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, descriptors: list[int], nbytes: int, readonly: bool) -> Segment:
+    def attach(cls, descriptors: list[int], nbytes: int, readonly: bool, sealed: bool = True) -> Segment:
         """Map the segment behind the last of `descriptors`, which is taken out of the list and closed.
 
-        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals.
+        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals, which only the
+        user's own memory may lack (`sealed=False`): its owner could shrink it, and a touch would then be fatal.
         """
         segment = cls(nbytes)
         try:
             segment._fds.append(descriptors.pop())
             _check_size(nbytes)
-            _check_attached(segment.fd, nbytes)
+            _check_attached(segment.fd, nbytes, sealed)
             segment._map(segment.fd, readonly)
             segment.close_fd()
         except BaseException as error:
@@ -193,10 +194,10 @@ def _seal(fd: int, shared: bool) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
-def _check_attached(fd: int, nbytes: int) -> None:
+def _check_attached(fd: int, nbytes: int, must_be_sealed: bool) -> None:
     status = os.fstat(fd)
     try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        sealed = not must_be_sealed or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
         raise ResourceError(f"what was passed is not shared memory ({error.strerror})") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:

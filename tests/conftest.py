@@ -14,6 +14,8 @@ def pytest_configure(config):
     if "gpu" in config.option.markexpr and "not gpu" not in config.option.markexpr:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    # Of several threads in each of many processes most would spin.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A directory of their own: tests look for what is left in /dev/shm, and others run at the same time.
     if "TRICOMM_SOCKET_DIR" not in os.environ:
         os.environ["TRICOMM_SOCKET_DIR"] = config.sockets = tempfile.mkdtemp(prefix="tc")

@@ -254,6 +254,14 @@ class FakeDevice(FakeGpu):
         return result
 
 
+def _memory(address: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
+    """What lies there, as a tensor."""
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=dtype).view(shape)
+
+
 class OnFakeGpu(Processes):
     """A runtime whose kernels go through the whole launch path of device `index`, and are interpreted then."""
 
@@ -286,13 +294,26 @@ class OnFakeGpu(Processes):
 
             def run_again(address: int, number: int, stream: int) -> None:
                 again(address, number, stream)
-                memory = (ctypes.c_byte * (count * bits // 8)).from_address(address)
-                x = torch.frombuffer(memory, dtype=torch.int8)
+                x = _memory(address, torch.int8, (count * bits // 8,))
                 launched(lambda: interpreted(x, x, count, number << 32 | facts, ()))
 
             return run_again
 
-        run.in_place = in_place
+        def with_operands(count: int, facts: int, operands: Any) -> Any:
+            again = to_driver.with_operands(count, facts, operands)
+            tensors = [(at, value.dtype, value.shape) for at, value in enumerate(operands) if hasattr(value, "shape")]
+
+            def run_again(addresses: Any, number: int, stream: int) -> None:
+                again(addresses, number, stream)
+                x, y = (_memory(address, torch.int8, (count * bits // 8,)) for address in addresses[:2])
+                found = list(operands)
+                for (at, dtype, shape), address in zip(tensors, addresses[2:], strict=True):
+                    found[at] = _memory(address, dtype, shape)
+                launched(lambda: interpreted(x, y, count, number << 32 | facts, (tuple(found),)))
+
+            return run_again
+
+        run.in_place, run.with_operands = in_place, with_operands
         return run
 
     def prepare(self, kernel, grid, args, constexprs, device, timeout):  # type: ignore[no-untyped-def]

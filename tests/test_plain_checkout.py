@@ -15,6 +15,7 @@ import pytest
 from tests.wheel_gate import ROOT
 from tricomm.kernels import layout
 from tricomm.policy import selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 REFUSED = ("click", "greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
@@ -28,90 +29,31 @@ class Refusing:
 
 sys.meta_path.insert(0, Refusing())
 """
-_GROUP = """
-import tempfile, torch, tricomm
-with tempfile.TemporaryDirectory() as folder:
-    with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
-        assert torch.equal(comm.all_reduce(torch.arange(100.0)), torch.arange(100.0))
-        print(comm.explain("all_reduce", nbytes=400).table, comm.fingerprint.digest)
-"""
-
-
-@pytest.fixture
-def plain(tmp_path):
-    """Runs Python as such a machine would, from elsewhere than the checkout."""
-    (tmp_path / "hook").mkdir()
-    (tmp_path / "hook" / "sitecustomize.py").write_text(HOOK)
-
-    def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
-        found = {**known, "PYTHONPATH": f"{tmp_path / 'hook'}{os.pathsep}{ROOT}", **variables}
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env=found, capture_output=True, text=True, timeout=250
-        )
-
-    return run
-
-
-def _good(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.parametrize("package", REFUSED)
-def test_the_hook_does_refuse(plain, package):
-    done = plain("-c", f"import {package}")
-    assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
-
-
-def test_every_module_of_the_evidence_kit_imports(plain):
-    walk = "import importlib, pkgutil, tricomm.perf.evidence as kit\n"
-    walk += "for module in pkgutil.walk_packages(kit.__path__, kit.__name__ + '.'):\n"
-    walk += "    importlib.import_module(module.name); print(module.name)"
-    names = _good(plain("-c", walk)).split()
-    wanted = {p.relative_to(ROOT).with_suffix("") for p in (ROOT / "perf" / "evidence").rglob("*.py")}
-    wanted = {p.parent if p.name == "__init__" else p for p in wanted} - {Path("perf/evidence")}
-    assert set(names) == {".".join(("tricomm", *p.parts)) for p in wanted}
-
-
-def test_the_evidence_kit_lists_its_stages_and_runs_one_with_ranks_in_processes(plain):
-    both = "from tricomm.perf.evidence.__main__ import main\n"
-    both += "raise SystemExit(main(['--list']) or main(['--dry-run', '--stage', 'first', '--out', 'out']))"
-    said = _good(plain("-c", both))
-    assert "many_gpus" in said and "first: ok" in said
-
-
-def test_a_group_finds_no_table_of_the_users_and_says_nothing(plain):
-    done = plain("-c", _GROUP)
-    assert _good(done).split() == ["cpu", Fingerprint("cpu", "", 1).digest]  # as where everything is installed
-    assert "table" not in done.stderr
-
-
-def test_a_users_table_that_cannot_be_read_is_named_and_ignored(plain, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "tables"))
-    row = TableRow("all_reduce", 1, None, "two_shot", "simple")
-    file = user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (row,)))
-    done = plain("-c", _GROUP, TRICOMM_TUNING_DIR=str(tmp_path / "tables"))
-    assert _good(done).split()[0] == "cpu"
-    assert f"tuning table {file}: No module named 'msgspec'; pip install msgspec; it is ignored" in done.stderr
-
-
-def test_selection_and_digests_are_those_of_an_install(plain):
-    """Ranks must agree, whatever each of their machines has installed."""
-    row = TableRow("all_reduce", 4, 4096, "one_shot", "ll", bits=16)
-    table = TunedTable(Fingerprint("sm_90", "GPU \u00fc", 4), (row,))
-    site = selection.SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
-    choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
-    ask = "from tricomm.policy import selection\nfrom tricomm.kernels import layout\n"
-    ask += "from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable\n"
-    ask += f"print({table!r}.digest.hex())\n"
-    ask += "site = selection.SelectionFacts('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')\n"
-    ask += "print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])"
-    assert _good(plain("-c", ask)).splitlines() == [table.digest.hex(), str(choices)]
-
-
-_USES = """
-import tricomm
+_PARTS = {
+    "a group": """
+import os, tempfile, torch, tricomm
+def group():
+    with tempfile.TemporaryDirectory() as folder:
+        with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
+            assert torch.equal(comm.all_reduce(torch.arange(100.0)), torch.arange(100.0))
+            print(comm.explain("all_reduce", nbytes=400).table, comm.fingerprint.digest)
+group()
+sys.stderr.write("before the table\\n")
+""",
+    "a table": """
+os.environ["TRICOMM_TUNING_DIR"] = os.environ["TABLES"]
+group()
+""",
+    "selection": """
+from tricomm.policy import selection
+from tricomm.policy.selection_facts import SelectionFacts
+from tricomm.kernels import layout
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
+print({table}.digest.hex())
+site = SelectionFacts('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')
+print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])
+""",
+    "uses": """
 assert "check" in dir(tricomm)
 for use in ("tricomm.check", "tricomm.simulate", "from tricomm import Report", "import tricomm.explorer",
             "tricomm.chekc"):
@@ -119,13 +61,101 @@ for use in ("tricomm.check", "tricomm.simulate", "from tricomm import Report", "
         exec(use)
     except Exception as error:
         print(type(error).__name__, error)
-"""
+""",
+    "modules": """
+import importlib, pkgutil, tricomm.perf.evidence as kit
+for module in pkgutil.walk_packages(kit.__path__, kit.__name__ + "."):
+    importlib.import_module(module.name); print(module.name)
+""",
+    "stages": """
+from tricomm.perf.evidence.__main__ import main
+assert main(["--list"]) == 0
+""",
+}  # fmt: skip
+_TABLE = TunedTable(
+    Fingerprint("sm_90", "GPU \u00fc", 4), (TableRow("all_reduce", 4, 4096, "one_shot", "ll", bits=16),)
+)
 
 
-def test_the_explorer_says_what_it_needs_and_what_does_not_exist_is_no_matter_of_it(plain):
-    *needing, unknown = _good(plain("-c", _USES)).splitlines()
+def _run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python as such a machine would, from elsewhere than the checkout."""
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
+    found = {**known, "PYTHONPATH": f"{folder / 'hook'}{os.pathsep}{ROOT}", **variables}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=found, capture_output=True, text=True, timeout=250
+    )
+
+
+def _good(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory) -> Path:
+    """The file of a user's table for one rank on a CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRICOMM_TUNING_DIR", str(tmp_path_factory.mktemp("tables")))
+        row = TableRow("all_reduce", 1, None, "two_shot", "simple")
+        return user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (row,)))
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory, table) -> dict[str, list[str]]:
+    """The lines of each of `_PARTS`, which one process does in turn, because its imports take long; and its errors."""
+    script = "import sys\n" + "".join(f"print('=== {name}')\n{part}" for name, part in _PARTS.items())
+    script = script.replace("{table}", repr(_TABLE))
+    done = _run(tmp_path_factory.mktemp("plain"), "-c", script, TABLES=str(table.parent))
+    lines = {name: text.splitlines() for name, text in (p.split("\n", 1) for p in _good(done).split("=== ")[1:])}
+    return {**lines, "errors": done.stderr.splitlines()}
+
+
+@pytest.mark.parametrize("package", REFUSED)
+def test_the_hook_does_refuse(tmp_path, package):
+    done = _run(tmp_path, "-c", f"import {package}")
+    assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
+
+
+def test_every_module_of_the_evidence_kit_imports(said):
+    wanted = {p.relative_to(ROOT).with_suffix("") for p in (ROOT / "perf" / "evidence").rglob("*.py")}
+    wanted = {p.parent if p.name == "__init__" else p for p in wanted} - {Path("perf/evidence")}
+    assert set(said["modules"]) == {".".join(("tricomm", *p.parts)) for p in wanted}
+
+
+def test_the_evidence_kit_lists_its_stages(said):
+    assert any("many_gpus" in line for line in said["stages"])
+
+
+@pytest.mark.exhaustive
+def test_the_evidence_kit_runs_a_stage_with_ranks_in_processes(tmp_path):
+    done = _run(tmp_path, "-m", "tricomm.perf.evidence", "--dry-run", "--stage", "first", "--out", "out")
+    assert "first: ok" in _good(done)
+
+
+def test_a_group_finds_no_table_of_the_users_and_says_nothing(said):
+    assert said["a group"] == [f"cpu {Fingerprint('cpu', '', 1).digest}"]  # as where everything is installed
+    assert not any("table" in line for line in said["errors"][: said["errors"].index("before the table")])
+
+
+def test_a_users_table_that_cannot_be_read_is_named_and_ignored(said, table):
+    assert said["a table"][0].split()[0] == "cpu"
+    wanted = f"tuning table {table}: No module named 'msgspec'; pip install msgspec; it is ignored"
+    assert any(wanted in line for line in said["errors"])
+
+
+def test_selection_and_digests_are_those_of_an_install(said):
+    """Ranks must agree, whatever each of their machines has installed."""
+    site = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
+    choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
+    assert said["selection"] == [_TABLE.digest.hex(), str(choices)]
+
+
+def test_the_explorer_says_what_it_needs_and_what_does_not_exist_is_no_matter_of_it(said):
+    *needing, unknown = said["uses"]
     assert len(needing) == 4
-    for said in needing:
-        assert said.startswith("ImportError tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet")
-        assert "pip install greenlet" in said
+    for text in needing:
+        assert text.startswith("ImportError tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet")
+        assert "pip install greenlet" in text
     assert "AttributeError" in unknown and "has no attribute 'chekc'" in unknown and "greenlet" not in unknown

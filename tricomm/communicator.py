@@ -133,6 +133,7 @@ class Communicator:
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
+        activity.held = group.memory
         publish.add(activity)
         self._channels = Channels(group, monitor, activity, tuned, decided)
         first = self._channels.first
@@ -167,6 +168,7 @@ class Communicator:
     recv = entry(PointToPoint.recv, "_messages")
     unread = entry(PointToPoint.unread, "_messages")
     symmetric = entry(UserKernels.symmetric, "_user_kernels")
+    register = entry(UserKernels.register, "_user_kernels")
     launch = entry(UserKernels.launch, "_user_kernels")
     suspend = entry(Suspension.suspend, "_suspension")
     resume = entry(Suspension.resume, "_suspension")
@@ -236,7 +238,7 @@ class Communicator:
         Times are those of the calls that `time_calls` has chosen.
         """
         self._activity.collect()
-        return replace(self._activity.statistics(), memory=self._group.memory())
+        return self._activity.statistics()
 
     rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
     world_size: int = fact(lambda comm: comm._group.world_size, "How many ranks there are.")
@@ -329,9 +331,9 @@ class Communicator:
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        self._activity.collect()
         if self._planner.levels is not None:
             self._planner.levels.close(kept=self._launcher.captured)
-        self._activity.collect()
         with ExitStack() as undo:
             if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read

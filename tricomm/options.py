@@ -32,7 +32,9 @@ class Options:
                    form are chosen (docs/tuning.md, beside other work); None: 255
     beside_compute whether calls run beside other kernels, as a matrix product, and leave room for them: rows of tables
                    for that, 128 registers, and 16 blocks unless `max_registers` and `max_blocks` say otherwise
-    blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests)
+    blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests); refused if more
+                   blocks than are surely resident, or if a kernel cannot use the tile. A message has a block a queue at
+                   most
     first_epoch    epoch of the first call (tests start near the limits)
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device import mesh
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_chunks, run_loaded
 from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
@@ -44,36 +44,38 @@ from tricomm.kernels.device.push import first_tile, nth_tile, receive
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
-    BODY: tl.constexpr = _ll if SPEC.LL else _simple
     tensors = (x_ptr, y_ptr, numel, tl.load(table_of(group) + mesh.POSITION))
-    run_chunks(BODY, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
+    if SPEC.LL:
+        run_loaded(first_tile, _ll, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
+    else:
+        run_chunks(_simple, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
+def _ll(tensors, chunk, tile, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, position = tensors
     group, me, epoch, base, count = chunk.group, chunk.me, chunk.epoch, chunk.base, chunk.count
-    tile = first_tile(tensors, chunk, SPEC)  # on its way beside the addresses of the headers
     mesh.open_epoch(chunk, True, SPEC)
     first = chunk.own
-    while first < count:
-        for step in range(5):
-            to = mesh.relay(group) if step == 4 else mesh.in_quad(group, step % 4)
-            buffer = ll_buffer(chunk, peer(group, to), me, first, SPEC)
+    more = first < count
+    while more:
+        for step in tl.static_range(5):
+            buffer = ll_buffer(chunk, mesh.partner_head(group, step), me, first, SPEC)
             put_planes(buffer, tile, epoch, count - first, SPEC)
         first += chunk.stride
-        if first < count:
+        more = first < count
+        if more:
             tile = nth_tile(tensors, chunk, first, SPEC)
     status = mesh.wait_headers(chunk, 0, True, True, SPEC)
     if status == 0:
         mesh.send_headers(chunk, 1, True, False, SPEC)
     first = chunk.own
     while (first < count) & (status == 0):
-        source = mesh.relay(group)
+        source = mesh.partner(group, mesh.RELAY)
         tiles, status = receive(chunk, source, first, count, 1, SPEC)
         if status == 0:
-            for step in range(1, 4):
-                buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, first, SPEC)
+            for step in tl.static_range(1, 4):
+                buffer = ll_buffer(chunk, mesh.partner_head(group, step), source, first, SPEC)
                 put_planes(buffer, tiles[0], epoch, count - first, SPEC)
             store_planes(y_ptr + source * numel, base + first, tiles[0], count - first, numel, SPEC)
         first += chunk.stride

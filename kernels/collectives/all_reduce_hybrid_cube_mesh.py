@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device import mesh
-from tricomm.kernels.device.chunks import run_chunks
+from tricomm.kernels.device.chunks import run_chunks, run_loaded
 from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
@@ -51,26 +51,28 @@ def all_reduce_hybrid_cube_mesh(x_ptr, y_ptr, group, numel: tl.int64, call: tl.i
     tl.static_assert(SPEC.WORLD_SIZE == mesh.RANKS, "a hybrid cube mesh has eight ranks")
     quad_rank = tl.load(table_of(group) + mesh.QUAD_RANK)
     if SPEC.LL:
-        run_chunks(_ll, (x_ptr, y_ptr, numel, quad_rank), group, call, buffer_words(group, 1, SPEC), SPEC)
+        tensors = (x_ptr, y_ptr, numel, quad_rank)
+        run_loaded(first_tile, _ll, tensors, group, call, buffer_words(group, 1, SPEC), SPEC)
     else:
         half = buffer_words(group, 2, SPEC)
         run_chunks(_simple, (x_ptr, y_ptr, numel, quad_rank, half), group, call, half, SPEC)
 
 
 @triton.jit
-def _ll(tensors, chunk, SPEC: tl.constexpr):
+def _ll(tensors, chunk, tile, SPEC: tl.constexpr):
     PARTS: tl.constexpr = SPEC.PARTS
     x_ptr, y_ptr, numel, quad_rank = tensors
     group, epoch, count = chunk.group, chunk.epoch, chunk.count
-    tile = first_tile(tensors, chunk, SPEC)  # on its way beside the addresses of the headers
     mesh.open_epoch(chunk, False, SPEC)
     first = chunk.own
-    while first < count:
-        for step in range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = ll_buffer(chunk, peer(group, mesh.in_quad(group, step)), quad_rank, first, SPEC)
+    more = first < count
+    while more:
+        for step in tl.static_range(4):  # 0 is the own buffer: that spares the sum a special case
+            buffer = ll_buffer(chunk, mesh.partner_head(group, step), quad_rank, first, SPEC)
             put_planes(buffer, tile, epoch, count - first, SPEC)
         first += chunk.stride
-        if first < count:
+        more = first < count
+        if more:
             tile = nth_tile(tensors, chunk, first, SPEC)
     status = mesh.wait_headers(chunk, 0, True, False, SPEC)
     if status == 0:
@@ -81,7 +83,7 @@ def _ll(tensors, chunk, SPEC: tl.constexpr):
         if status == 0:
             sums = accumulate_planes(tiles, 4, SPEC)
             for n in tl.static_range(PARTS):
-                buffer = ll_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, first, SPEC)
+                buffer = ll_buffer(chunk, mesh.partner_head(group, mesh.RELAY), mesh.RELAYED + n, first, SPEC)
                 put_planes(buffer, across(sums, n, SPEC.PLANES), epoch, count - first, SPEC)
         first += chunk.stride
     if status == 0:

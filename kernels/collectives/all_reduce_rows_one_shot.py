@@ -14,8 +14,8 @@ Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), 4
           all-reduce alone; nothing is read from a peer, and the epilogue moves nothing over the links. A rank's own
           rows go through its own memory.
 Hops      1.
-Waits     as in `all_reduce_one_shot`: one poll for a row's tile from all ranks, and with the first tile of each row for
-          the headers: the peer made the same call (its fingerprint covers rows, hidden size and epilogue) and has left
+Waits     as in `all_reduce_one_shot`: polls for tiles of a row from all ranks, with the first of each row for the
+          headers: the peer made the same call (its fingerprint covers rows, hidden size and epilogue) and has left
           the epoch before the last. The epilogue runs when all words of the row have come from all ranks.
 Reuse     two mailboxes, by the epoch's parity, as in `all_reduce_one_shot`: a peer's block writes epoch e + 2 over e
           after it has seen this block's header of e + 1, sent after this block has polled all its rows of e.
@@ -29,11 +29,11 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
-from tricomm.kernels.device.group import peer_ahead, table_of
-from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.planes import put_planes, reduce_planes
-from tricomm.kernels.device.push import receive_nothing
-from tricomm.kernels.device.rows import Row, load_row, rows_of
+from tricomm.kernels.device.group import peer_ahead
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.planes import reduce_planes
+from tricomm.kernels.device.push import meet_ahead
+from tricomm.kernels.device.rows import Row, fresh, load_row, of_step, places, put_tile, rows_of
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -56,7 +56,8 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
         _push_row(chunk, row, tiles, SPEC)
     row += stride
     while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
-        _push_row(chunk, row, load_row(tensors[0], first + row, SPEC), SPEC)
+        this = fresh(row, SPEC.PTX)
+        _push_row(chunk, this, load_row(tensors[0], first + this, SPEC), SPEC)
         row += stride
 
 
@@ -66,29 +67,28 @@ def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
     for i in tl.static_range(SPEC.ROW_TILES):
         for step in tl.static_range(SPEC.WORLD_SIZE):
             head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)
-            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + i * SPEC.TILE, SPEC)
-            put_planes(buffer, tiles[i], chunk.epoch, SPEC.LEFTS[i], SPEC)
+            put_tile(chunk, head, row * SPEC.PITCH + i * SPEC.TILE, tiles[i], SPEC.LEFTS[i], SPEC)
 
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, operands = tensors
     first, count, row, stride = rows_of(chunk, SPEC)
-    if row >= count:
-        status = receive_nothing(chunk, status, SPEC)
+    status = meet_ahead(chunk, row >= count, status, SPEC)
     while (row < count) & (status == 0):
-        prepared = SPEC.PREPARE(first + row, operands, SPEC)
+        this = fresh(row, SPEC.PTX)
+        prepared = SPEC.PREPARE(first + this, operands, SPEC)
         planes = ()
-        for i in tl.static_range(SPEC.ROW_TILES):
-            pointers, lefts = (), ()
-            for r in tl.static_range(SPEC.WORLD_SIZE):
-                place = row * SPEC.PITCH + i * SPEC.TILE
-                pointers = pointers + (ll_buffer(chunk, table_of(chunk.group), r, place, SPEC),)
-                lefts = lefts + (SPEC.LEFTS[i],)
-            tiles, late = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, i == 0, SPEC)
-            planes = planes + reduce_planes(tiles, SPEC)
+        for i in tl.static_range(0, SPEC.STEPS, SPEC.TOGETHER):
+            pointers, lefts = places(chunk, this * SPEC.PITCH + i * SPEC.TILE, SPEC), ()
+            for g in tl.static_range(SPEC.TOGETHER):
+                for _ in tl.static_range(SPEC.WORLD_SIZE):
+                    lefts = lefts + (SPEC.LEFTS[i + g],)
+            tiles, late = poll_planes(chunk, pointers, lefts, SPEC.TOGETHER * SPEC.WORLD_SIZE, i == 0, SPEC)
+            for g in tl.static_range(SPEC.TOGETHER):
+                planes = planes + reduce_planes(of_step(tiles, g, SPEC), SPEC)
             status = tl.maximum(status, late)
         if status == 0:
-            SPEC.EPILOGUE(Row(first + row, planes, prepared, y_ptr), operands, SPEC)
+            SPEC.EPILOGUE(Row(first + this, planes, prepared, y_ptr), operands, SPEC)
         row += stride
     return status

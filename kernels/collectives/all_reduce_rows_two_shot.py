@@ -34,11 +34,11 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
-from tricomm.kernels.device.group import peer_ahead, table_of
-from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
-from tricomm.kernels.device.planes import put_planes, reduce_planes
-from tricomm.kernels.device.push import receive_nothing
-from tricomm.kernels.device.rows import Row, load_tile, rows_of
+from tricomm.kernels.device.group import peer_ahead
+from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.planes import reduce_planes
+from tricomm.kernels.device.push import meet_ahead
+from tricomm.kernels.device.rows import Row, fresh, load_tile, of_step, places, put_tile, rows_of
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -54,7 +54,7 @@ def _shards(x_ptr, number, me, SPEC: tl.constexpr):
     tiles = ()
     for ahead in tl.static_range(SPEC.WORLD_SIZE):
         for k in tl.static_range(SPEC.STEPS):
-            start, left = _of_shard((me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
+            start, left = _of_shard(_ahead(me, ahead, SPEC), k, SPEC)
             tiles = tiles + (load_tile(x_ptr, number, start, left, SPEC),)
     return tiles
 
@@ -62,8 +62,22 @@ def _shards(x_ptr, number, me, SPEC: tl.constexpr):
 @triton.jit
 def _of_shard(shard, k: tl.constexpr, SPEC: tl.constexpr):
     """(first word in the row, words to the shard's end) of step k of a shard that is known at run time."""
-    left = tl.minimum(SPEC.ROW - shard * SPEC.SHARD, SPEC.SHARD) - k * SPEC.TILE
+    if SPEC.WHOLE:
+        left = SPEC.TILE
+    else:
+        left = tl.minimum(SPEC.ROW - shard * SPEC.SHARD, SPEC.SHARD) - k * SPEC.TILE
     return shard * SPEC.SHARD + k * SPEC.TILE, left
+
+
+@triton.jit
+def _ahead(me, STEP: tl.constexpr, SPEC: tl.constexpr):
+    """int32: the rank that is STEP ahead."""
+    rank = me.to(tl.int32) + STEP
+    if SPEC.WORLD_SIZE & (SPEC.WORLD_SIZE - 1) == 0:
+        rank &= SPEC.WORLD_SIZE - 1
+    else:
+        rank = tl.where(rank < SPEC.WORLD_SIZE, rank, rank - SPEC.WORLD_SIZE)
+    return rank
 
 
 @triton.jit
@@ -79,45 +93,44 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
         _push_row(chunk, row, tiles, SPEC)
     row += stride
     while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
-        _push_row(chunk, row, _shards(tensors[0], first + row, chunk.me, SPEC), SPEC)
+        this = fresh(row, SPEC.PTX)
+        _push_row(chunk, this, _shards(tensors[0], first + this, chunk.me, SPEC), SPEC)
         row += stride
 
 
 @triton.jit
 def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
-    for ahead in tl.static_range(SPEC.WORLD_SIZE):
-        head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
-        for k in tl.static_range(SPEC.STEPS):
-            start, left = _of_shard((chunk.me + ahead) % SPEC.WORLD_SIZE, k, SPEC)
-            buffer = ll_buffer(chunk, head, chunk.me, row * SPEC.PITCH + k * SPEC.TILE, SPEC)
-            put_planes(buffer, tiles[ahead * SPEC.STEPS + k], chunk.epoch, left, SPEC)
+    """Step by step, so that the first one is reduced while the links still carry the others."""
+    for k in tl.static_range(SPEC.STEPS):
+        for ahead in tl.static_range(SPEC.WORLD_SIZE):
+            head = peer_ahead(chunk.group, ahead, SPEC.WORLD_SIZE)
+            start, left = _of_shard(_ahead(chunk.me, ahead, SPEC), k, SPEC)
+            put_tile(chunk, head, row * SPEC.PITCH + k * SPEC.TILE, tiles[ahead * SPEC.STEPS + k], left, SPEC)
 
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, operands, half = tensors
     first, count, row, stride = rows_of(chunk, SPEC)
-    if row >= count:
-        status = receive_nothing(chunk, status, SPEC)
+    status = meet_ahead(chunk, row >= count, status, SPEC)
     while (row < count) & (status == 0):
-        status = _reduce(chunk, row, half, status, SPEC)
+        status = _reduce(chunk, fresh(row, SPEC.PTX), half, status, SPEC)
         row += stride
     row = tl.program_id(0).to(tl.int64)
     while (row < count) & (status == 0):
-        prepared = SPEC.PREPARE(first + row, operands, SPEC)
+        this = fresh(row, SPEC.PTX)
+        prepared = SPEC.PREPARE(first + this, operands, SPEC)
         planes = ()
-        for k in tl.static_range(SPEC.STEPS):
-            pointers, lefts = (), ()
-            for r in tl.static_range(SPEC.WORLD_SIZE):
-                place = half + row * SPEC.PITCH + k * SPEC.TILE
-                pointers = pointers + (ll_buffer(chunk, table_of(chunk.group), r, place, SPEC),)
-                lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + r],)
-            tiles, late = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, False, SPEC)
-            for r in tl.static_range(SPEC.WORLD_SIZE):
-                planes = planes + tiles[r]
+        for k in tl.static_range(0, SPEC.STEPS, SPEC.TOGETHER):
+            pointers, lefts = places(chunk, half + this * SPEC.PITCH + k * SPEC.TILE, SPEC), ()
+            for n in tl.static_range(SPEC.TOGETHER * SPEC.WORLD_SIZE):
+                lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + n],)
+            tiles, late = poll_planes(chunk, pointers, lefts, SPEC.TOGETHER * SPEC.WORLD_SIZE, False, SPEC)
+            for n in tl.static_range(SPEC.TOGETHER * SPEC.WORLD_SIZE):
+                planes = planes + tiles[n]
             status = tl.maximum(status, late)
         if status == 0:
-            SPEC.EPILOGUE(Row(first + row, planes, prepared, y_ptr), operands, SPEC)
+            SPEC.EPILOGUE(Row(first + this, planes, prepared, y_ptr), operands, SPEC)
         row += stride
     return status
 
@@ -127,18 +140,19 @@ def _reduce(chunk, row, half, status, SPEC: tl.constexpr):
     """This rank's shard of a row: its sums, to every rank, one's own included, because the epilogue takes all shards
     from the mailbox. Returns the status."""
     group, me = chunk.group, chunk.me
-    for k in tl.static_range(SPEC.STEPS):
-        start, left = _of_shard(me, k, SPEC)
-        place = row * SPEC.PITCH + k * SPEC.TILE
-        pointers, lefts = (), ()
-        for r in tl.static_range(SPEC.WORLD_SIZE):
-            pointers = pointers + (ll_buffer(chunk, table_of(group), r, place, SPEC),)
-            lefts = lefts + (left,)
-        tiles, late = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE, k == 0, SPEC)
+    for k in tl.static_range(0, SPEC.STEPS, SPEC.TOGETHER):
+        pointers, lefts = places(chunk, row * SPEC.PITCH + k * SPEC.TILE, SPEC), ()
+        for g in tl.static_range(SPEC.TOGETHER):
+            start, left = _of_shard(me.to(tl.int32), k + g, SPEC)
+            for _ in tl.static_range(SPEC.WORLD_SIZE):
+                lefts = lefts + (left,)
+        tiles, late = poll_planes(chunk, pointers, lefts, SPEC.TOGETHER * SPEC.WORLD_SIZE, k == 0, SPEC)
         status = tl.maximum(status, late)
         if status == 0:
-            total = reduce_planes(tiles, SPEC)
-            for ahead in tl.static_range(SPEC.WORLD_SIZE):
-                head = peer_ahead(group, ahead, SPEC.WORLD_SIZE)
-                put_planes(ll_buffer(chunk, head, me, half + place, SPEC), total, chunk.epoch, left, SPEC)
+            for g in tl.static_range(SPEC.TOGETHER):
+                total = reduce_planes(of_step(tiles, g, SPEC), SPEC)
+                for ahead in tl.static_range(SPEC.WORLD_SIZE):
+                    head = peer_ahead(group, ahead, SPEC.WORLD_SIZE)
+                    place = half + row * SPEC.PITCH + (k + g) * SPEC.TILE
+                    put_tile(chunk, head, place, total, lefts[g * SPEC.WORLD_SIZE], SPEC)
     return status

@@ -21,6 +21,7 @@ Waits     header, polled with the words of the first hop: the peer made the same
           the last. The second hop's words of all ranks are polled at once.
           word:   its flag is this epoch; flag and payload are one access. Each of the two phases has a half of each
           buffer, so a word of the second is never taken for one of the first.
+          A block without words waits for headers alone (`push.meet_ahead`).
 Reuse     as in one shot: a peer writes e + 2 only after it has seen this block's header of e + 1, sent after this
           block has polled both halves of e.
 Source    reduce-scatter plus all-gather; the barrier-free form is MSCCL++'s two-shot packet all-reduce.
@@ -81,7 +82,7 @@ from tricomm.kernels.device.packing import (
 )
 from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
-from tricomm.kernels.device.push import receive_nothing
+from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
 
@@ -142,8 +143,7 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
     group, me = chunk.group, chunk.me
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     first = chunk.own
-    if first >= shard:
-        status = receive_nothing(chunk, status, SPEC)
+    status = meet_ahead(chunk, first >= shard, status, SPEC)
     more = (status == 0) & (first < shard)
     while more:
         pointers, lefts = (), ()

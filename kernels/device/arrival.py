@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.group import table_of
+from tricomm.kernels.device.halves import halves, joined
 from tricomm.kernels.device.planes import no_tile
 from tricomm.kernels.primitives import BUSY, LOW, acquire, look, pause, report_mismatch, report_overlap
 from tricomm.kernels.wide_words import plane_words, see_wide
@@ -77,16 +78,16 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
                 # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
                 at = pointers[n] + tl.arange(0, 2 * BLOCK)
                 seen = tl.load(at, volatile=True)
-                old = (seen >> 32).to(tl.int32) != flag
-                low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))
-                low_old, high_old = tl.split(tl.reshape(old.to(tl.int32), [BLOCK, 2]))
+                data, flags = halves(seen, SPEC.PTX)
+                low, high = tl.split(tl.reshape(data, [BLOCK, 2]))
+                low_old, high_old = tl.split(tl.reshape(flags ^ flag, [BLOCK, 2]))
                 late |= tl.where(lane < lefts[n], low_old | high_old, 0)
-                payload = payload + (((low & LOW) | (high << 32),),)
+                payload = payload + ((joined((low, high), SPEC.PTX),),)
         words = payload
         if MEET:
             said = headers_and_busy(chunk, place, awaited | busy, SPEC)
             unseen = (said >> 32).to(tl.int32) != flag
-        found = late | look(chunk.group, spins, late, SPEC.PTX)
+        found = (late != 0).to(tl.int32) | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
             wrong = said.to(tl.int32) != call.to(tl.int32)
             foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.group import RANK, rank_of, table_of
-from tricomm.kernels.device.push import after_clearing, open_epoch, synchronize
+from tricomm.kernels.device.push import open_epoch, synchronize
 from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
 
@@ -93,7 +93,9 @@ def run_ll(
     """
     start, owner = read_epoch(group)
     unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
-    chunks = tl.cdiv(unnumbered.count, chunk_words)
+    chunks = tl.full([], 1, tl.int64)
+    if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # a division, which takes long
+        chunks = tl.cdiv(unnumbered.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
@@ -103,10 +105,32 @@ def run_ll(
         PUSH(tensors, chunk, tiles, SPEC)
         if number == 0:
             announce(group, start, call, SPEC.LANES, SPEC.PTX)
-        status = after_clearing(chunk, SPEC)
         status = TAKE(tensors, chunk, status, SPEC)
         number += 1
     finish(group, start, chunks, status)
+
+
+@triton.jit
+def run_loaded(
+    LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr
+):  # fmt: skip
+    """`run_chunks` of BODY(tensors, chunk, tile, SPEC): `tile` is what LOAD(tensors, chunk, SPEC) has returned, of the
+    first chunk in flight beside the epoch."""
+    owner = tl.zeros([], tl.int64)
+    tile = LOAD(tensors, nth(whole_call(tensors, group, call, owner, owner, SPEC), owner, chunk_words), SPEC)
+    start, owner = enter(group, call)
+    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    chunks = tl.cdiv(whole.count, chunk_words)
+    status = 0
+    number = tl.zeros([], tl.int64)
+    more = number < chunks
+    while more:
+        status = BODY(tensors, nth(whole, number, chunk_words), tile, SPEC)
+        number += 1
+        more = (number < chunks) & (status == 0)
+        if more:
+            tile = LOAD(tensors, nth(whole, number, chunk_words), SPEC)
+    leave(group, start, owner, call, chunks, status)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.halves import halves, joined, number_of
 from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.quantize import quantize_row
 from tricomm.kernels.device.reduction import element, raw_bits
@@ -29,7 +30,12 @@ from tricomm.kernels.device.rows import load_plane, store_plane, words_at
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
 _ROOT = tl.constexpr(127 - 22)  # twice the exponent of 2^-11: a subnormal eps, 2^-149 or more, counts as 2^-127
-_LOW = tl.constexpr(0xFFFFFFFF)
+_TO_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
+_TO_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
+_ADD_BF16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 $0, $1, one, $2; }")
+_ADD_FP16 = tl.constexpr("{ .reg .b32 one; mov.b32 one, 0x3C003C00; fma.rn.f16x2 $0, $1, one, $2; }")
+_MAX_BF16 = tl.constexpr("{ .reg .b32 size; and.b32 size, $2, 0x7FFF7FFF; max.NaN.bf16x2 $0, $1, size; }")
+_MAX_FP16 = tl.constexpr("{ .reg .b32 size; and.b32 size, $2, 0x7FFF7FFF; max.NaN.f16x2 $0, $1, size; }")
 
 
 @triton.jit
@@ -55,42 +61,42 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     eps = tl.zeros([], tl.float32) + operands[0]  # under the interpreter they are floats of Python's
     bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
-    most = tl.zeros([SPEC.PLANE], tl.float32)
+    most = tl.zeros([SPEC.PLANE], tl.int32)
     for n in tl.static_range(SPEC.ROW_PLANES):
         at, inside = words_at(n, SPEC)
-        words = tl.where(inside, row.planes[n], 0)
+        words = row.planes[n]
+        if SPEC.LENGTHS[n] != SPEC.PLANE:
+            words = tl.where(inside, words, 0)
+        parts = halves(words, SPEC.PTX)
         if SPEC.RESIDUAL:
             others = residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC)
-            sums = ()
-            for j in tl.static_range(SPEC.PACK):
-                one = element(words, j, SPEC.ELEMENT, SPEC.BITS) + element(others, j, SPEC.ELEMENT, SPEC.BITS)
-                sums = sums + (one,)
-            words = packed(sums, SPEC)
-        store_plane(row.y_ptr, row.number, n, words, SPEC.BITS, SPEC)
-        hidden = hidden + (words,)
-        for j in tl.static_range(SPEC.PACK):
-            value = tl.abs(element(words, j, SPEC.ELEMENT, SPEC.BITS))
-            most = tl.maximum(most, value, propagate_nan=tl.PropagateNan.ALL)
-    scale, factor = _factor(hidden, tl.max(magnitude(most), axis=0), eps, SPEC)
+            parts = _added(parts, halves(others, SPEC.PTX), SPEC)
+        store_plane(row.y_ptr, row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
+        hidden = hidden + (parts,)
+        most = _larger(most, parts, SPEC)
+    scale, factor = _factor(hidden, _largest(most, SPEC), eps, SPEC)
     normed = ()
     for n in tl.static_range(SPEC.ROW_PLANES):
         at, inside = words_at(n, SPEC)
         if SPEC.WEIGHT == SPEC.ELEMENT:
-            gains = weight[n] if SPEC.EARLY else load_plane(operands[2], 0, n, SPEC)
+            gains = halves(weight[n] if SPEC.EARLY else load_plane(operands[2], 0, n, SPEC), SPEC.PTX)
         results = ()
         for j in tl.static_range(SPEC.PACK):
             if SPEC.WEIGHT == SPEC.ELEMENT:
-                gain = element(gains, j, SPEC.ELEMENT, SPEC.BITS)
+                gain = number_of(gains, j, SPEC.ELEMENT, SPEC.BITS)
             else:
                 raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
                 gain = raw.to(tl.float32, bitcast=True)
-            value = (element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
-            results = results + ((value * (gain.to(factor.dtype) + bias.to(factor.dtype))).to(tl.float32),)
+            gain = gain.to(factor.dtype)
+            if SPEC.BIASED:
+                gain += bias.to(factor.dtype)
+            value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
+            results = results + ((value * gain).to(tl.float32),)
         normed = normed + (packed(results, SPEC),)
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
     if SPEC.NORM:
         for n in tl.static_range(SPEC.ROW_PLANES):
-            store_plane(operands[NEXT], row.number, n, normed[n], SPEC.BITS, SPEC)
+            store_plane(operands[NEXT], row.number, n, joined(normed[n], SPEC.PTX), SPEC.BITS, SPEC)
     if SPEC.QUANTIZE != "":
         quantize_row(row.number, normed, operands, NEXT + (1 if SPEC.NORM else 0), SPEC)
 
@@ -103,14 +109,63 @@ def magnitude(value):
 
 @triton.jit
 def packed(values, SPEC: tl.constexpr):
-    """The words of a tuple of PACK fp32 tiles, each rounded once to the type; in halves, as a GPU's registers."""
-    HALF: tl.constexpr = SPEC.PACK // 2
-    low = tl.zeros([SPEC.PLANE], tl.int32)
-    high = tl.zeros([SPEC.PLANE], tl.int32)
-    for j in tl.static_range(HALF):
-        low |= raw_bits(values[j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
-        high |= raw_bits(values[HALF + j], SPEC.ELEMENT, SPEC.BITS).to(tl.int32) << (SPEC.BITS * j)
-    return (low.to(tl.int64) & _LOW) | (high.to(tl.int64) << 32)
+    """The words, by their `halves`, of a tuple of PACK fp32 tiles, each rounded once to the type."""
+    if SPEC.BITS == 32:
+        low, high = values[0].to(tl.int32, bitcast=True), values[1].to(tl.int32, bitcast=True)
+    else:
+        low, high = _pair(values[0], values[1], SPEC), _pair(values[2], values[3], SPEC)
+    return low, high
+
+
+@triton.jit
+def _added(parts, others, SPEC: tl.constexpr):
+    """The sums of elements, by their `halves`, rounded once. Of 16 bits two at a time: an fp32 has more than twice the
+    digits, so a sum that is rounded to it before has the same bits."""
+    if SPEC.PTX and SPEC.BITS == 16:
+        asm: tl.constexpr = _ADD_BF16 if SPEC.ELEMENT == "bfloat16" else _ADD_FP16
+        low = tl.inline_asm_elementwise(asm, "=r,r,r", [parts[0], others[0]], dtype=tl.int32, is_pure=True, pack=1)
+        high = tl.inline_asm_elementwise(asm, "=r,r,r", [parts[1], others[1]], dtype=tl.int32, is_pure=True, pack=1)
+        sums = (low, high)
+    else:
+        values = ()
+        for j in tl.static_range(SPEC.PACK):
+            one = number_of(parts, j, SPEC.ELEMENT, SPEC.BITS)
+            values = values + (one + number_of(others, j, SPEC.ELEMENT, SPEC.BITS),)
+        sums = packed(values, SPEC)
+    return sums
+
+
+@triton.jit
+def _larger(most, parts, SPEC: tl.constexpr):
+    """The larger magnitudes of `most` and of elements, NaN above all: bits of fp32 (int32); two of 16 bits by PTX."""
+    if SPEC.PTX and SPEC.BITS == 16:
+        asm: tl.constexpr = _MAX_BF16 if SPEC.ELEMENT == "bfloat16" else _MAX_FP16
+        for k in tl.static_range(2):
+            most = tl.inline_asm_elementwise(asm, "=r,r,r", [most, parts[k]], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        for j in tl.static_range(SPEC.PACK):
+            most = tl.maximum(most, magnitude(number_of(parts, j, SPEC.ELEMENT, SPEC.BITS)))
+    return most
+
+
+@triton.jit
+def _largest(most, SPEC: tl.constexpr):
+    """Of what `_larger` has made of a row."""
+    if SPEC.PTX and SPEC.BITS == 16:
+        first = magnitude(element(most, 0, SPEC.ELEMENT, SPEC.BITS))
+        most = tl.maximum(first, magnitude(element(most, 1, SPEC.ELEMENT, SPEC.BITS)))
+    return tl.max(most, axis=0)
+
+
+@triton.jit
+def _pair(low, high, SPEC: tl.constexpr):
+    """int32: two fp32 rounded to 16 bits, side by side."""
+    if SPEC.PTX:
+        asm: tl.constexpr = _TO_BF16 if SPEC.ELEMENT == "bfloat16" else _TO_FP16
+        both = tl.inline_asm_elementwise(asm, "=r,f,f", [high, low], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        both = raw_bits(low, SPEC.ELEMENT, 16).to(tl.int32) | (raw_bits(high, SPEC.ELEMENT, 16).to(tl.int32) << 16)
+    return both
 
 
 @triton.jit
@@ -126,8 +181,8 @@ def _factor(hidden, largest, eps, SPEC: tl.constexpr):
     for n in tl.static_range(SPEC.ROW_PLANES):
         of_word = tl.zeros([SPEC.PLANE], tl.float64 if SPEC.ELEMENT == "float32" else tl.float32)
         for j in tl.static_range(SPEC.PACK):
-            value = (element(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(of_word.dtype)
-            of_word += value * value
+            value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(of_word.dtype)
+            of_word = tl.fma(value, value, of_word)  # the product is exact, so this has the bits of a separate addition
         squares += of_word.to(tl.int64)
     total = tl.sum(squares, axis=0)
     lower = ((254 - exponent) << 23).to(tl.float32, bitcast=True)

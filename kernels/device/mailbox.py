@@ -23,11 +23,11 @@ PHASES = tl.constexpr(layout.PHASES)
 def buffer_words(group, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """64-bit payload words of one of the PARTS equal parts of a per-source buffer."""
     if SPEC.WIDE:
-        words = wide_bytes(group) // (32 * PARTS) * 3
+        words = (wide_bytes(group).to(tl.uint64) // (32 * PARTS)).to(tl.int64) * 3
     elif SPEC.LL:
-        words = ll_bytes(group) // (16 * PARTS)
+        words = (ll_bytes(group).to(tl.uint64) // (16 * PARTS)).to(tl.int64)
     else:
-        words = simple_bytes(group) // (8 * PARTS)
+        words = (simple_bytes(group).to(tl.uint64) // (8 * PARTS)).to(tl.int64)
     return words
 
 
@@ -37,6 +37,12 @@ def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
 
     `head` is the head of the arena that holds the mailbox: a peer's to write, `table_of(group)` to read one's own.
     """
+    return tl.multiple_of(head + ll_place(chunk, source, first, SPEC), 16)
+
+
+@triton.jit
+def ll_place(chunk, source, first, SPEC: tl.constexpr):
+    """int64: 64-bit words from the head of an arena to where `ll_buffer` points."""
     group = chunk.group
     buffer = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
     if SPEC.WIDE:
@@ -45,7 +51,7 @@ def ll_buffer(chunk, head, source, first, SPEC: tl.constexpr):
     else:
         offset = ll_base(group) + buffer * ll_bytes(group)
         place = 2 * first
-    return tl.multiple_of(head + offset // 8 + place, 16)
+    return (offset >> 3) + place
 
 
 @triton.jit

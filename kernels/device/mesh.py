@@ -8,6 +8,8 @@ Nothing is sent between ranks that have no link, headers included. The position 
 relay partners have the same one, and so that the partners at position ^ 1, ^ 2 and ^ 3 are three colours of a quad's
 links: in step s every rank talks with position ^ s, and each link carries one pair, both ways.
 
+Partners  a rank's own quad, by step, and its relay: their numbers and addresses ride in the parameters of the launch
+          (`layout.group_argument`), so that no push waits for a load of them.
 Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So a rank
           that has the relay's header knows that all eight ranks are in this epoch and have left the one before: the
           rule that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
@@ -26,7 +28,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import table_of
+from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears
 from tricomm.kernels.primitives import SOURCES, send_headers_to, wait_headers_of
 
@@ -34,7 +36,9 @@ QUAD = tl.constexpr(layout.QUAD)
 PEER_QUAD = tl.constexpr(layout.PEER_QUAD)
 POSITION = tl.constexpr(layout.POSITION)
 QUAD_RANK = tl.constexpr(layout.QUAD_RANK)
-RANKS = tl.constexpr(8)
+RANKS = tl.constexpr(layout.MESH_RANKS)
+_PARTNERS, _HEADS = tl.constexpr(layout.PARAMETER_PEERS + 2 * layout.MESH_RANKS), tl.constexpr(layout.PARTNERS)
+RELAY = tl.constexpr(4)  # as the step of a partner
 RELAYED = tl.constexpr(4)  # the first buffer of what comes over the relay link
 
 
@@ -53,15 +57,37 @@ def relay(group):
 
 
 @triton.jit
-def linked(group, QUAD_PEERS: tl.constexpr, RELAY: tl.constexpr, SPEC: tl.constexpr):
+def partner(group, STEP: tl.constexpr):
+    """int64: `in_quad` of a step that is known when the kernel is compiled, or `relay` of step RELAY."""
+    if not isinstance(group, tl.tensor):
+        rank = group[_PARTNERS + STEP].to(tl.int64)
+    elif STEP == RELAY:
+        rank = relay(group)
+    else:
+        rank = in_quad(group, STEP)
+    return rank
+
+
+@triton.jit
+def partner_head(group, STEP: tl.constexpr):
+    """`peer` of that rank."""
+    if isinstance(group, tl.tensor):
+        head = peer(group, partner(group, STEP))
+    else:
+        head = tl.multiple_of(group[_PARTNERS + _HEADS + STEP].to(tl.pointer_type(tl.int64)), 16)
+    return head
+
+
+@triton.jit
+def linked(group, QUAD_PEERS: tl.constexpr, TO_RELAY: tl.constexpr, SPEC: tl.constexpr):
     """bool [LANES]: lanes of the ranks of one's quad, of one's relay, or of both."""
     source = tl.arange(0, SPEC.LANES) % SOURCES
     mask = source < 0
     if QUAD_PEERS:
         for step in tl.static_range(1, 4):
-            mask |= source == in_quad(group, step)
-    if RELAY:
-        mask |= source == relay(group)
+            mask |= source == partner(group, step)
+    if TO_RELAY:
+        mask |= source == partner(group, RELAY)
     return mask
 
 

@@ -41,7 +41,9 @@ def member(table, rank, like):
 @triton.jit
 def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     """Words first .. first + BLOCK of the elements x_ptr[0:numel], as int64 [BLOCK]; zeros past the end."""
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    index = first + tl.arange(0, BLOCK)
     full = ((first + BLOCK) * PACK <= numel) & ALIGNED
     words = tl.zeros([BLOCK], tl.int64)
     if full:
@@ -49,16 +51,38 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
         words = tl.load(wide + tl.arange(0, BLOCK))
     else:
-        words = load_elements(x_ptr, first, numel, BLOCK)
+        for j in range(PACK):  # unrolled late: Triton's early passes take long over each load
+            at = index * PACK + j
+            part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at < numel, other=0).to(tl.int64)
+            if PACK > 1:
+                part = (part & ((1 << BITS) - 1)) << (BITS * j)
+            words |= part
     return words
 
 
 @triton.jit
-def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
-    """`load_words` element by element.
+def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
+    """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
+    BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
+    PACK: tl.constexpr = 64 // BITS
+    index = first + tl.arange(0, BLOCK)
+    full = ((first + BLOCK) * PACK <= numel) & ALIGNED
+    if full:
+        wide = tl.multiple_of(y_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
+        tl.store(wide + tl.arange(0, BLOCK), words)
+    else:
+        raw = raw_pointer(y_ptr, BITS)
+        for j in range(PACK):
+            at = index * PACK + j
+            tl.store(raw + at, (words >> (BITS * j)).to(raw.dtype.element_ty), mask=at < numel)
 
-    A loop, which the compiler unrolls late, over a pointer that it hands on: Triton's early passes take long over each
-    load whose address is computed in place, and there are as many as ranks and planes.
+
+@triton.jit
+def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
+    """`load_words` element by element, for tiles of several planes: the pointer is one that the loop hands on.
+
+    Triton's early passes look at all that hangs together with an address that is computed in place, for each load. A
+    kernel with three planes of eight ranks has so many that they take twice as long.
     """
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
@@ -76,20 +100,8 @@ def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
-    """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
-    PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
-    full = ((first + BLOCK) * PACK <= numel) & ALIGNED
-    if full:
-        wide = tl.multiple_of(y_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
-        tl.store(wide + tl.arange(0, BLOCK), words)
-    else:
-        store_elements(y_ptr, first, words, numel, BLOCK)
-
-
-@triton.jit
 def store_elements(y_ptr, first, words, numel, BLOCK: tl.constexpr):
-    """`store_words` element by element; a loop, because `load_elements` is one."""
+    """The inverse of `load_elements`."""
     BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
     at = (first + tl.arange(0, BLOCK)) * PACK

@@ -3,9 +3,9 @@
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
 LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
-          (`device/arrival.py`), a rank that receives nothing polls headers. Hops: 1. What is pushed first is loaded
-          beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of words
-          (`device/planes.py`).
+          (`device/arrival.py`), and a rank or block that receives nothing waits for headers. Hops: 1. What is pushed
+          first is loaded beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of
+          words (`device/planes.py`).
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
           barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
@@ -216,32 +216,16 @@ def receive(chunk, source, first, count, SOURCES: tl.constexpr, SPEC: tl.constex
 
 
 @triton.jit
-def after_clearing(chunk, SPEC: tl.constexpr):
-    """LL: wait for the headers of an epoch that clears, which have to be acquired; returns the status.
+def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
+    """LL: wait for every peer's header ahead of any word, if this epoch clears, or if a block is `alone`, without words
+    to take; returns the status. The first thing that a TAKE does (`run_ll`).
 
-    A poll acquires them as well, in some threads; here all of them do before any pushes over the zeros.
+    A poll meets the headers as well. But it acquires them in some threads, and behind a clearing all of them have to,
+    before any pushes over the zeros. And a block without words reads no mailbox: its place is another block's, whose
+    peers push over it as soon as that one has taken it.
     """
-    status = 0
-    if clears(chunk.epoch):
+    if (status == 0) & (clears(chunk.epoch) | alone):
         status = synchronize(chunk, 0, SPEC)
-    return status
-
-
-@triton.jit
-def receive_nothing(chunk, status, SPEC: tl.constexpr):
-    """LL: wait for what a rank that receives nothing has to know, the headers; returns the status."""
-    if SPEC.LL:
-        if status == 0:
-            status = synchronize(chunk, 0, SPEC)
-    return status
-
-
-@triton.jit
-def headers_alone(chunk, takes, status, SPEC: tl.constexpr):
-    """LL: `receive_nothing` of a block that has no words to take, or not `takes` any. No mailbox is read then: its
-    place is another block's, whose peers may push over it as soon as that one has taken it."""
-    if (chunk.own >= chunk.count) | (not takes):
-        status = receive_nothing(chunk, status, SPEC)
     return status
 
 
@@ -267,7 +251,7 @@ def receive_row(y_ptr, numel, source, chunk, takes, status, SPEC: tl.constexpr):
     """
     first = chunk.own
     if SPEC.LL:
-        status = headers_alone(chunk, takes, status, SPEC)
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
         more = (status == 0) & (first < chunk.count) & takes
         while more:
             tiles, status = arrived(chunk, source, first, 1, SPEC)
@@ -286,7 +270,7 @@ def receive_rows(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
     """Copy the chunk's words from rank r into row r of y_ptr[0 : WORLD_SIZE * numel]; otherwise as `receive_row`."""
     first = chunk.own
     if SPEC.LL:
-        status = headers_alone(chunk, takes, status, SPEC)
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
         more = (status == 0) & (first < chunk.count) & takes
         while more:
             tiles, status = arrived(chunk, 0, first, SPEC.WORLD_SIZE, SPEC)
@@ -305,7 +289,7 @@ def receive_reduced(y_ptr, numel, chunk, takes, status, SPEC: tl.constexpr):
     """Reduce the chunk's words from all ranks into y_ptr[0:numel]; otherwise as `receive_row`."""
     first = chunk.own
     if SPEC.LL:
-        status = headers_alone(chunk, takes, status, SPEC)
+        status = meet_ahead(chunk, (first >= chunk.count) | (not takes), status, SPEC)
     more = (status == 0) & (first < chunk.count) & takes
     while more:
         if SPEC.LL:

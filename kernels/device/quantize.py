@@ -15,8 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.halves import number_of
 from tricomm.kernels.device.packing import raw_pointer
-from tricomm.kernels.device.reduction import element, from_e4m3, to_fp8
+from tricomm.kernels.device.reduction import from_e4m3, to_fp8
 from tricomm.kernels.device.rows import store_plane
 
 _INFINITE = tl.constexpr(0x7F800000)
@@ -27,8 +28,8 @@ _LEAST_SCALE = tl.constexpr(0x36924925)  # 1 / (448 * 512)
 
 @triton.jit
 def quantize_row(number, normed, operands, AT: tl.constexpr, SPEC: tl.constexpr):
-    """Quantise row `number`, the planes `normed`. From operand AT on: scale, unless each row has its own; quant_out;
-    scale_out, unless the scale is static."""
+    """Quantise row `number`, the planes `normed` by their `halves`. From operand AT on: scale, unless each row has its
+    own; quant_out; scale_out, unless the scale is static."""
     if SPEC.QUANTIZE == "fp8":
         inverse = tl.div_rn(1.0, tl.load(operands[AT]))
         _store_fp8(operands[AT + 1], number, normed, inverse, False, SPEC)
@@ -50,11 +51,11 @@ def _number(BITS: tl.constexpr):
 
 
 @triton.jit
-def _most(words, SPEC: tl.constexpr):
+def _most(parts, SPEC: tl.constexpr):
     """Of each word the largest magnitude of an element that is a number, as fp32's bits (int32)."""
-    most = tl.zeros(words.shape, tl.int32)
+    most = tl.zeros([SPEC.PLANE], tl.int32)
     for j in tl.static_range(SPEC.PACK):
-        bits = element(words, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bits = number_of(parts, j, SPEC.ELEMENT, SPEC.BITS).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         most = tl.maximum(most, tl.where(bits > _INFINITE, 0, bits))
     return most
 
@@ -82,7 +83,7 @@ def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.cons
     for n in tl.static_range(SPEC.ROW_PLANES):
         codes = tl.zeros([SPEC.PLANE], tl.int32)
         for j in tl.static_range(SPEC.PACK):
-            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
             if DIVIDE:
                 value = tl.div_rn(value, scale)
             else:
@@ -115,6 +116,6 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
         of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
         codes = tl.zeros([SPEC.PLANE], tl.int32)
         for j in tl.static_range(SPEC.PACK):
-            value = element(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+            value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
             codes |= to_e2m1(value * of_words) << (4 * j)
         store_plane(q_ptr, number, n, codes, 4, SPEC)

@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.group import table_of
+from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
 from tricomm.kernels.device.packing import raw_pointer
-from tricomm.kernels.device.planes import plane_length, plane_start
+from tricomm.kernels.device.planes import plane_length, plane_start, put_planes
 from tricomm.kernels.device.reduction import element
+from tricomm.kernels.primitives import store_ll
 
 
 class Row(NamedTuple):
@@ -57,20 +60,32 @@ def words_at(n: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_plane(x_ptr, number, n: tl.constexpr, SPEC: tl.constexpr):
-    """Plane n of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
-    at, inside = words_at(n, SPEC)
-    return load_at(x_ptr, number, at, inside, SPEC)
+def fresh(number, PTX: tl.constexpr):
+    """`number` (int64), of which the compiler knows nothing. Of addresses that follow from a loop's own number it would
+    keep each in a register of its own, and advance all of them; from this one they differ by constants."""
+    if PTX:
+        number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
+    return number
 
 
 @triton.jit
-def load_at(x_ptr, number, at, inside, SPEC: tl.constexpr):
-    """Words of row `number`: those at `at` that are `inside`, zeros for the others."""
+def load_plane(x_ptr, number, n: tl.constexpr, SPEC: tl.constexpr):
+    """Plane n of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
+    at, inside = words_at(n, SPEC)
+    return load_at(x_ptr, number, at, inside, SPEC.LENGTHS[n] == SPEC.PLANE, SPEC)
+
+
+@triton.jit
+def load_at(x_ptr, number, at, inside, ALL: tl.constexpr, SPEC: tl.constexpr):
+    """Words of row `number`: those at `at` that are `inside`, zeros for the others. ALL of them are."""
     BITS: tl.constexpr = SPEC.BITS
     words = tl.zeros([SPEC.PLANE], tl.int64)
     if SPEC.ALIGNED:
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16)
-        words = tl.load(wide + at, mask=inside, other=0)
+        if ALL:
+            words = tl.load(wide + at)
+        else:
+            words = tl.load(wide + at, mask=inside, other=0)
     else:
         raw = raw_pointer(x_ptr, BITS) + number * SPEC.HIDDEN
         for j in tl.static_range(SPEC.PACK):
@@ -89,7 +104,10 @@ def store_plane(y_ptr, number, n: tl.constexpr, words, BITS: tl.constexpr, SPEC:
         y = raw_pointer(y_ptr, WHOLE) + number * SPEC.ROW
         if WHOLE == 64:
             y = tl.multiple_of(y, 16)
-        tl.store(y + at, words.to(y.dtype.element_ty), mask=inside)
+        if SPEC.LENGTHS[n] == SPEC.PLANE:
+            tl.store(y + at, words.to(y.dtype.element_ty))
+        else:
+            tl.store(y + at, words.to(y.dtype.element_ty), mask=inside)
     else:
         UNIT: tl.constexpr = max(BITS, 8)
         y = raw_pointer(y_ptr, UNIT) + number * (SPEC.ROW * (WHOLE // UNIT))
@@ -106,8 +124,47 @@ def load_tile(x_ptr, number, start, left, SPEC: tl.constexpr):
     planes = ()
     for k in tl.static_range(SPEC.PLANES):
         at = start + plane_start(left, k, SPEC) + lane
-        planes = planes + (load_at(x_ptr, number, at, lane < plane_length(left, k, SPEC), SPEC),)
+        planes = planes + (load_at(x_ptr, number, at, lane < plane_length(left, k, SPEC), SPEC.WHOLE, SPEC),)
     return planes
+
+
+@triton.jit
+def put_tile(chunk, head, place, tile, left, SPEC: tl.constexpr):
+    """Push a tile to payload word `place` of this rank's buffer in the arena at `head`, a peer's."""
+    if SPEC.WIDE:
+        put_planes(ll_buffer(chunk, head, chunk.me, place, SPEC), tile, chunk.epoch, left, SPEC)
+    else:  # the same words of every arena: where a peer's are is then one addition
+        lane = tl.arange(0, SPEC.PLANE)
+        words = ll_place(chunk, chunk.me, place, SPEC) + 2 * lane
+        store_ll(head + words, tile[0], chunk.epoch, lane < left, SPEC.PTX)
+
+
+@triton.jit
+def places(chunk, place, SPEC: tl.constexpr):
+    """Where payload word `place` of every rank, and of TOGETHER tiles behind it, is in one's own mailbox: a tuple for
+    `poll_planes`, tile by tile and rank by rank."""
+    first = ll_buffer(chunk, table_of(chunk.group), 0, place, SPEC)
+    pointers = ()
+    for g in tl.static_range(SPEC.TOGETHER):
+        for r in tl.static_range(SPEC.WORLD_SIZE):
+            at = first + g * tile_words(SPEC) + r * (flagged_bytes(chunk.group, SPEC) // 8)
+            pointers = pointers + (tl.multiple_of(at, 16),)
+    return pointers
+
+
+@triton.jit
+def tile_words(SPEC: tl.constexpr):
+    """64-bit words that a tile takes in a mailbox, of either width."""
+    return 2 * SPEC.BLOCK
+
+
+@triton.jit
+def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
+    """The tiles of all ranks of the g-th of the steps that were polled at once."""
+    found = ()
+    for r in tl.static_range(SPEC.WORLD_SIZE):
+        found = found + (tiles[g * SPEC.WORLD_SIZE + r],)
+    return found
 
 
 @triton.jit
@@ -126,4 +183,10 @@ def load_row(x_ptr, number, SPEC: tl.constexpr):
 def rows_of(chunk, SPEC: tl.constexpr):
     """(the first row of a chunk, its rows, the first of them that is this block's, the distance to its next one)."""
     own = tl.program_id(0).to(tl.int64)
-    return chunk.base // SPEC.ROW, chunk.count // SPEC.ROW, own, tl.num_programs(0)
+    return _rows(chunk.base, SPEC), _rows(chunk.count, SPEC), own, tl.num_programs(0)
+
+
+@triton.jit
+def _rows(words, SPEC: tl.constexpr):
+    """Rows of so many words; unsigned, because a division of what may be negative takes several times as long."""
+    return (words.to(tl.uint64) // SPEC.ROW).to(tl.int64)

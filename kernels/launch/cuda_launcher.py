@@ -101,6 +101,8 @@ def make_launcher(
 
     `run.in_place(count, facts)` gives `again(address, number, stream)`, which launches the call `number << 32 | facts`
     over `count` elements at `address`, in place, on the current `stream`: it writes nothing that a plan has decided.
+    `run.with_operands(count, facts, operands)` gives the same of a kernel with an epilogue: `again(addresses, number,
+    stream)`, with the addresses of x, y and the tensors among `operands`, whose numbers stay as they are.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
@@ -169,8 +171,31 @@ def make_launcher(
 
         return again
 
+    def with_operands(count: int, facts: int, operands: Sequence[Any]) -> Callable[[Sequence[int], int, int], None]:
+        half = memoryview(words).cast("B").cast("I")
+        word[count_at], half[2 * call_at], number_at = count, facts, 2 * call_at + 1
+        places = [0, 1]
+        for place, value in enumerate(operands, call_at + 1):
+            if isinstance(value, torch.Tensor):
+                places.append(place)
+            else:
+                words[place] = _word(value)
+
+        def again(addresses: Sequence[int], number: int, stream: int) -> None:
+            for place, address in zip(places, addresses, strict=True):
+                word[place] = address
+            half[number_at] = number
+            if stream != used:
+                follow(stream)
+            (result,) = launch()
+            if result != 0:
+                refused(result)
+
+        return again
+
     run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
     run.in_place = in_place  # type: ignore[attr-defined]
+    run.with_operands = with_operands  # type: ignore[attr-defined]
     return run
 
 

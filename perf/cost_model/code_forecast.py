@@ -120,7 +120,7 @@ def forecast(
 
 
 def _modelled(kernel: Kernel) -> bool:
-    return not takes_counts(kernel.function)
+    return not takes_counts(kernel.function) and not kernel.multicast
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
@@ -173,7 +173,7 @@ def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64
     best = [row for row in forecast(gpu, world_size, "all_reduce", sizes, "graph").rows if row.best]
     same = 0
     for row in best:
-        kernels = kernel_time.kernels(machine, "all_reduce", world_size)
+        kernels = [k for k in kernel_time.kernels(machine, "all_reduce", world_size) if _modelled(k)]
         counted = [kernel_time.predict(machine, k, world_size, row.size_bytes).time_us for k in kernels]
         same += kernels[counted.index(min(counted))].name == row.kernel.name
     return same, len(best)

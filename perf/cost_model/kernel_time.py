@@ -16,6 +16,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
 from tricomm.perf.cost_model.limits import TimeShares
@@ -98,13 +99,19 @@ def _links(machine: MachineSpec, kernel: Kernel) -> float:
 
 
 def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
-    """The kernels that such GPUs can run. On a cube mesh, not all pairs are linked, so only some kernels can.
+    """The kernels that such GPUs can run: without wide words before sm_75. On a cube mesh, not all pairs are linked, so
+    only some kernels can.
 
     Raises `InvalidArgument` if there is none.
     """
     cube = machine.cube and world_size == registry.CUBE_RANKS
     switch = machine.multicast > 0
-    usable = [k for k in registry.of(collective, world_size, multicast=switch) if k.needs_cube == cube]
+    wide = machine.architecture == "any" or int(machine.architecture.removeprefix("sm_")) >= FIRST_ARCHITECTURE
+    usable = [
+        k
+        for k in registry.of(collective, world_size, multicast=switch)
+        if k.needs_cube == cube and (wide or not k.wide)
+    ]
     if not usable:
         raise InvalidArgument(
             f"{collective}: 8 {machine.name} are a hybrid cube mesh, and no kernel of it goes around the links that "

@@ -6,7 +6,7 @@
              or misaligned tensors
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
-             `mailbox.py`, `counts.py` and `arrival.py`, except `put_ll`, `get_ll` and `poll_planes`, whose accesses
+             `mailbox.py`, `counts.py` and `arrival.py`, except `store_ll`, `get_ll` and `poll_planes`, whose accesses
              are payload
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
@@ -19,11 +19,11 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import arrival, counts, mailbox, message_queues, packing, plain_data
+from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data
 from tricomm.perf.machine_code.accesses import Line
 
-_SHARED = (primitives, arrival, mailbox, counts, packing, plain_data, message_queues)
-_PAYLOAD = ("primitives.put_ll", "primitives.get_ll", "arrival.poll_planes")
+_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues)
+_PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
@@ -42,8 +42,9 @@ def clears(line: Line) -> bool:
 
 
 def aside(line: Line) -> bool:
-    """True for code that is no part of a kernel's steady loops: `clears`, and ends of runs that are no whole tiles."""
-    return clears(line) or function_of(line).endswith("_ragged")
+    """True for code that is no part of a kernel's steady loops: `clears`, the loop over chunks, and ends of runs that
+    are no whole tiles."""
+    return clears(line) or function_of(line).startswith("chunks.run_") or function_of(line).endswith("_ragged")
 
 
 @cache

@@ -24,7 +24,7 @@ from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place
 from tricomm.perf.row_calls import RowForm
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
@@ -298,8 +298,8 @@ def check(report: KernelReport) -> list[str]:
 
 def _least_bits(variant: Variant) -> int:
     """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
-    threads share; a mailbox has 128 bits. Codes of a word's elements, and scales, are narrower than the word. The
-    switch reduces integers one by one."""
+    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
+    scales, are narrower than the word."""
     if variant.form:
         return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
     kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)

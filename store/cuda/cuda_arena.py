@@ -83,11 +83,12 @@ class Blocks(Protocol):
 
 def open_blocks(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None,
-    reach: Sequence[bool] | None, make: Callable[[], Blocks],
+    reach: Sequence[bool] | None, make: Callable[[], Blocks], probe: bool = True,
 ) -> CudaArena:  # fmt: skip
     """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
 
     `reach` says for each rank if this rank maps its block, alike at both ends; by default all blocks are mapped.
+    `probe`: write a word to each, and see whether it arrives.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
     if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
@@ -98,8 +99,8 @@ def open_blocks(
     stage = CollectiveStages(control, arena.kind, deadline)
     with ExitStack() as undo:
         undo.callback(arena._release)
-        stage("reach the GPU", lambda: arena._attach(driver))
-        arena._share(stage, deadline)
+        stage("reach the GPU", lambda: arena._attach(driver, WORD_BYTES * control.world_size if probe else 1))
+        arena._share(stage, deadline, probe)
         undo.pop_all()
     return arena
 
@@ -164,11 +165,13 @@ class CudaArena:
             undo.pop_all()
         self.suspended = False
 
-    def _share(self, stage: CollectiveStages, deadline: Deadline) -> None:
+    def _share(self, stage: CollectiveStages, deadline: Deadline, probe: bool = True) -> None:
         mine = stage("allocate memory", self._allocate)
         self._blocks.shared()  # even if the exchange fails on this rank
         records = self._control.exchange(mine, f"{self.kind}: memory records", deadline.left)
         stage("map peers' memory", lambda: self._map(records, self._reach, deadline))
+        if not probe:
+            return
         stage("write to peers", self._write_probe)
         stage("see peers' writes", self._read_probe)
         stage("clear", self._clear_probe)
@@ -202,17 +205,16 @@ class CudaArena:
         if self._begin_end() is not None:
             self._blocks.keep()
 
-    def _attach(self, driver: Driver | None) -> None:
+    def _attach(self, driver: Driver | None, least: int) -> None:
         for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
             if env.flag(variable):
                 raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
-        self._check_arguments()
+        self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
         # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
         self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
 
-    def _check_arguments(self) -> None:
-        least = WORD_BYTES * self._control.world_size
+    def _check_arguments(self, least: int) -> None:
         if not least <= self.nbytes <= _MAX_NBYTES:
             raise InvalidArgument(f"an arena of {self.nbytes} bytes; allowed are {least} to {_MAX_NBYTES}")
         if self.device.type != "cuda":

@@ -115,9 +115,10 @@ class Driver:
     def mem_free(self, address: int) -> None:
         self._call("cuMemFree", address)
 
-    def mem_base(self, address: int) -> int:
-        """Start of the allocation that holds `address`."""
-        return int(self._call("cuMemGetAddressRange", address)[0])
+    def mem_range(self, address: int) -> tuple[int, int]:
+        """(start, bytes) of the allocation that holds `address`."""
+        base, size = self._call("cuMemGetAddressRange", address)
+        return int(base), int(size)
 
     def memset(self, address: int, value: int, nbytes: int) -> None:
         self._call("cuMemsetD8", address, value, nbytes)
@@ -176,6 +177,10 @@ class Driver:
 
     def mem_release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
+
+    def retain_handle(self, address: int) -> int:
+        """Handle of the memory of cuMemCreate behind a mapped address; needs its `mem_release`."""
+        return int(self._call("cuMemRetainAllocationHandle", address))
 
     def export_descriptor(self, handle: int) -> int:
         """A new file descriptor, the caller's to close, with which any process that gets it can map the memory."""

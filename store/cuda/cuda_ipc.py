@@ -27,7 +27,8 @@ CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
 
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
-_ALIGNMENT_BYTES = 256
+_ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks, of what kernels read
+_MOST_OFFSET = 1 << 47
 _MAGIC = b"TCIP"
 _VERSION = 1
 _RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{HANDLE_BYTES}s")
@@ -51,8 +52,9 @@ class BlockRecord:
         return f"BlockRecord(rank={self.rank}, nbytes={self.nbytes})"
 
 
-def parse_record(data: bytes, rank: int, nbytes: int) -> BlockRecord:
-    """Rank `rank`'s record for a block of `nbytes` bytes; raises `RendezvousError` for anything else. Pure."""
+def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES) -> BlockRecord:
+    """Rank `rank`'s record for a block of `nbytes` bytes, which begins less than `most` bytes into its allocation;
+    raises `RendezvousError` for anything else. Pure."""
     if len(data) != _RECORD.size:
         raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {_RECORD.size}")
     magic, version, sender, uuid, size, offset, handle = _RECORD.unpack(data)
@@ -62,7 +64,7 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> BlockRecord:
         raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
     if size != nbytes:
         raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
-    if offset >= GRANULE_BYTES or offset % _ALIGNMENT_BYTES:
+    if offset >= most or offset % (_ALIGNMENT_BYTES if most == GRANULE_BYTES else _LEAST_ALIGNMENT_BYTES):
         raise RendezvousError(f"rank {rank}'s block lies {offset} bytes into its allocation: not a place CUDA gives")
     return BlockRecord(rank, uuid, nbytes, offset, handle)
 
@@ -76,7 +78,8 @@ def open_cuda_ipc(
 
 
 class IpcBlocks:
-    """This rank's cuMemAlloc, and the mappings of the others'."""
+    """This rank's cuMemAlloc, and the mappings of the others'. `theirs`: the address of memory of the user's, in place
+    of a block of its own; it is neither written nor freed, and the user keeps it until all have unmapped it."""
 
     kind = "cuda_ipc"
     no_suspend = (
@@ -84,8 +87,8 @@ class IpcBlocks:
         "capture graphs anew, or make shared memory by descriptors possible (tricomm doctor says what is missing)"
     )
 
-    def __init__(self, control: ControlPage, nbytes: int) -> None:
-        self._control, self._nbytes = control, nbytes
+    def __init__(self, control: ControlPage, nbytes: int, theirs: int = 0) -> None:
+        self._control, self._nbytes, self._theirs = control, nbytes, theirs
         self._site: GpuSite | None = None
         self._own = 0
         self._mapped: list[int] = []
@@ -93,23 +96,28 @@ class IpcBlocks:
 
     def allocate(self, site: GpuSite) -> bytes:
         self._site, driver = site, site.driver
-        # Below 2 MiB CUDA cuts blocks from a shared piece, and a handle shares the whole piece.
-        whole = -(-self._nbytes // GRANULE_BYTES) * GRANULE_BYTES
-        self._own = driver.mem_alloc(whole)
-        driver.memset(self._own, 0, whole)
-        driver.synchronize()
-        base = driver.mem_base(self._own)
+        if not self._theirs:
+            # Below 2 MiB CUDA cuts blocks from a shared piece, and a handle shares the whole piece.
+            whole = -(-self._nbytes // GRANULE_BYTES) * GRANULE_BYTES
+            self._own = driver.mem_alloc(whole)
+            driver.memset(self._own, 0, whole)
+            driver.synchronize()
+        address = self._theirs or self._own
+        base, size = driver.mem_range(address)
+        if address + self._nbytes > base + size:
+            raise ResourceError(f"{self._nbytes} bytes at {address:#x} leave their allocation of {size} bytes")
         handle = driver.ipc_get_handle(base)
         uuid = driver.device_uuid(site.ordinal)
-        return BlockRecord(self._control.rank, uuid, self._nbytes, self._own - base, handle).pack()
+        return BlockRecord(self._control.rank, uuid, self._nbytes, address - base, handle).pack()
 
     def shared(self) -> None:
         self._exported = True
 
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
-        peers = [parse_record(data, rank, self._nbytes) for rank, data in enumerate(records)]
-        rank = self._control.rank
-        return tuple(self._own if p.rank == rank else self._map_peer(p) if reach[p.rank] else 0 for p in peers)
+        most = _MOST_OFFSET if self._theirs else GRANULE_BYTES
+        peers = [parse_record(data, rank, self._nbytes, most) for rank, data in enumerate(records)]
+        rank, own = self._control.rank, self._theirs or self._own
+        return tuple(own if p.rank == rank else self._map_peer(p) if reach[p.rank] else 0 for p in peers)
 
     def _map_peer(self, peer: BlockRecord) -> int:
         assert self._site is not None, "allocate comes first"

@@ -14,8 +14,8 @@ import tricomm
 from tests import ranks
 from tests.core.bodies import channel_bodies as bodies
 from tests.marks import some
+from tricomm.core import bootstrap, topology_agreement
 from tricomm.core import group as group_module
-from tricomm.core import topology_agreement
 from tricomm.core.group import Group
 from tricomm.core.topology_agreement import DeviceFacts, agree_on_devices
 from tricomm.kernels import layout
@@ -177,6 +177,15 @@ def test_channels_whose_kernels_could_not_run_at_once_are_refused(change, text):
 def test_hardware_queues_are_those_that_the_driver_makes(given, queues, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     assert tricomm.env.hardware_queues() == queues
+
+
+@pytest.mark.parametrize(("channels", "started", "asked"), [(2, False, ["32"]), (2, True, []), (1, False, [])])
+def test_the_driver_is_asked_for_queues_before_it_starts(channels, started, asked, monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    monkeypatch.setattr(tricomm.env, "default", lambda name, value: given.append(value))
+    bootstrap.layout_of(2, torch.device("cuda", 0), tricomm.Options(channels=channels))
+    assert given == asked
 
 
 # Without what keeps channels apart

@@ -44,7 +44,10 @@ TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"]
 @pytest.mark.parametrize("world_size", some([3, 2, 4], 3))
 @pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
 def test_all_reduce(world_size, algorithm, protocol, url):
-    assert ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, CASES) == [[]] * world_size
+    """By three ranks every other case, not the same by all kernels."""
+    first = REDUCTIONS.index((algorithm, protocol)) % 2
+    cases = CASES[first::2] if world_size == 3 else CASES
+    assert ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, cases) == [[]] * world_size
 
 
 @pytest.mark.parametrize(
@@ -102,10 +105,6 @@ def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
 
 def test_two_communicators_in_one_process(url, other):
     assert ranks.run(2, common_bodies.two_groups, url, other) == [True, True]
-
-
-def test_process_end_without_close(url):
-    assert ranks.run(2, common_bodies.ends_without_close, url) == [(5, 1, 0)] * 2
 
 
 def test_the_first_call_with_default_options_is_no_slower(url):

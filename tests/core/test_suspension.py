@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
+import tricomm
 from tests import ranks
 from tests.core.bodies import suspension_bodies as bodies
 
@@ -28,6 +32,7 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(url):
         assert before and before_2 and asleep == asleep_2 == 0
         for name, text in found["said"].items():
             assert text.startswith("InvalidArgument: ") and "suspended" in text and "resume()" in text, (name, text)
+        assert found["forked"] == 0
         assert "not suspended" in found["awake"] and "suspended" in found["explained"]
         assert [(m.kind, m.nbytes > 0, m.suspended) for m in found["stats"]] == [
             ("posix_shm", False, True), ("posix_shm", True, False)
@@ -77,3 +82,53 @@ def test_bad_moments_are_refused_by_name_on_all_ranks(url):
         assert "rank 0: rank(s) [1] have not received all" in said[0]
         assert "rank 0 has no symmetric handle open, rank 1 has symmetric handles [1] open" in said[1]
         assert "suspend" in said[2] and "all_reduce" in said[2]
+
+
+SMALL = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
+
+
+def _sleeps(comm, begin=True):
+    found = []
+    for turn in range(3):
+        x = torch.arange(20.0) + comm.rank + turn
+        comm.all_reduce(x)
+        found.append(torch.equal(x, 2 * torch.arange(20.0) + 1 + 2 * turn))
+        if not begin:
+            comm._group.begin = lambda: None
+        comm.suspend()
+        comm.resume()
+    return found
+
+
+def test_simulated_ranks_sleep_too_and_no_schedule_shows_a_race():
+    assert tricomm.simulate(_sleeps, 2, options=SMALL) == [[True] * 3] * 2
+    assert tricomm.check(_sleeps, 2, schedules=3, options=SMALL).ok
+
+
+def test_without_a_fresh_start_the_next_call_goes_wrong():
+    with pytest.raises(tricomm.TricommError):
+        tricomm.simulate(lambda comm: _sleeps(comm, begin=False), 2, options=SMALL)
+
+
+def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call_only():
+    store, found, looked = HashStore(), [], threading.Barrier(2)
+
+    def rank(number):
+        with tricomm.Communicator(store, number, 2, "cpu", 30.0, SMALL) as comm:
+            comm.suspend()
+            if number == 0:
+                monitor = comm._monitor
+                for suspended in (False, True):
+                    monitor.suspended = suspended
+                    monitor._control.alive = lambda peer: False
+                    monitor.look(0.02)
+                    found.append(monitor.fault)
+            looked.wait(30.0)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    without, with_it = found
+    assert without is None and with_it.kind == "PeerDied" and "rank 1" in with_it.text

@@ -15,6 +15,7 @@ from tricomm.kernels.device import packing
 from tricomm.kernels.launch import triton_adapter
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_shares_of_every_kernel() -> None:
     rows = simulated_overhead.measure(world_size=2, nbytes=16384, calls=2)
     assert {r["kernel"] for r in rows} == {

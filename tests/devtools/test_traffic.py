@@ -12,10 +12,12 @@ from tricomm.topology.presets import dgx1v
 
 
 def kernels(cube: bool) -> dict[str, registry.Kernel]:
-    return {k.name: k for k in registry.KERNELS if k.collective != "barrier" and k.needs_cube == cube}
+    shipped = (*registry.KERNELS, *registry.MULTICAST)
+    return {k.name: k for k in shipped if k.collective != "barrier" and k.needs_cube == cube}
 
 
 @pytest.mark.parametrize("world_size", some([2, 3, 4], lambda _, size: size < 4))
+@pytest.mark.usefixtures("forked_workers")
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     """On every rank; where there is a root, on the busiest ones."""
     every = list(count(world_size, 16 * world_size * 24, quantized=("", "nvfp4") if world_size == 3 else ("",)))
@@ -35,6 +37,7 @@ def test_bytes_are_those_of_the_formula(world_size: int) -> None:
         assert all(m.written + m.read == m.optimum for m in found if m.kernel.name == name), name
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_nothing_crosses_a_link_that_a_cube_mesh_lacks() -> None:
     found = list(count(8, 16 * 8 * 24))
     assert {m.kernel.name for m in found} == set(kernels(True)) and len(found) == len(kernels(True)) * 8

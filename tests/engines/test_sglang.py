@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +76,18 @@ def test_the_functions_have_what_the_adapter_uses():
         for name, function in functions.items()
     }
     assert found == SIGNATURES
+
+
+def test_the_scheduler_releases_memory_as_the_adapter_expects():
+    """Read, because its import needs what only a GPU's installation has."""
+    module, name = sglang_plugin.MEMORY.rsplit(".", 1)
+    package = find_spec(module.rpartition(".")[0])
+    source = Path(package.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()
+    found = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+    for method in ("release_memory_occupation", "resume_memory_occupation"):
+        assert [argument.arg for argument in methods[method].args.args] == ["self", "recv_req"]
+        assert "self.offload_tags" in ast.unparse(methods[method])
 
 
 def test_the_coordinator_asks_for_what_the_adapter_has():

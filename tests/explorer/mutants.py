@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.cube import CUBES
 from tests.explorer.mutant_tables.message import MESSAGES
+from tests.explorer.mutant_tables.multicast import SWITCHED
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
@@ -265,4 +266,4 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE)}
+MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE, *SWITCHED)}

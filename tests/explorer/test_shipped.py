@@ -23,7 +23,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
-KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 8), ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 11), ids=lambda k: k.name)
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [
@@ -37,7 +37,7 @@ SOME = [
     else pytest.param(k, marks=pytest.mark.soak)
     for k in CHECKED
 ]
-SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 4), ids=lambda k: k.name)
+SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6), ids=lambda k: k.name)
 FALSE_ALARMS = 2000
 SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
 FEW = (5, 1)  # of tiles of four words
@@ -49,7 +49,7 @@ def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
     more = more if not kernel.needs_cube else {"sizes": FEW, "blocks": 1, "tile": 4} | more
     world_size = registry.CUBE_RANKS if kernel.needs_cube else world_size
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
-    options = shipped.options(world_size, blocks, more.pop("tile", shipped.TILE))
+    options = shipped.options(world_size, blocks, more.pop("tile", None))
     options = replace(options, first_epoch=more.pop("first_epoch", 1))
     return passed(shipped.body(kernel, sizes), world_size, options=options, **more)
 
@@ -120,8 +120,10 @@ def test_a_rank_that_stops_or_dies_at_any_step(kernel):
 def test_messages_of_several_chunks(kernel):
     """Two mailboxes and a half in one launch: the rotation within a launch."""
     world_size = registry.CUBE_RANKS if kernel.needs_cube else 2
-    options = shipped.options(world_size, blocks=1, tile=256)
-    words = chunk(kernel, world_size, layout.plan(world_size, options.arena_bytes)) * 5 // 2
+    memory = layout.plan(world_size, campaign.smallest(world_size).arena_bytes)
+    tile = min(256, memory.largest_tile(kernel.algorithm, kernel.protocol))
+    options = shipped.options(world_size, blocks=1, tile=tile)
+    words = chunk(kernel, world_size, memory) * 5 // 2
     calls = shipped.body(kernel, (words,))
 
     def fn(comm: tricomm.Communicator) -> list[torch.Tensor]:

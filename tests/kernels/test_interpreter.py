@@ -15,6 +15,7 @@ from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.numpy_rounding import round_to_bf16
+from tricomm.kernels.primitives import pause
 
 CPU = torch.device("cpu")
 
@@ -219,3 +220,52 @@ def test_an_observer_sees_every_access_that_is_not_masked():
     assert seen == [("load", 10, 4), ("store", 10, 4)]
     run(_copy, x, y, 10, BLOCK=16)
     assert len(seen) == 2, "an observer that was taken out still sees"
+
+
+@triton.jit
+def _alternate(mine_ptr, theirs_ptr, AHEAD: tl.constexpr):
+    """Block b sets its word once the other kernel has set its word b, or b - 1 if this one is ahead."""
+    block = tl.program_id(0)
+    spins = 0
+    if block >= AHEAD:
+        while tl.load(theirs_ptr + block - AHEAD, volatile=True) == 0:
+            spins += 1
+            pause(spins)
+    tl.store(mine_ptr + block, block + 1)
+
+
+def alternate(mine, theirs, ahead):
+    run(_alternate, mine, theirs, grid=(len(mine),), AHEAD=ahead)
+
+
+def test_a_kernel_that_polls_lets_another_threads_run_and_goes_on_as_the_block_that_it_was():
+    first, second = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    thread = threading.Thread(target=alternate, args=(second, first, 0))
+    thread.start()
+    alternate(first, second, 1)
+    thread.join(30)
+    assert first.tolist() == second.tolist() == [1, 2, 3, 4]
+    assert patched_names() == [] and interpreter._current is None
+
+
+def interrupted_in_turns(rank, world_size, tell):
+    """Ctrl-C at many moments while two threads' kernels poll; returns what was left after each."""
+    left = []
+    for turn in range(6):
+        words = torch.zeros(2, dtype=torch.int32)
+        thread = threading.Thread(target=alternate, args=(torch.zeros(1, dtype=torch.int32), words, 0))
+        thread.start()
+        signal.signal(signal.SIGALRM, lambda *args: os.kill(os.getpid(), signal.SIGINT))
+        signal.setitimer(signal.ITIMER_REAL, 0.05 + turn * 1.1e-3)
+        try:
+            alternate(torch.zeros(1, dtype=torch.int32), words, 0)
+        except KeyboardInterrupt:
+            words[0] = 1  # the other one may end
+        thread.join(30)
+        left += [*patched_names(), *interpreter._launched, *interpreter._waiting]
+        left += ["lock"] if interpreter._held() or thread.is_alive() else []
+    return left
+
+
+def test_an_interrupt_while_another_threads_kernel_runs_leaves_triton_and_the_lock_as_they_were():
+    assert ranks.run(1, interrupted_in_turns) == [[]]

@@ -131,10 +131,11 @@ def calls(comm, way):
 
 MUTANTS = {
     "the epilogue runs before the last tile has come": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "lefts = lefts + (SPEC.LEFTS[i],)", "lefts = lefts + (0,)",
+        "kernels/collectives/all_reduce_rows_one_shot.py", "lefts = lefts + (SPEC.LEFTS[i + g],)",
+        "lefts = lefts + (0,)",
     ),
     "the epilogue runs before the sums have come": (
-        "kernels/collectives/all_reduce_rows_two_shot.py", "lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + r],)",
+        "kernels/collectives/all_reduce_rows_two_shot.py", "lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + n],)",
         "lefts = lefts + (0,)",
     ),
     "a row ends a word early": (
@@ -142,8 +143,7 @@ MUTANTS = {
         "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n] - 1",
     ),
     "rows lie over each other in the mailbox": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "place = row * SPEC.PITCH + i * SPEC.TILE",
-        "place = i * SPEC.TILE",
+        "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
     ),
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ from tricomm.kernels.collectives import registry
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.launch_shapes import check_grid
-from tricomm.policy.selection import SelectionFacts, choose
+from tricomm.policy.selection import choose
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow
 
 _ANY = ("all_reduce", 16, None)

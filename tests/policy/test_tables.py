@@ -82,7 +82,7 @@ def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: TunedTable, 
 
 _WRONG: list[tuple[str, Any, str]] = [
     ("schema", 3, "schema"),
-    ("kernels", 1, "measured with kernels 1, these are 3; tune again"),
+    ("kernels", 1, "measured with kernels 1, these are 4; tune again"),
     ("simulated", True, "simulated times for device 'sm_90'"),
     ("surprise", 1, "unknown field `surprise`"),
     ("rows", [{"collective": "all_reduce"}], "missing required field"),

@@ -33,6 +33,9 @@ from tricomm.store.records import B, Capabilities, ExchangeMessage, StoreRecord
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE, _BATCH_INVARIANT = 1, 2, 4, 8, 16
 _GRACE_SECONDS = 0.5
+# A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
+# this and 5.3 s with 64 MiB (2 ranks, simulated).
+_CPU_ARENA_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -187,11 +190,6 @@ def torch_backend(device: str) -> str | None:
     if device == "cpu":
         return "gloo" if torch.distributed.is_gloo_available() else None
     return "nccl" if torch.distributed.is_nccl_available() else None
-
-
-# A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
-# this and 5.3 s with 64 MiB (2 ranks, simulated).
-_CPU_ARENA_BYTES = 4 << 20
 
 
 def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:

@@ -159,6 +159,11 @@ def make(config: GroupConfig, options: Options | None) -> TricommGroup:
 
 
 def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
+    if options is not None and options.channels > 1:
+        raise InvalidArgument(
+            f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
+            "calls side by side make another group with dist.new_group, which has memory of its own"
+        )
     invariant = with_environment(options).batch_invariant
     limit = config.timeout.total_seconds()
     return exchange_capabilities(config.store, config.rank, config.world_size, limit, invariant)

@@ -48,6 +48,8 @@ class Group:
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
                        that size of every other channel
     owned              arenas of symmetric memory, which end with the group
+    registered         the users' tensors that all ranks reach, by the number of their handle, and how; they end, too
+    unregistered       why memory of the user's could not be shared, the last time
     """
 
     words: NDArray[np.int64]
@@ -72,6 +74,8 @@ class Group:
         self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: list[Arena] = []
+        self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
+        self.unregistered = ""
         self.reachable = all(self.arena.bases)
         self.channel = 0
         self._further = tuple(self._beside(number) for number in range(1, options.channels))
@@ -95,9 +99,9 @@ class Group:
         """The group as another channel sees it."""
         group = copy(self)
         group.channel = number
-        # NCCL's communicator has one order of calls, which only channel 0 gives it.
+        # NCCL's communicator and what carries values between levels have one order of calls, that of channel 0.
         missing = f"channel {number} runs the kernels alone: give this call to channel 0, behind which NCCL is"
-        group.routes = replace(self.routes, fallback=None, missing=missing)
+        group.routes = replace(self.routes, fallback=None, missing=missing, across="")
         _groups.add(group)
         return group
 
@@ -136,6 +140,8 @@ class Group:
         for group in self.channels:
             group.suspended = suspended
             group.refusing = suspended or group.closed
+        for arena, _ in self.registered.values():
+            arena.suspended = suspended
 
     def live_arenas(self) -> dict[int, Arena]:
         """The memory that ranks share: the arena as number 0, and symmetric memory that is not closed."""
@@ -143,7 +149,8 @@ class Group:
 
     def memory(self) -> HeldMemory:
         """What this rank holds of its device."""
-        held = 0 if self.suspended else sum(arena.nbytes for arena in self.live_arenas().values())
+        live = self.live_arenas().values()
+        held = 0 if self.suspended else sum(arena.nbytes for arena in live if not arena.closed)
         return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
@@ -155,7 +162,7 @@ class Group:
         for group in self.channels:
             group.words[layout.ABORT] = 1
         undo.callback(self.control.set_state, RankState.CLOSED)
-        for arena in (self.arena, *self.owned):
+        for arena in (self.arena, *self.owned, *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.keep)
 
     def release(self, undo: ExitStack, acknowledged: bool) -> None:
@@ -163,13 +170,14 @@ class Group:
         undo.callback(self.control.close)
         if acknowledged:
             undo.callback(self.arena.close)
-        for arena in self.owned:
+        for arena in (*self.owned, *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.close)
 
     def forget_views(self) -> None:
         """Drop the tensors and views that keep mappings alive; the words keep what they said."""
         for group in self.channels:
             group.table, group.argument = _NO_TABLE
+            group.registered.clear()
             group.words = group.words.copy()
             group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
 

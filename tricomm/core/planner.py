@@ -29,7 +29,8 @@ from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.levels import TWO_LEVEL
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
@@ -45,6 +46,7 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
               three small look-ups take less time than one of a tuple
+    repeated_fused  of an all_reduce with an epilogue: `core.fused.fused_repeat` has its keys
     nccl      NCCL's communicator, made by the first call that goes there
     levels    an all_reduce in two levels; None if the group has none
     others    the planners of the communicator's other channels, which have the same table
@@ -56,7 +58,7 @@ class Planner:
         self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor, activity: Activity,
         tuned: TunedTable | None, decided: BackendChoice | None = None,
     ) -> None:  # fmt: skip
-        self.site = selection.SelectionFacts(
+        self.site = SelectionFacts(
             group.device_class, group.world_size, group.layout, group.max_blocks, group.options.blocks,
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
@@ -68,6 +70,7 @@ class Planner:
         self.routes = group.routes
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
+        self.repeated_fused: dict[Any, Any] = {}
         self._repeats = 0
         self.nccl: nccl.Nccl | None = None
         self.levels: TwoLevel | None = None
@@ -106,10 +109,22 @@ class Planner:
                 in_place = getattr(plan.run, "in_place", None)  # not of one that is interpreted, timed or watched
                 plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
 
+    def keep_fused(self, key: Any, known: Any) -> None:
+        """Keep a fused call, which has just been planned, in `repeated_fused`."""
+        if len(self.repeated_fused) >= _MOST_PLANS:
+            self.repeated_fused.clear()
+        self.repeated_fused[key] = known
+
+    def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
+        """The plans of a call that `plan` has planned, of each mode."""
+        found = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
+        return [plan for plan in found if plan is not None]
+
     def forget(self) -> None:
         """Make the plans of calls anew."""
         self.plans.clear()
         self.repeated.clear()
+        self.repeated_fused.clear()
 
     def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
         collective, group = request.collective, self._group
@@ -292,6 +307,8 @@ class Planner:
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
         if self.site.no_multicast and choice.collective in _SWITCHED:

@@ -216,6 +216,8 @@ class PointToPoint:
 
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""
+        if self.group.suspended:
+            self.faults.raise_refused()
         group, memory = self.group, self.group.layout
         shape = (group.world_size, memory.queues, layout.QUEUE_STATE // 8)
         lines = group.arena.tensor(group.rank, memory.queue_states, shape, torch.int64).cpu()

@@ -18,6 +18,7 @@ from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import TunedTable
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage
+from tricomm.store.registered import open_registered
 from tricomm.topology.model import Topology
 
 
@@ -60,6 +61,9 @@ class Runtime(Protocol):
     ) -> Arena:
         """Memory for a tensor on every rank; called by all ranks together."""
 
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
+        """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
+
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
     ) -> TunedTable | None:
@@ -93,6 +97,9 @@ class Processes:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
+        return open_registered(control, tensor, timeout, group)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

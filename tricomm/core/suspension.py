@@ -67,8 +67,8 @@ class Suspension:
         `ResourceError` if memory is refused.
         """
         group = self._group
-        if not group.suspended and not group.closed:
-            self._faults.check()
+        if not group.suspended or group.closed:
+            self._faults.check_usable()
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
         with self._channels.held(while_suspended=True), self._faults.abort_on_error("resume"):
@@ -81,6 +81,11 @@ class Suspension:
         for arena in group.live_arenas().values():
             if arena.no_suspend:
                 return InvalidArgument(f"suspend: {arena.no_suspend}")
+        if self._channels.first.planner.levels is not None:
+            return InvalidArgument(
+                "suspend: the two levels of this group have memory of their own, which stays: close the communicator "
+                "and make a new one, or do without them (Options(two_level=False))"
+            )
         if group.gpu is not None and group.gpu.capturing():
             return InvalidArgument("suspend: the current stream captures a CUDA graph; suspend after the capture")
         return None

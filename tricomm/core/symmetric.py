@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,14 @@ _NOT_PLAIN = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 }
 
 
+class HandleName(NamedTuple):
+    """How all ranks call a handle, the `number`th of the communicator `group`; `rank` is this one's."""
+
+    group: str
+    number: int
+    rank: int
+
+
 class Symmetric:
     """A tensor on every rank, mapped everywhere.
 
@@ -25,23 +34,28 @@ class Symmetric:
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
 
+    Memory of its own (`Communicator.symmetric`) or a tensor of the user's (`Communicator.register`), which is `local`
+    then, and stays the user's: `close` only ends its use, and it is neither zeroed nor given back.
+
     It lives until `close()` or until its communicator is closed. Its memory starts zeroed, and is zeroed again at the
     same addresses after the communicator was suspended and resumed; in between it cannot be used. `group` and `number`
     name it on all ranks alike: the communicator's, and which of that one's it is.
     """
 
     def __init__(
-        self, arena: Arena, rank: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-        group: str, number: int,
+        self, arena: Arena, name: HandleName, shape: tuple[int, ...], dtype: torch.dtype,
+        tensor: torch.Tensor | None = None, released: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        self._arena = arena
-        self.group, self.number = group, number
+        self._arena, self._released = arena, released
+        self.group, self.number, rank = name.group, name.number, name.rank
         self._closed = False
         self.shape = shape
         self.dtype = dtype
-        self._peers = tuple(arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases)))
-        self._local = self._peers[rank]
-        self._table = torch.tensor(arena.bases, dtype=torch.int64, device=device)
+        peers = [arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases))]
+        if tensor is not None:
+            peers[rank] = tensor
+        self._peers, self._local = tuple(peers), peers[rank]
+        self._table = torch.tensor(arena.bases, dtype=torch.int64, device=self._local.device)
         self._rows: OwnRows | None = None
 
     @property
@@ -89,7 +103,10 @@ class Symmetric:
         if not self._closed:
             self._closed = True
             self._peers, self._local, self._table, self._rows = (), torch.empty(0), torch.empty(0), None
-            self._arena.close()
+            try:
+                self._arena.close()
+            finally:
+                self._released()
 
     def _check(self) -> None:
         if self._closed:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from tricomm import arguments
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
-from tricomm.core.symmetric import Symmetric, check_shape
-from tricomm.errors import InvalidArgument
+from tricomm.core.symmetric import HandleName, Symmetric, check_shape
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.launch import triton_adapter
+
+_ALIGNMENT = 16
 
 
 class UserKernels:
@@ -42,7 +46,45 @@ class UserKernels:
             arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout)
             group.owned.append(arena)
             self._handles += 1
-            return Symmetric(arena, group.rank, sizes, dtype, group.device, group.name, self._handles)
+            return Symmetric(arena, HandleName(group.name, self._handles, group.rank), sizes, dtype)
+
+    def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
+        """A handle on every rank's own `tensor`, which collectives then read and write where it lies.
+
+        Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
+        bytes. On GPUs its memory is what CUDA can share: of torch's expandable segments or symmetric memory, by
+        descriptors; of torch's usual segments, by legacy CUDA IPC. With `group`, a process group of the same ranks, it
+        is torch's symmetric memory, and torch's own mappings are used. On a CPU it lies in torch's shared memory
+        (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
+        peers can reach all of the memory that was allocated together with it.
+
+        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be, if they
+        differ, or if they lie at different places of torch's memory; `ResourceError` for memory that cannot be shared.
+        Such a tensor is passed as it is, and staged; `explain` says why.
+        """
+        own = self._group
+        self._faults.check_usable()
+        if own.runtime.no_symmetric is not None or not own.reachable:
+            why = own.runtime.no_symmetric or "not every rank reaches every other one's memory on these GPUs' links"
+            raise InvalidArgument(f"register: {why}")
+        error = _registrable(tensor, own.device)
+        with self._launcher.held(), self._faults.abort_on_error("register"):
+            own.control.agree(error, "register", own.timeout, abort_on_fault=True)
+            said = f"{tensor.dtype} of shape {list(tensor.shape)}" + " in torch's symmetric memory" * (
+                group is not None
+            )
+            own.control.require_equal(said, "register", own.timeout, abort_on_fault=True)
+            try:
+                arena = own.runtime.register(own.control, tensor, own.timeout, group)
+            except ResourceError as refusal:
+                own.unregistered = str(refusal)
+                raise
+            self._handles += 1
+            number = self._handles
+            own.registered[number] = arena, tensor
+            name = HandleName(own.name, number, own.rank)
+            released = partial(own.registered.pop, number, None)
+            return Symmetric(arena, name, tuple(tensor.shape), tensor.dtype, tensor, released)
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
         """Run a user's `@triton.jit` kernel on the device of this communicator's tensors.
@@ -62,3 +104,19 @@ class UserKernels:
         launcher.captured |= group.gpu is not None and group.gpu.capturing()
         with launcher.held(), self._monitor.user_call(group.gpu):
             launcher.run(run)
+
+
+def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:
+    """Why a tensor cannot be registered, whatever its memory."""
+    try:
+        arguments.check_tensor(x, device, "register")
+    except InvalidArgument as error:
+        return error
+    if not x.is_contiguous() or not x.numel():
+        return InvalidArgument(f"register: shape {tuple(x.shape)}: a contiguous tensor with elements is needed")
+    if x.data_ptr() % _ALIGNMENT:
+        return InvalidArgument(
+            f"register: the tensor begins {x.data_ptr() % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}, at which "
+            "kernels read: register the whole tensor of which it is a part"
+        )
+    return None

@@ -15,6 +15,7 @@ from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
 from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.options import Options
@@ -22,7 +23,7 @@ from tricomm.options import Options
 # In 64-bit words, of a shard if the kernel has shards. With two blocks the second one has words in every other call,
 # and there are full tiles, a partial one, and none.
 SIZES = (36, 1, 40)
-BLOCKS, TILE = 2, 16
+BLOCKS, TILE = 2, 16  # or as many words as divide the buffers of every kernel, if these are fewer
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
 _QUANTIZED = {
@@ -49,7 +50,7 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
-    known = [*registry.KERNELS, *registry.of(FUSED, 2), *sends]
+    known = [*registry.KERNELS, *registry.MULTICAST, *registry.of(FUSED, 2), *sends]
     found = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not found:
         names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
@@ -57,11 +58,14 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     return found
 
 
-def options(world_size: int, blocks: int = BLOCKS, tile: int = TILE, compiled: str | None = None) -> Options:
+def options(world_size: int, blocks: int = BLOCKS, tile: int | None = None, compiled: str | None = None) -> Options:
     """The smallest memory, and blocks and tiles so small that every path is taken."""
     if compiled is not None:
         return replace(checked_options(world_size, None), blocks=blocks)
     nbytes = smallest(world_size).arena_bytes
+    if tile is None:
+        memory = layout.plan(world_size, nbytes)
+        tile = min(TILE, *(memory.largest_tile(k.algorithm, k.protocol) for k in registry.KERNELS))
     return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
 
 

@@ -192,7 +192,8 @@ def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 class Activity:
-    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed."""
+    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed. `held`
+    tells what memory it holds of its device."""
 
     def __init__(
         self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float],
@@ -200,6 +201,7 @@ class Activity:
     ) -> None:  # fmt: skip
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
+        self.held: Callable[[], HeldMemory] = HeldMemory
         self._gpu, self._waited = gpu, waited
         self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
@@ -257,7 +259,7 @@ class Activity:
         calls = tuple(_calls(key, tally) for key, tally in known if tally.total)
         waited = dict(list(self._waited.items()))
         facts = (self.group, self.rank, self.world_size, str(self.device), self.device.type != "cuda")
-        return Statistics(*facts, calls, waited, spans)
+        return Statistics(*facts, calls, waited, spans, self.held())
 
 
 def _calls(key: Key, tally: Tally) -> Calls:

@@ -17,16 +17,18 @@ from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP
-from tricomm.policy.selection import Choice, SelectionFacts, has_wide_words
+from tricomm.policy.selection import Choice, has_wide_words
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, epilogue_name
 
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
 _POLLED = 4096  # words of all ranks that a block's registers hold
-_LONG_ROW = 2048  # words that the registers of 8 warps hold beside what they poll
+_WORDS_PER_THREAD = 16  # of a row: 4 warps for 2048 words, and at most 8
 _LEAST_TILE = 16  # words, of the interpreter
 _REGISTERS = 65536
+_FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
 
 
 def choose(
@@ -43,6 +45,8 @@ def choose(
         return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
     if facts.max_registers < MOST_REGISTERS:
         return f"fused kernels take more than {facts.max_registers} registers a thread"
+    if facts.device != "cpu" and int(facts.device.removeprefix("sm_").replace("cuda", "0")) < _FIRST_ARCHITECTURE:
+        return f"fused kernels are compiled for sm_{_FIRST_ARCHITECTURE} and newer, and the same for all ranks"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
     if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
@@ -108,8 +112,9 @@ def _shape(
     least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
     whole = max(least, 1 << (run - 1).bit_length())
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
-    most = facts.tile or wanted or (_POLLED // facts.world_size if gpu else CPU_TILE)
-    tile = max(least, min(most, widest, whole))
+    # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
+    most = least * min(8, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
+    tile = max(least, min(facts.tile or wanted or most, widest, whole))
     form = replace(form, BLOCK=tile)
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
     if form.PITCH > room:
@@ -121,5 +126,5 @@ def _shape(
         return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
     if not gpu:
         return min(facts.blocks or blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
-    warps = max(1, min(warps or (16 if form.ROW > _LONG_ROW else 8), tile // least))
+    warps = max(1, min(warps or 8, tile // least))
     return min(facts.blocks or blocks or min(ROW_BLOCKS, max(rows, 1)), facts.max_blocks, MAX_BLOCKS), warps, tile

@@ -227,21 +227,6 @@ def three_threads(rank, world_size, tell, url):
         return len(wrong), comm._launcher.sequence
 
 
-def ends_without_close(rank, world_size, tell, url):
-    """A process that just ends closes its groups, keeps its exit code, and says one line."""
-    import subprocess
-    import sys
-
-    script = (
-        "import sys, torch, tricomm\n"
-        f"comm = tricomm.init({url!r}, {rank}, {world_size}, 'cpu', options=tricomm.Options(arena_bytes=262144))\n"
-        "x = torch.ones(3); comm.all_reduce(x); comm.barrier()\n"
-        "sys.exit(5)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stderr.count("was not closed; closing it at exit"), done.stderr.count("Traceback")
-
-
 def bad_launches(rank, world_size, tell, url):
     """A launch that does not fit is refused, and the group goes on."""
     from tests.core.bodies.user_kernel import rotate, waits_for_ever

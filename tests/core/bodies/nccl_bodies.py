@@ -99,6 +99,28 @@ def every_collective(comm, rows, dtype, wrong):
     comm.barrier()
 
 
+def fused(comm, wrong):
+    """An all_reduce_rms_norm over the threshold by NCCL and torch, its rows alone by a fused kernel: the same bits."""
+    residual, weight = of(7, (20, 64)), of(8, (64,)) - 1.5
+    x = of(comm.rank, (20, 64), call=20)
+
+    def call(rows):
+        norm = torch.full_like(x[rows], 77)
+        found = comm.all_reduce_rms_norm_quantized(
+            x[rows].clone(), residual[rows].clone(), weight, 0.5, quantize="fp8_per_token", norm_out=norm
+        )
+        return [t.view(torch.uint8) for t in found]
+
+    long, short = call(slice(0, 20)), call(slice(3, 7))
+    counted = [tricomm.stats()[route].get("all_reduce_rms_norm") for route in ("nccl", "kernels")]
+    wrong.extend([] if counted == [1, 1] else [f"fused: {counted}"])
+    wrong.extend([] if all(torch.equal(a[3:7], b) for a, b in zip(long, short, strict=True)) else ["fused: bits"])
+    total = sum(of(r, (20, 64), call=20) for r in range(comm.world_size)) + residual
+    wrong.extend([] if torch.equal(long[2], total.view(torch.uint8)) else ["fused: sums"])
+    names = {c.algorithm for c in comm.stats().calls if c.collective == "all_reduce_rms_norm"}
+    wrong.extend([] if names == {"nccl", "one_shot"} else [str(names)])
+
+
 def by_route(rank, world_size, tell, url):
     """Small goes to the kernels, large and what they have no type for to NCCL; counted, explained, printed."""
     os.environ["TRICOMM_LOG"] = "routing"
@@ -132,6 +154,7 @@ def by_route(rank, world_size, tell, url):
                 refused.append(str(error))
         y = torch.ones(2)
         comm.all_reduce(y)
+        fused(comm, wrong)
         inner = comm._planner.nccl._comm
     lines = [line for line in out.getvalue().splitlines() if "tricomm routing" in line]
     return wrong, small, large, routes, choices[1].reason, refused, y[0].item(), inner.ended, lines

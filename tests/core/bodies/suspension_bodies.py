@@ -10,6 +10,7 @@ import time
 import torch
 
 from tests.core.bodies.common_bodies import communicator, leftovers
+from tests.ranks import together
 from tricomm.errors import ResourceError, TricommError
 from tricomm.store.segments import Segment
 
@@ -41,6 +42,14 @@ def _right(comm, turn):
         if (got != (rank - 1) % size + number + turn).any():
             wrong.append(("recv", turn, number))
     return wrong
+
+
+def _forked(comm):
+    """The exit code of a child that tries to resume its parent's communicator: 0 if that is refused by name."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if "forked into" in refused(comm.resume) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def refused(action):
@@ -75,6 +84,7 @@ def round_trip(rank, world_size, tell, url, turns):
             "recv": lambda: comm.recv(x), "symmetric": lambda: comm.symmetric((1,), torch.int8),
             "split": lambda: comm.split([0]), "launch": lambda: comm.launch(None, 1), "handle": lambda: w.local,
             "gather": lambda: comm.all_reduce(w), "suspend": comm.suspend, "synchronize": comm.synchronize,
+            "unread": comm.unread, "register": lambda: comm.register(x), "channel": comm.channel(0).barrier,
             "use_table": lambda: comm.use_table([], "none"),
         }  # fmt: skip
         found["awake"] = refused(comm.resume)
@@ -93,6 +103,7 @@ def round_trip(rank, world_size, tell, url, turns):
             found["stats"].append(comm.stats().memory)
             time.sleep(0.05)
             found["pages"].append(sum(resident(*memory) for memory in comm.peer_ranges))
+            found["forked"] = _forked(comm)
             assert comm._launcher.sequence == sequence
             comm.resume()
             assert not comm.suspended
@@ -161,7 +172,10 @@ def memory_refused(rank, world_size, tell, url, where, victim):
         state = comm.suspended
         if state:
             texts.append(refused(comm.resume))
-            pages = sum(resident(*memory) for memory in comm.peer_ranges)
+            end = time.monotonic() + 10.0  # the other rank gives its own back after the ranks have agreed
+            while (pages := sum(resident(*memory) for memory in comm.peer_ranges)) and time.monotonic() < end:
+                time.sleep(0.01)
+            together(url, rank, range(world_size))
             comm.resume()
         else:
             pages = 0

@@ -48,6 +48,7 @@ class Control:
 
     called = last = lambda self, rank, sequence=0, channel=0: None
     raise_fault = set_state = lambda self, said: None
+    stopped = lambda self, rank: False  # noqa: E731
 
 
 def after(control, seconds, tick=0.02):
@@ -104,3 +105,23 @@ def test_a_message_that_has_ended_waits_for_nobody():
     control.pages[0][layout.MESSAGE_ENDED] = 1
     control.dead = {1}
     assert after(control, 5.0) is None
+
+
+def test_each_channels_call_has_its_own_time_and_is_named():
+    """Channel 1 waits for rank 2 all the time, and channel 0 goes on from epoch to epoch meanwhile."""
+    control = Control()
+    first, second = (layout.control_words(channel).start for channel in (0, 1))
+    for page in control.pages:
+        page[second + layout.ENDED] = 5
+    control.pages[0][second + layout.STARTED] = 5
+    control.pages[1][second + layout.ENDED] = 6
+    monitor = Monitor(control, 3.0, 30.0, channels=2)
+    for look in range(200):
+        control.pages[0][first + layout.STARTED] = control.pages[0][first + layout.ENDED] = 6 + look
+        monitor._look(0.02)
+        if monitor.fault is not None:
+            break
+    assert (monitor.fault.kind, monitor.fault.culprit) == ("CollectiveTimeout", 2) and 149 <= look <= 152
+    assert monitor.fault.text.startswith("channel 1: timeout after 3 s: rank 2 (alive)")
+    assert all(control.pages[0][start + layout.ABORT] == 1 for start in (first, second)), "all channels' kernels leave"
+    assert monitor.waited[2] > 2.9

@@ -127,6 +127,34 @@ def test_a_captured_call_is_replayed_with_what_its_tensors_hold_then():
             assert torch.equal(y, 2 * sum(inputs(rank, call=call) for rank in range(SIZE)))
 
 
+def test_a_graph_is_replayed_after_its_communicator_has_slept():
+    def body(comm):
+        x, made = inputs(comm.rank), []
+        comm.all_reduce(x.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * 2
+            comm.all_reduce(y)
+            with pytest.raises(InvalidArgument, match="captures a CUDA graph"):
+                comm.suspend()
+        for call in range(2):
+            x.copy_(inputs(comm.rank, call=call))
+            graph.replay()
+            comm.suspend()
+            with pytest.raises(InvalidArgument, match="suspended"):
+                comm.all_reduce(x)
+            comm.resume()
+            graph.replay()
+            made.append(y.clone())
+            comm.all_reduce(x)
+            made.append(2 * x)
+        return made
+
+    for made in ran(body):
+        for call, y in enumerate(made):
+            assert torch.equal(y, 2 * sum(inputs(rank, call=call // 2) for rank in range(SIZE)))
+
+
 def test_a_replay_beside_an_eager_call_is_noticed():
     """The two kernels of a rank meet, or those of two ranks that began with different ones."""
 

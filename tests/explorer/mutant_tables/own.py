@@ -27,7 +27,7 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
-_OLD = "old = (seen >> 32).to(tl.int32) != flag"
+_OLD = "flags ^ flag"
 _LATE = "late |= tl.where(lane < lefts[n], low_old | high_old, 0)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
@@ -37,9 +37,7 @@ _AHEAD = "PUSH(tensors, ahead, SPEC)\n"
 _MET = "status = synchronize(ahead, 0, SPEC)\n"
 _ONE_BACK = "nth(unknown(whole, SPEC), number - 1, chunk_words)"
 _TWO_BACK = "nth(unknown(whole, SPEC), number - 2, chunk_words)"
-_SHARD = """\
-            buffers = buffers + (simple_buffer(chunk, peer_ahead(chunk.group, n, SPEC.WORLD_SIZE), me, SPEC),)
-        for first in range(chunk.own, shard"""
+_SHARD = "buffer = simple_buffer(chunk, peer_ahead(chunk.group, STEP, SPEC.WORLD_SIZE), chunk.me, SPEC)"
 _TO = "\n            buffer"
 _CLEAR = "    clear_idle(group, epoch, PARTS, SPEC)\n"
 _OPEN = """\
@@ -50,11 +48,11 @@ _OPEN = """\
             send_headers(group, epoch, call, 0, False, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
 """
 _PUT = """\
-        tl.store(pointer + 2 * lane, low, mask=mask)
-        tl.store(pointer + 2 * lane + 1, high, mask=mask)
+        tl.store(pointers, low, mask=mask)
+        tl.store(pointers + 1, high, mask=mask)
 """
 _TORN = """\
-        half = (pointer + 2 * lane).to(tl.pointer_type(tl.int32))
+        half = pointers.to(tl.pointer_type(tl.int32))
         tl.store(half, low.to(tl.int32), mask=mask)
         tl.store(half + 1, (low >> 32).to(tl.int32), mask=mask)
         tl.store(half + 2, high.to(tl.int32), mask=mask)
@@ -62,6 +60,7 @@ _TORN = """\
 """
 _MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
+_REST = "(not takes), status, SPEC)\n    more"
 RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
 
@@ -78,7 +77,7 @@ OWN = (
     ),
     Mutant(
         "M03", "LL: any flag will do", "a word of the epoch before the last is taken for new",
-        (Edit(ARRIVAL, _OLD, _OLD.replace("!= flag", "== 0")),),
+        (Edit(ARRIVAL, _OLD, "(flags == 0).to(tl.int32)"),),
         (L,), frozenset({"race", "wrong_result", "leftover"}), schedules=20,
     ),
     Mutant(
@@ -169,8 +168,8 @@ OWN = (
     ),
     Mutant(
         "M21", "tail read one element too far", "off by one in a mask",
-        (Edit(PACKING, "part = tl.load(elements, mask=at < numel, other=0)",
-              "part = tl.load(elements, mask=at <= numel, other=0)"),),
+        (Edit(PACKING, "part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at < numel, other=0)",
+              "part = tl.load(raw_pointer(x_ptr, BITS) + at, mask=at <= numel, other=0)"),),
         (S,), OUTSIDE,
     ),
     Mutant(
@@ -233,7 +232,7 @@ OWN = (
     ),
     Mutant(
         "M31", "LL: the last word of a tile is not sent", "off by one in a mask",
-        (Edit(PRIMITIVES, "    mask = lane < count\n", "    mask = lane < count - 1\n"),),
+        (Edit(PRIMITIVES, "flag, lane < count, PTX)", "flag, lane < count - 1, PTX)"),),
         (L,), DEADLOCK,
     ),
     Mutant(
@@ -249,7 +248,7 @@ OWN = (
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",
-        (Edit(PLAIN, _SHARD, _SHARD.replace("me,", "to,")),),
+        (Edit(PLAIN, _SHARD, _SHARD.replace("chunk.me,", "(chunk.me + STEP) % SPEC.WORLD_SIZE,")),),
         (T,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
@@ -264,7 +263,7 @@ OWN = (
     ),
     Mutant(
         "M40", "LL: a block without words does not look at headers", "the next call finds it still there",
-        (Edit(PUSH, "& (SPEC.LL | (first < chunk.count))", "& (first < chunk.count)"),),
+        (Edit(PUSH, f"(first >= chunk.count) | {_REST}", _REST),),
         (L,), frozenset({"leftover", "race"}), blocks=2, sizes=(1, 1, 12),
     ),
     Mutant(

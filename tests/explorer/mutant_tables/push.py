@@ -15,8 +15,6 @@ VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simpl
 DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
 
 FILE = "kernels/device/push.py"
-BROADCAST = "kernels/collectives/broadcast_one_shot.py"
-GATHER = "kernels/collectives/gather_one_shot.py"
 TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 REDUCE = "kernels/collectives/reduce_one_shot.py"
 SCATTER = "kernels/collectives/scatter_one_shot.py"
@@ -25,7 +23,16 @@ SPLITS = "kernels/device/counts.py"
 CHUNKS = "kernels/device/chunks.py"
 PLAIN = "kernels/device/plain_data.py"
 
-_NOTHING = "        status = receive_nothing(chunk, status, SPEC)\n"
+_ALONE = """\
+(not takes), status, SPEC)
+        more = (status == 0) & (first < chunk.count) & takes
+        while more:
+            tiles, status = arrived(chunk, """
+_TAKES_ONE, _TAKES_ALL = f"{_ALONE}source,", f"{_ALONE}0,"
+_NO_WORDS = """\
+(first >= chunk.count) | (not takes), status, SPEC)
+    more = (status == 0) & (first < chunk.count) & takes"""
+_SUM = "            total = reduce_planes(tiles, SPEC)\n"
 _MET = "            status = synchronize(ahead, 0, SPEC)\n        number"
 _SIGNAL_ONLY = """\
             if ahead.me == tensors[3]:
@@ -59,7 +66,7 @@ def _barrier(old: str, new: str) -> tuple[Edit, ...]:
 PUSHES = (
     Mutant(
         "P01", "LL broadcast: the root does not wait", "a root runs ahead: words of the epoch before the last get lost",
-        (Edit(BROADCAST, _NOTHING, "        status = 0\n"),),
+        (Edit(FILE, _TAKES_ONE, _TAKES_ONE.replace("(not takes)", "False")),),
         (BL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -69,7 +76,7 @@ PUSHES = (
     ),
     Mutant(
         "P03", "LL gather: a rank that is not the root does not wait", "senders run ahead of the root",
-        (Edit(GATHER, _NOTHING, "        status = 0\n"),),
+        (Edit(FILE, _TAKES_ALL, _TAKES_ALL.replace("(not takes)", "False")),),
         (GL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256,
     ),
     Mutant(
@@ -115,7 +122,7 @@ PUSHES = (
     ),
     Mutant(
         "P12", "push: rows by step instead of by rank", "a schedule of peers is no list of rows",
-        (Edit(FILE, "row = tensors[0] + to * tensors[2]", "row = tensors[0] + step * tensors[2]"),),
+        (Edit(FILE, "row = tensors[0] + to * tensors[2]", "row = tensors[0] + step % SPEC.WORLD_SIZE * tensors[2]"),),
         (AL,), WRONG,
     ),
     Mutant(
@@ -172,5 +179,13 @@ PUSHES = (
         "P22", "uneven parts: as many chunks as the own parts need", "rows that need more chunks come in part",
         (Edit(SPLITS, "tl.maximum(ours, tl.max(tl.where(mask, theirs & LOW, 0), axis=0))", "ours"),),
         (VL,), WRONG, sizes=(257,), tile=256,
+    ),
+    Mutant(
+        "P23", "LL: a block without words polls the first tile", "it is another block's, whose peers push over it",
+        (
+            Edit(FILE, _NO_WORDS, "False, status, SPEC)\n    more = status == 0"),
+            Edit(FILE, f"if status == 0:\n{_SUM}", f"if (status == 0) & (first < chunk.count):\n{_SUM}"),
+        ),
+        (DL,), RACE, "rotate the mailboxes", sizes=(600,), tile=256, blocks=2,
     ),
 )  # fmt: skip

@@ -128,7 +128,7 @@ def test_the_kind_of_gpu_memory_is_named_with_its_reason(monkeypatch: pytest.Mon
     found, _ = doctor._gpu_memory(2)
     assert found.verdict == WARN and found.text.startswith("cuda_ipc: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY")
     monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
-    (found,) = doctor._gpu_memory(2)
+    found, _ = doctor._gpu_memory(2)
     assert found.text == "cuda_ipc: TRICOMM_CUDA_VMM=0" and "--ipc=host" in found.remedy
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
     assert info.collect()["memory"].startswith("posix_shm, passed over sockets in ")

@@ -9,11 +9,11 @@ import hashlib
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.store.cuda import fake_multicast, fake_vmm
+from tests.store.cuda.fake_ipc import Block, CUipcMemHandle, Mapping
 from tests.store.cuda.fake_multicast import Switch
 from tests.store.cuda.fake_vmm import Physical, VirtualMemory
 from tests.store.fake_host import PinnedPages
@@ -37,42 +37,11 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_UNKNOWN = 999
 
 
-class CUipcMemHandle:
-    def __init__(self) -> None:
-        self._bytes = ctypes.create_string_buffer(64)
-
-    def getPtr(self) -> int:
-        return ctypes.addressof(self._bytes)
-
-
 class _Refused(Exception):
     """The call gives an error code, as CUDA promises to."""
 
     def __init__(self, name: str) -> None:
         self.status = CUresult[name]
-
-
-@dataclass(eq=False)
-class Block:
-    """One cuMemAlloc."""
-
-    owner: Bindings
-    gpu: int
-    base: int
-    data: bytearray
-    live: bool = True
-    mappings: Counter[int] = field(default_factory=Counter)  # by process number
-
-
-@dataclass(eq=False)
-class Mapping:
-    """One cuIpcOpenMemHandle."""
-
-    base: int
-    block: Block
-    gpu: int
-    peer_access: bool
-    live: bool = True
 
 
 def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -136,8 +105,7 @@ class Bindings:
         self._blocks: list[Block] = []
         self._mappings: list[Mapping] = []
         self.pinned = PinnedPages(self._complain)
-        self.vmm = VirtualMemory(self, _Refused)
-        self.switch = Switch(self, _Refused)
+        self.vmm, self.switch = VirtualMemory(self, _Refused), Switch(self, _Refused)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -156,8 +124,8 @@ class Bindings:
         for mapping in self._mappings:
             if mapping.live:
                 mapping.block.mappings[self.number] -= 1
-        self.switch.die()
-        self.vmm.die()
+        for part in (self.switch, self.vmm):
+            part.die()
 
     @_call
     def cuInit(self, flags: int) -> None:
@@ -264,6 +232,9 @@ class Bindings:
 
     @_call
     def cuMemGetAddressRange(self, address: int) -> tuple[int, int]:
+        mapped = self.vmm.piece(address)
+        if mapped is not None:
+            return mapped.base, mapped.nbytes
         block, _ = self._find(address, 1)
         assert isinstance(block, Block), "no cuMemAlloc"
         return block.base, len(block.data)

@@ -138,7 +138,7 @@ class Switch:
 
     def _places(self, address: int) -> Sequence[tuple[Physical, int]]:
         """What `multimem` reaches by an address."""
-        found, gpu = self.process.vmm.mapped(address), self.process._current_gpu()
+        found, gpu = self.process.vmm.piece(address), self.process._current_gpu()
         if found is None or not isinstance(found.memory, MulticastObject) or gpu not in found.access:
             raise self.process._complain(f"used {address:#x} by multimem, where GPU {gpu} has no multicast object")
         whole = found.memory

@@ -60,13 +60,22 @@ class Physical:
 
 
 @dataclass(eq=False)
-class Range:
-    """One cuMemAddressReserve, and what is mapped there. `access`: GPUs whose kernels may touch it."""
+class Piece:
+    """One cuMemMap. `access`: GPUs whose kernels may touch it."""
 
     base: int
     nbytes: int
-    memory: Physical | None = None
+    memory: Physical
     access: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Range:
+    """One cuMemAddressReserve, and what is mapped there."""
+
+    base: int
+    nbytes: int
+    pieces: list[Piece] = field(default_factory=list)
 
 
 class VirtualMemory:
@@ -83,18 +92,17 @@ class VirtualMemory:
         me = f"process {self.process.number} still holds"
         return (
             [f"{me} handle {handle}" for handle in self._handles]
-            + [f"{me} range {r.base:#x}" + " (mapped)" * (r.memory is not None) for r in self._ranges]
+            + [f"{me} range {r.base:#x}" + " (mapped)" * bool(r.pieces) for r in self._ranges]
         )  # fmt: skip
 
     def die(self) -> None:
-        for memory in [*self._handles.values(), *(r.memory for r in self._ranges if r.memory is not None)]:
+        for memory in [*self._handles.values(), *(p.memory for r in self._ranges for p in r.pieces)]:
             memory.users -= 1
         self._handles, self._ranges = {}, []
 
     def lose(self, gpu: int) -> bool:
         """The context of a GPU goes: whether something was left in it."""
-        left = [r for r in self._ranges if r.memory is not None and gpu in r.access]
-        return bool(left)
+        return any(gpu in piece.access for found in self._ranges for piece in found.pieces)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
         if attribute == MULTICAST:
@@ -119,6 +127,12 @@ class VirtualMemory:
     def cuMemRelease(self, handle: int) -> None:
         self.memory(handle).users -= 1
         del self._handles[handle]
+
+    def cuMemRetainAllocationHandle(self, address: int) -> int:
+        mapped = self.piece(address)
+        if mapped is None:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        return self.handle(mapped.memory)
 
     def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:
         memory = self.memory(handle)
@@ -146,59 +160,67 @@ class VirtualMemory:
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> None:
         found = self._range(address, nbytes)
-        if found.memory is not None:
+        if (found.base, found.nbytes) != (address, nbytes):
+            raise self.process._complain(f"freed {nbytes} bytes at {address:#x}, which it has not reserved as a whole")
+        if found.pieces:
             raise self.process._complain(f"freed the addresses {address:#x}, where memory is mapped")
         self._ranges.remove(found)
 
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
         found, memory = self._range(address, nbytes), self.memory(handle)
-        if offset or flags or nbytes != memory.nbytes or found.memory is not None:
+        over = any(address < p.base + p.nbytes and p.base < address + nbytes for p in found.pieces)
+        if offset or flags or nbytes != memory.nbytes or over:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        found.memory, found.access = memory, set()
+        found.pieces.append(Piece(address, nbytes, memory))
         memory.users += 1
 
     def cuMemUnmap(self, address: int, nbytes: int) -> None:
-        found = self._range(address, nbytes)
-        if found.memory is None:
+        pieces = self._pieces(address, nbytes)
+        if not pieces:
             raise self.process._complain(f"unmapped {address:#x}, where nothing is mapped")
         if self.process.kernel_running:
             raise self.process._complain(f"unmapped {address:#x} while a kernel runs")
-        found.memory.users -= 1
-        found.memory, found.access = None, set()
+        for piece in pieces:
+            piece.memory.users -= 1
+            self._range(address, nbytes).pieces.remove(piece)
 
     def cuMemSetAccess(self, address: int, nbytes: int, access: list[CUmemAccessDesc], count: int) -> None:
-        found = self._range(address, nbytes)
-        if found.memory is None or count != len(access):
+        pieces = self._pieces(address, nbytes)
+        if not pieces or sum(piece.nbytes for piece in pieces) != nbytes or count != len(access):
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         for each in access:
             if each.location.type != DEVICE or each.flags != READ_WRITE:
                 raise self._refused("CUDA_ERROR_INVALID_VALUE")
             gpu = self.process.visible[each.location.id]
-            if gpu != found.memory.gpu and not self.process.world.reachable(gpu, found.memory.gpu):
-                raise self._refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
-            if (wrong := found.memory.allow(gpu)) is not None:
-                raise self.process._complain(wrong)
-            found.access.add(gpu)
+            for piece in pieces:
+                if gpu != piece.memory.gpu and not self.process.world.reachable(gpu, piece.memory.gpu):
+                    raise self._refused("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+                if (wrong := piece.memory.allow(gpu)) is not None:
+                    raise self.process._complain(wrong)
+                piece.access.add(gpu)
 
     def behind(self, address: int, nbytes: int, gpu: int) -> tuple[Physical, int] | None:
         """What a kernel of `gpu` touches at an address; None if it is in no range of this process."""
         for found in self._ranges:
             if found.base <= address and address + nbytes <= found.base + found.nbytes:
-                if found.memory is None:
+                piece = self.piece(address)
+                if piece is None:
                     raise self.process._complain(f"touched {address:#x}, a range with no memory behind it")
-                if gpu not in found.access:
+                if gpu not in piece.access:
                     raise self.process._complain(f"touched {address:#x} from GPU {gpu} before it was given access")
-                if not isinstance(found.memory, Physical):
+                if not isinstance(piece.memory, Physical):
                     raise self.process._complain(f"touched {address:#x}, a multicast address, by a plain access")
-                return found.memory, address - found.base
+                assert address + nbytes <= piece.base + piece.nbytes, "one access of the fake touches one allocation"
+                return piece.memory, address - piece.base
         return None
+
+    def piece(self, address: int) -> Piece | None:
+        """What is mapped at an address."""
+        pieces = (piece for found in self._ranges for piece in found.pieces)
+        return next((piece for piece in pieces if piece.base <= address < piece.base + piece.nbytes), None)
 
     def made(self, memory: Physical) -> bool:
         return memory.maker == self.process.number
-
-    def mapped(self, address: int) -> Range | None:
-        """The range that an address lies in."""
-        return next((r for r in self._ranges if r.base <= address < r.base + r.nbytes), None)
 
     def handle(self, memory: Physical) -> int:
         memory.users += 1
@@ -212,10 +234,19 @@ class VirtualMemory:
         return self._handles[handle]
 
     def _range(self, address: int, nbytes: int) -> Range:
-        found = next((r for r in self._ranges if (r.base, r.nbytes) == (address, nbytes)), None)
+        ranges = (r for r in self._ranges if r.base <= address and address + nbytes <= r.base + r.nbytes)
+        found = next(ranges, None)
         if found is None:
-            raise self.process._complain(f"used {nbytes} bytes at {address:#x}, which it has not reserved as a whole")
+            raise self.process._complain(f"used {nbytes} bytes at {address:#x}, which it has not reserved")
         return found
+
+    def _pieces(self, address: int, nbytes: int) -> list[Piece]:
+        """What is mapped in a range; CUDA takes whole mappings only."""
+        end = address + nbytes
+        pieces = [p for p in self._range(address, nbytes).pieces if p.base < end and address < p.base + p.nbytes]
+        if any(p.base < address or p.base + p.nbytes > end for p in pieces):
+            raise self.process._complain(f"took {nbytes} bytes at {address:#x}, a part of what was mapped")
+        return pieces
 
     def _gpu_of(self, properties: CUmemAllocationProp) -> int:
         location = properties.location

@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[Driver], object]] = {
     "cuCtxPushCurrent": current_in,
     "cuMemAlloc": lambda d: d.mem_alloc(8),
     "cuMemFree": lambda d: d.mem_free(8),
-    "cuMemGetAddressRange": lambda d: d.mem_base(8),
+    "cuMemGetAddressRange": lambda d: d.mem_range(8),
     "cuMemsetD8": lambda d: d.memset(8, 0, 8),
     "cuMemcpyDtoH": lambda d: d.read(8, 8),
     "cuMemcpyHtoD": lambda d: d.write(8, b"12345678"),

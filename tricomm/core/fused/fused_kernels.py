@@ -16,7 +16,8 @@ from tricomm.kernels.device import epilogue as device
 from tricomm.kernels.launch.compiler import WIDE
 from tricomm.kernels.launch.kernel_launch import as_integers
 from tricomm.policy import row_shapes
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 
 ROWS = "all_reduce_rows"
 
@@ -56,7 +57,8 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
         return functions | {"OPERANDS": epilogue.operands}
     return {
         "EPILOGUE": device.rms_norm, "PREPARE": device.prepare_rms_norm,
-        "WEIGHT": arguments.DTYPES[epilogue.weight].element, "RESIDUAL": epilogue.residual, "NORM": epilogue.norm,
+        "WEIGHT": arguments.DTYPES[epilogue.weight].element, "BIASED": epilogue.weight_bias != 0,
+        "RESIDUAL": epilogue.residual, "NORM": epilogue.norm,
         "QUANTIZE": epilogue.quantize or "", "SWIZZLED": epilogue.scale_layout == "swizzled_128x4",
         "OPERANDS": operand_types(epilogue, bits),
     }  # fmt: skip
@@ -69,6 +71,11 @@ def wide(call: FusedCall) -> list[torch.Tensor]:
     if call.epilogue.quantize == "nvfp4":
         tensors.append(call.scale_out)
     return [t for t in tensors if t is not None]
+
+
+def aligned(call: FusedCall) -> bool:
+    """Whether those of `wide` begin at multiples of 16."""
+    return not any(t.data_ptr() % 16 for t in wide(call))
 
 
 def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:

@@ -46,7 +46,9 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> tor
     """The norm of each row of `x`, in its type, in the steps of `kernels/device/epilogue.py`."""
     wide = x.float()
     scale, factor = _factor(wide, x.dtype == torch.float32, epilogue)
-    gain = weight.to(factor.dtype) + _number(epilogue.weight_bias, wide).to(factor.dtype)
+    gain = weight.to(factor.dtype)
+    if epilogue.weight_bias:
+        gain = gain + _number(epilogue.weight_bias, wide).to(factor.dtype)
     return ((wide * scale).to(factor.dtype) * factor).mul_(gain).float().to(x.dtype)
 
 

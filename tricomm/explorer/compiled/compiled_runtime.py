@@ -62,17 +62,15 @@ def checked_options(world_size: int, options: Options | None) -> Options:
 
 
 def _smallest(world_size: int) -> Options:
-    """The smallest arena whose buffers and slots hold the tiles that long messages have."""
     nbytes = layout.MIN_ARENA
     while True:
         try:
-            arena = layout.plan(world_size, nbytes)
-            if min(arena.largest_tile("two_shot", "ll"), arena.slot_words("ll")) >= launch_shapes.GPU_TILE:
-                return Options(arena_bytes=nbytes)
+            launch_shapes.check_device("cuda", layout.plan(world_size, nbytes), None)
+            return Options(arena_bytes=nbytes)
         except InvalidArgument:
             if nbytes > 1 << 30:  # a world size that cannot be
                 raise
-        nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
+            nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
 
 
 class CompiledRanks:
@@ -228,6 +226,9 @@ class CompiledRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._interpreted.symmetric(control, shape, dtype, device, timeout)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        return self._interpreted.register(control, tensor, timeout, group)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

@@ -1,6 +1,6 @@
 """Accesses of tricomm's own primitives that the detector's rules would refuse, each with the reason why it is right.
 
-put_ll      In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
+store_ll    In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
 get_ll,     A volatile load, which is relaxed at `.sys`, and reads words that may be written at the same time. An LL
 poll_planes word is one naturally aligned 64-bit access that carries its own flag: a reader that sees the flag
@@ -8,6 +8,8 @@ poll_planes word is one naturally aligned 64-bit access that carries its own fla
             it has been read. That is checked instead (`Detector._ll_overwritten`).
 put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.sys` in both variants, of one size, so no
 get_wide    rule refuses them. That none is overwritten before it has been read is checked as for LL words.
+store_to_   Payload by pairs of words, relaxed in the PTX variant: a header publishes it, as it does plain stores. What
+all         fills up the last pair may stay unread.
 enter,      The busy word of a rank's own table: all blocks of a launch store the same value, and a reader may take
 leave       any of them. A foreign value is reported in whatever order it arrived.
 """
@@ -17,13 +19,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tricomm.explorer.memory_model.source_lines import Site
-from tricomm.kernels import primitives, wide_words
+from tricomm.kernels import multimem, primitives, wide_words
 from tricomm.kernels.device import arrival, message_queues
 
 _LL = (
-    "put_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
+    "store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
 )  # fmt: skip
-_MODULES = (primitives, wide_words, message_queues, arrival)
+_MODULES = (primitives, wide_words, message_queues, arrival, multimem)
+_UNREAD = ("acknowledge", "store_to_all")
 _files = {str(module.__file__) for module in _MODULES}
 
 
@@ -60,4 +63,4 @@ def is_busy_word(site: Site) -> bool:
 
 
 def may_stay_unread(site: Site) -> bool:
-    return any(name == "acknowledge" and file in _files for file, _, name in site.chain)
+    return any(name in _UNREAD and file in _files for file, _, name in site.chain)

@@ -23,6 +23,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -35,6 +36,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
+_MULTICAST = 1 << 60  # an address that this process has nothing at
 
 
 class Turns(Protocol):
@@ -98,6 +100,9 @@ class World:
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
         self.arenas = self._group.open(self.plan.nbytes)
+        self.memory.multicast = _MULTICAST, self.plan.nbytes, self.arenas[0].bases
+        for arena in self.arenas:
+            arena.multicast = _MULTICAST
         for rank, base in enumerate(self.arenas[0].bases):
             name = f"rank {rank}'s arena"
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
@@ -273,6 +278,9 @@ class RankRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
     ) -> Arena:
         return self._world.symmetric(self._rank, shape, dtype)
+
+    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+        raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

@@ -1,0 +1,46 @@
+"""Words of 64 bits by their halves, which are a GPU's registers: int32 tiles, taken apart and put together for nothing.
+
+Written with shifts, a compiler makes arithmetic of 64 bits of them, before it notices that they are moves; in a loop
+that polls it does not always notice. So there is inline PTX, and a pure variant beside it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tricomm.kernels.device.reduction import element
+
+_LOW = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def halves(words, PTX: tl.constexpr):
+    """The two int32 tiles of an int64 tile, which are a GPU's registers: PACK // 2 elements in the lower one."""
+    if PTX:
+        low, high = tl.inline_asm_elementwise(
+            "mov.b64 {$0, $1}, $2;", "=r,=r,l", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+        )
+    else:
+        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+    return low, high
+
+
+@triton.jit
+def joined(parts, PTX: tl.constexpr):
+    """The inverse of `halves`."""
+    low, high = parts
+    if PTX:
+        words = tl.inline_asm_elementwise(
+            "mov.b64 $0, {$1, $2};", "=l,r,r", [low, high], dtype=tl.int64, is_pure=True, pack=1
+        )
+    else:
+        words = (low.to(tl.int64) & _LOW) | (high.to(tl.int64) << 32)
+    return words
+
+
+@triton.jit
+def number_of(parts, j: tl.constexpr, ELEMENT: tl.constexpr, BITS: tl.constexpr):
+    """Element j of each word, given by its `halves`, in fp32."""
+    HALF: tl.constexpr = 32 // BITS
+    return element(parts[j // HALF], j % HALF, ELEMENT, BITS)

@@ -1,0 +1,220 @@
+"""A user's own GPU memory, shared where it lies: what CUDA allocated behind it is passed on, and nothing is copied.
+
+    cuMemCreate (torch: expandable segments, symmetric memory) ── a descriptor of each allocation ──▶ peers map them
+                                                                                                      side by side
+    cuMemAlloc (torch's usual segments) ── the handle of the allocation, by legacy CUDA IPC ──▶ peers open it
+
+A peer maps whole allocations, and with them the user's other tensors in there. The user's memory has to outlive the
+mappings. Nothing is written to find out whether a write arrives: the set-up of the arena has shown that.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tricomm.deadline import Deadline
+from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.control import ControlPage
+from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver, load_driver
+from tricomm.store.cuda.cuda_ipc import IpcBlocks
+from tricomm.store.descriptors import DescriptorSocket
+from tricomm.store.records import NAME_BYTES
+
+MOST_PIECES = 8  # descriptors in a message
+_MAGIC = b"TCRM"
+_VERSION = 1
+_RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{MOST_PIECES}Q{NAME_BYTES}s")
+_MOST = 1 << 47
+_REMEDY = (
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, torch's symmetric memory and comm.symmetric() can be shared"
+)
+
+
+def open_registered_gpu(
+    control: ControlPage, address: int, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None
+) -> CudaArena:
+    """The `nbytes` bytes at `address` on each rank's GPU, mapped by all ranks; called by all ranks together.
+
+    Takes about `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError`
+    if CUDA does not share this memory, or not the same way on all ranks.
+    """
+    deadline = Deadline(timeout)
+    used, ordinal = driver or load_driver(), int(device.index or 0)
+
+    def way() -> bytes:
+        used.init()
+        context = used.retain_context(ordinal)
+        try:
+            with used.current(context):
+                return b"by descriptor" if _retained(used, address) else b"by legacy CUDA IPC"
+        finally:
+            used.release_context(ordinal)
+
+    mine = CollectiveStages(control, "register", deadline)("look at the memory", way)
+    ways = control.exchange(mine, "register: kind of memory", deadline.left)
+    if len(set(ways)) > 1:
+        told = ", ".join(f"rank {rank} {name.decode()}" for rank, name in enumerate(ways))
+        raise ResourceError(f"register: the ranks' memory is of different kinds ({told}): use one allocator")
+
+    def blocks() -> TensorPieces | IpcBlocks:
+        if ways[0] == b"by descriptor":
+            return TensorPieces(control, address, nbytes)
+        return IpcBlocks(control, nbytes, address)
+
+    try:
+        return open_blocks(control, nbytes, device, deadline.left, driver, None, blocks, probe=False)
+    except ResourceError as error:
+        raise ResourceError(f"register: {error}; {_REMEDY}") from error
+
+
+def _retained(driver: Driver, address: int) -> bool:
+    """Whether the memory is of cuMemCreate."""
+    try:
+        driver.mem_release(driver.retain_handle(address))
+    except ResourceError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class PiecesRecord:
+    """The allocations behind a rank's memory, as the other ranks are told of them: their `sizes`, in the order of
+    addresses; the memory begins `offset` bytes into the first."""
+
+    rank: int
+    uuid: bytes
+    nbytes: int
+    offset: int
+    sizes: tuple[int, ...]
+    socket: bytes
+
+    def pack(self) -> bytes:
+        sizes = (*self.sizes, *[0] * (MOST_PIECES - len(self.sizes)))
+        return _RECORD.pack(_MAGIC, _VERSION, self.rank, self.uuid, self.nbytes, self.offset, *sizes, self.socket)
+
+
+def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
+    """Rank `rank`'s record for memory of `nbytes` bytes; raises `RendezvousError` for anything else. Pure."""
+    if len(data) != _RECORD.size:
+        raise RendezvousError(f"rank {rank}'s record of memory has {len(data)} bytes, expected {_RECORD.size}")
+    magic, version, sender, uuid, size, offset, *sizes, name = _RECORD.unpack(data)
+    if magic != _MAGIC or version != _VERSION:
+        raise RendezvousError(f"rank {rank}'s record of memory is not of version {_VERSION}: mixed tricomm versions?")
+    if sender != rank:
+        raise RendezvousError(f"rank {rank}'s record of memory says that it is rank {sender}'s")
+    if size != nbytes:
+        raise RendezvousError(f"rank {rank} registers {size} bytes, this rank registers {nbytes}: use the same size")
+    count = next((n for n, piece in enumerate(sizes) if not piece), MOST_PIECES)
+    if not count or any(sizes[count:]) or sum(sizes) > _MOST or offset >= sizes[0] or offset + size > sum(sizes):
+        raise RendezvousError(f"rank {rank}'s {size} bytes do not lie in the allocations that it tells of")
+    return PiecesRecord(rank, uuid, size, offset, tuple(sizes[:count]), name)
+
+
+class TensorPieces:
+    """The allocations behind a user's memory, and the other ranks', mapped here."""
+
+    kind = "cuda_vmm"
+    no_suspend = "registered memory is the user's"
+
+    def __init__(self, control: ControlPage, address: int, nbytes: int) -> None:
+        self._control, self._address, self._nbytes = control, address, nbytes
+        self._site: GpuSite | None = None
+        self._exported: list[int] = []
+        self._handles: list[int] = []
+        self._mapped: list[tuple[int, int]] = []
+        self._reserved: list[tuple[int, int]] = []
+        self._passing = DescriptorSocket()
+
+    def allocate(self, site: GpuSite) -> bytes:
+        self._site, driver = site, site.driver
+        first, at = 0, self._address
+        sizes: list[int] = []
+        while at < self._address + self._nbytes:
+            if len(sizes) == MOST_PIECES:
+                raise ResourceError(f"the memory lies in more than {MOST_PIECES} allocations; register parts of it")
+            base, size = driver.mem_range(at)
+            first = first or base
+            self._handles.append(driver.retain_handle(at))
+            if self._control.world_size > 1:
+                self._exported.append(driver.export_descriptor(self._handles[-1]))
+                os.set_inheritable(self._exported[-1], False)
+            driver.mem_release(self._handles[-1])
+            self._handles.pop()
+            sizes.append(size)
+            at = base + size
+        if self._control.world_size > 1:
+            self._passing.bind()
+        uuid = driver.device_uuid(site.ordinal)
+        offset = self._address - first
+        return PiecesRecord(self._control.rank, uuid, self._nbytes, offset, tuple(sizes), self._passing.name).pack()
+
+    def shared(self) -> None:
+        pass
+
+    def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
+        peers = [parse_pieces(data, rank, self._nbytes) for rank, data in enumerate(records)]
+        counts = [len(peer.sizes) for peer in peers]
+        if len(set(counts)) > 1:
+            raise ResourceError(f"the memory lies in different numbers of allocations, by rank {counts}")
+        addresses = {self._control.rank: self._address}
+
+        def take(rank: int, held: list[int]) -> None:
+            addresses[rank] = self._map_peer(peers[rank], held)
+
+        names = [peer.socket for peer in peers]
+        pass_descriptors(self._control, self._passing, names, self._exported, take, "registered memory", deadline)
+        self._passing.close()
+        self._close_exported()
+        return tuple(addresses[rank] for rank in range(len(peers)))
+
+    def _map_peer(self, peer: PiecesRecord, descriptors: Sequence[int]) -> int:
+        site = self._site
+        assert site is not None, "allocate comes first"
+        site.refuse_unreachable(peer.rank, peer.uuid)
+        driver, total = site.driver, sum(peer.sizes)
+        try:
+            start = at = driver.address_reserve(total, driver.granularity(site.ordinal))
+            self._reserved.append((start, total))
+            for fd, size in zip(descriptors, peer.sizes, strict=True):
+                self._handles.append(driver.import_descriptor(fd))
+                driver.mem_map(at, size, self._handles[-1])
+                self._mapped.append((at, size))
+                at += size
+            driver.mem_allow(start, total, site.ordinal)
+        except ResourceError as error:
+            raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
+        return start + peer.offset
+
+    def multicast(self, probe: int, deadline: Deadline) -> int:
+        raise ResourceError("registered memory is not bound to a multicast address")
+
+    def give_back(self, undo: Cleanup) -> None:
+        raise ResourceError(self.no_suspend)
+
+    def keep(self) -> None:
+        """Nothing to do: what is mapped here lives without its owner."""
+
+    def release(self, undo: Cleanup) -> bool:
+        self._passing.abandon()
+        self._close_exported()
+        assert self._site is not None or not self._handles
+        driver = self._site.driver if self._site is not None else None
+        if driver is not None:
+            gone = all([undo.attempt(driver.mem_unmap, *piece) for piece in self._mapped])
+            while self._handles:
+                undo.attempt(driver.mem_release, self._handles.pop())
+            for reserved in self._reserved if gone else ():
+                undo.attempt(driver.address_free, *reserved)
+            self._mapped, self._reserved = [], []
+        return True
+
+    def _close_exported(self) -> None:
+        while self._exported:
+            os.close(self._exported.pop())

@@ -1,0 +1,220 @@
+"""A user's own tensor that every rank reaches where it lies: no copy is made, and the tensor stays the user's.
+
+    a GPU's      what CUDA allocated behind it is passed on (`cuda.registered_memory`), or torch's symmetric memory has
+                 mapped it already
+    a CPU's      torch's shared memory (`share_memory_()`): the descriptor of its file is passed on
+
+A peer maps all of what lies behind a tensor, and reads and writes no other part of it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tricomm.deadline import Deadline
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
+from tricomm.store.arena import Arena
+from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.control import ControlPage
+from tricomm.store.descriptors import DescriptorSocket
+from tricomm.store.local_arena import check_view, raw_view
+from tricomm.store.records import NAME_BYTES
+from tricomm.store.segments import MAX_NBYTES, Segment
+
+_MAGIC = b"TCREG\x00\x00\x01"
+_RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, where in it, socket
+_PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
+
+
+class RegisteredArena:
+    """Every rank's tensor at `bases`. `segments`: by rank, the memory of the others that is mapped for it, and where in
+    that the tensor begins; it is closed with the arena."""
+
+    no_suspend = "registered memory is the user's"
+    reason = ""
+    multicast, no_multicast = 0, "registered memory is not bound to a multicast address"
+
+    def __init__(
+        self, kind: str, tensor: torch.Tensor, bases: Sequence[int],
+        segments: Mapping[int, tuple[Segment, int]] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.kind, self.nbytes, self.bases = kind, tensor.nbytes, tuple(bases)
+        self.suspended = self.closed = False
+        self._device, self._segments = tensor.device, dict(segments)
+
+    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """View of rank `rank`'s tensor from byte `offset` on; `InvalidArgument` if it would leave the tensor,
+        `GroupAborted` after `close`."""
+        if self.closed:
+            raise GroupAborted("this registered memory is released")
+        count = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        if rank in self._segments:  # a view keeps it mapped
+            segment, start = self._segments[rank]
+            flat = torch.frombuffer(segment.buffer, dtype=dtype, count=count, offset=start + offset)
+            return flat.view(tuple(shape))
+        return raw_view(self.bases[rank] + offset, shape, dtype, self._device)
+
+    def suspend(self) -> None:
+        """The memory is the user's, and stays."""
+
+    def resume(self, control: ControlPage, timeout: float) -> None:
+        """It was never gone."""
+
+    def close(self) -> None:
+        """Unmap the other ranks' memory; the user's own stays. Idempotent."""
+        self.closed = True
+        for segment, _ in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    def keep(self) -> None:
+        """In place of `close`: the other ranks' memory stays mapped."""
+
+
+def open_registered(control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any = None) -> Arena:
+    """The memory of each rank's `tensor`, mapped by all; called by all ranks together, for tensors of one size.
+
+    `group`: the process group over which torch's symmetric memory behind the tensor is to be shared. Takes about
+    `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory
+    that cannot be shared, `InvalidArgument` if the ranks' tensors lie at different places of torch's memory.
+    """
+    if group is not None:
+        return _of_torch(control, tensor, timeout, group)
+    if tensor.device.type == "cuda":
+        from tricomm.store.cuda.registered_memory import open_registered_gpu
+
+        return open_registered_gpu(control, tensor.data_ptr(), tensor.nbytes, tensor.device, timeout)
+    return _of_shared_memory(control, tensor, timeout)
+
+
+# torch's symmetric memory
+
+
+def _rendezvous(tensor: torch.Tensor, group: Any) -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(tensor, group)
+
+
+def _of_torch(
+    control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any,
+    rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
+) -> RegisteredArena:  # fmt: skip
+    """torch's pointers are those of segments: a tensor may lie anywhere in its segment, and has to lie at the same
+    place on all ranks, which torch does not check."""
+    deadline = Deadline(timeout)
+    stage = CollectiveStages(control, "register", deadline)
+    handles: list[Any] = []
+
+    def place() -> bytes:
+        handle = rendezvous(tensor, group)
+        if handle is None:
+            raise ResourceError("this is no tensor of torch's symmetric memory; leave group= out")
+        handles.append(handle)
+        offset = tensor.data_ptr() - int(handle.buffer_ptrs[handle.rank])
+        if offset < 0 or offset + tensor.nbytes > int(handle.buffer_size):
+            raise ResourceError(f"the tensor does not lie in its segment of {handle.buffer_size} bytes")
+        return _PLACE.pack(handle.rank, handle.world_size, offset, tensor.nbytes)
+
+    places = [_PLACE.unpack(data) for data in stage.gather("torch's rendezvous", place)]
+    for rank, (theirs, size, offset, _) in enumerate(places):
+        if (theirs, size) != (rank, control.world_size):
+            raise InvalidArgument(
+                f"register: rank {rank} of {control.world_size} is rank {theirs} of {size} in the given group: the "
+                "same ranks in the same order are needed"
+            )
+        if offset != places[0][2]:
+            raise InvalidArgument(
+                f"register: rank 0's tensor lies {places[0][2]} bytes into its segment, rank {rank}'s {offset}: "
+                "allocate the same on all ranks, in the same order"
+            )
+    return RegisteredArena("torch", tensor, [int(p) + places[0][2] for p in handles[0].buffer_ptrs])
+
+
+# torch's shared memory on a CPU
+
+
+def _of_shared_memory(control: ControlPage, tensor: torch.Tensor, timeout: float) -> RegisteredArena:
+    deadline = Deadline(timeout)
+    stage = CollectiveStages(control, "register", deadline)
+    segments: dict[int, tuple[Segment, int]] = {}
+    own: list[int] = []  # torch's descriptor
+    with ExitStack() as undo:
+        passing = DescriptorSocket()
+        undo.callback(passing.abandon)
+
+        def look() -> bytes:
+            fd, offset, size = _file_behind(tensor)
+            own.append(fd)
+            if control.world_size > 1:
+                passing.bind()
+            return _RECORD.pack(_MAGIC, control.rank, tensor.nbytes, size, offset, passing.name)
+
+        records = stage.gather("look at the memory", look)
+
+        def attach() -> None:
+            peers = [_parsed(data, rank, tensor.nbytes) for rank, data in enumerate(records)]
+
+            def take(rank: int, held: list[int]) -> None:
+                size, offset, _ = peers[rank]
+                segment = Segment.attach(held, size, readonly=False, sealed=False)
+                undo.callback(segment.close)
+                segments[rank] = segment, offset
+
+            names = [name for _, _, name in peers]
+            pass_descriptors(control, passing, names, own, take, "registered memory", deadline)
+            passing.close()
+
+        stage("map peers' memory", attach)
+        undo.pop_all()
+    bases = [tensor.data_ptr()] * control.world_size
+    for rank, (segment, offset) in segments.items():
+        bases[rank] = segment.address + offset
+    return RegisteredArena("posix_shm", tensor, bases, segments)
+
+
+def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """(descriptor, which torch keeps; bytes before the tensor in the file; bytes of the file). Raises `ResourceError`
+    if it lies in no shared memory."""
+    storage = tensor.untyped_storage()
+    inode = _shared_inode(storage.data_ptr()) if storage.is_shared() else None
+    if inode is None:
+        raise ResourceError(
+            "the tensor does not lie in shared memory: call x.share_memory_() first, with torch's sharing strategy "
+            "file_descriptor, or use comm.symmetric()"
+        )
+    fd, size = storage._share_fd_cpu_()  # of memory that is shared: changes nothing
+    status = os.fstat(fd)
+    if status.st_ino != inode:
+        raise ResourceError("torch's descriptor is not that of the memory behind the tensor")
+    return int(fd), tensor.data_ptr() - storage.data_ptr(), int(size)
+
+
+def _shared_inode(address: int) -> int | None:
+    """The inode of the file that is mapped from its beginning at `address`, shared, without a name in a file system."""
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        where, mode, offset, _, inode, *path = line.split(None, 5)
+        if int(where.split(b"-")[0], 16) == address:
+            nameless = bool(path) and path[0].endswith(b"(deleted)")
+            return int(inode) if mode[3:4] == b"s" and not int(offset, 16) and nameless else None
+    return None
+
+
+def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
+    """(bytes of the file, bytes before the tensor, socket) of rank `rank`'s tensor. Raises `RendezvousError`."""
+    if len(record) != _RECORD.size:
+        raise RendezvousError(f"rank {rank}'s record of memory has {len(record)} bytes, expected {_RECORD.size}")
+    magic, sender, size, whole, offset, name = _RECORD.unpack(record)
+    if magic != _MAGIC or sender != rank:
+        raise RendezvousError(f"rank {rank}'s record of memory is not one that this rank would write: mixed versions?")
+    if size != nbytes or not offset + size <= whole <= MAX_NBYTES:
+        raise RendezvousError(f"rank {rank} registers {size} bytes of a file of {whole}, this rank {nbytes} bytes")
+    return int(whole), int(offset), bytes(name)

@@ -1,0 +1,118 @@
+"""Ranks that register tensors of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.core.bodies.common_bodies import communicator
+from tests.core.bodies.suspension_bodies import refused
+from tricomm.store import registered
+
+
+def _shared(numbers):
+    """In torch's shared memory, and not at its beginning."""
+    whole = torch.full((numbers.numel() + 16,), 77, dtype=numbers.dtype).share_memory_()
+    part = whole[16 : 16 + numbers.numel()].view(numbers.shape)
+    part.copy_(numbers)
+    return part
+
+
+def in_place(rank, world_size, tell, url):
+    """Every collective over a registered tensor, twice, with other numbers; what is wrong."""
+    wrong = []
+    with communicator(rank, world_size, url) as comm:
+        for turn, shape in enumerate([(world_size,), (3 * world_size, 5), (world_size * 700,)]):
+            parts = [torch.arange(torch.Size(shape).numel()).view(shape) + 100 * r + turn for r in range(world_size)]
+            x = _shared(parts[rank])
+            address = x.data_ptr()
+            w = comm.register(x)
+            wrong += [] if w.local is x and w.local.data_ptr() == address else [(turn, "local")]
+            peers = [peer.clone() for peer in w.peers]
+            comm.barrier()
+            wrong += [] if all(map(torch.equal, peers, parts)) else [(turn, "peers")]
+            total = sum(parts)
+            out = torch.full(shape, -1)
+            wrong += [] if torch.equal(comm.all_reduce(w, out=out), total) else [(turn, "out of place")]
+            wrong += [] if torch.equal(comm.all_gather(w), torch.cat(parts)) else [(turn, "all_gather")]
+            rows = total.view(world_size, -1)[rank].reshape(-1)
+            wrong += [] if torch.equal(comm.reduce_scatter(w).reshape(-1), rows) else [(turn, "reduce_scatter")]
+            wrong += [] if comm.all_reduce(w) is w and torch.equal(x, total) else [(turn, "in place")]
+            comm.suspend()
+            wrong += [] if "suspended" in refused(lambda w=w: w.local) else [(turn, "use while suspended")]
+            comm.resume()
+            wrong += [] if torch.equal(x, total) else [(turn, "contents are the user's, and stay")]
+            wrong += [] if comm.all_reduce(w) is w and torch.equal(x, world_size * total) else [(turn, "after resume")]
+            comm.barrier()
+            w.close()
+            wrong += (
+                [] if torch.equal(x, world_size * total) and "closed" in refused(lambda w=w: w.local) else ["close"]
+            )
+        names = {(c.algorithm, c.protocol) for c in comm.stats().calls if c.collective == "all_reduce"}
+        # Sizes that are pushed as LL words if they are staged.
+        wrong += [] if names == {("one_shot", "simple"), ("two_shot", "simple")} else [names]
+        kept = comm.register(_shared(torch.ones(4)))
+        comm.barrier()
+    wrong += [] if "closed" in refused(lambda: kept.local) or kept.local.sum() == 4 else ["after the end"]
+    return wrong
+
+
+def refusals(rank, world_size, tell, url):
+    """What each bad tensor is told, and that the group works on after all of them."""
+    said = {}
+    with communicator(rank, world_size, url) as comm:
+        one = torch.arange(32.0).share_memory_()
+        private, other = torch.ones(32), one if rank else torch.ones(32)
+        bad = {
+            "private": private,
+            "one rank's is private": other,
+            "shape": one[: 16 + rank * 4],
+            "dtype": one if rank else one.view(torch.int32),
+            "alignment": one[1:5] if rank else one[:4],
+            "strided": one[::2],
+            "empty": one[:0],
+            "no tensor": [1.0] if rank else one,
+        }
+        for name, x in bad.items():
+            said[name] = refused(lambda x=x: comm.register(x))
+        said["explained"] = comm.explain("all_reduce", nbytes=4000).reason
+        w = comm.register(one)
+        x = one.clone()
+        comm.all_reduce(w)
+        right = torch.equal(one, world_size * x)
+        mixed = refused(lambda: comm.all_reduce(one if rank else w))  # of a handle on one rank only
+    return said, right, mixed
+
+
+class _Handle:
+    """What torch's rendezvous gives, as far as it is read."""
+
+    def __init__(self, rank, world_size, base, ranks=None):
+        self.rank, self.world_size = ranks[rank] if ranks else rank, world_size
+        self.buffer_ptrs, self.buffer_size = [0x1000 + p for p in range(world_size)], 4096
+        self.buffer_ptrs[self.rank] = base
+
+
+def of_torch(rank, world_size, tell, url):
+    """torch's symmetric memory at the same place, at different ones, of other ranks, and of none."""
+    said = []
+    with communicator(rank, world_size, url) as comm:
+        x = torch.arange(64.0)
+        whole = x.data_ptr() - 256  # where the segment begins
+        found = {
+            "same": _Handle(rank, world_size, whole),
+            "offsets": _Handle(rank, world_size, whole - 64 * rank),
+            "ranks": _Handle(rank, world_size, whole, [1, 0]),
+            "outside": _Handle(rank, world_size, whole - 4096 * rank),
+            "none": None,
+        }
+        for handle in found.values():
+            registered._of_torch.__defaults__ = (lambda tensor, group, handle=handle: handle,)
+            arena = None
+            try:
+                arena = registered.open_registered(comm._group.control, x, 10.0, "a group")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+            if arena is not None:
+                said.append([base - pointer for base, pointer in zip(arena.bases, handle.buffer_ptrs, strict=True)])
+                assert arena.bases[rank] == x.data_ptr()
+    return said

@@ -1,0 +1,189 @@
+"""Fused calls over two fake GPUs: a call that was made before takes a short way, which refuses and gives what the first
+one does; graphs; the host's part of it."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+import pytest
+import torch
+
+from tests.core.fused import fused_reference as reference
+from tests.core.gpu.conftest import MINE, device_of
+from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
+from tricomm import GroupAborted
+from tricomm.core.fused import fused_repeat
+from tricomm.core.fused.fused_repeat import FusedRepeats
+from tricomm.errors import InvalidArgument
+from tricomm.perf import null_launch
+
+ROWS, HIDDEN = 2, 48
+EPS = 0.5
+
+
+def tensors(seed=0, dtype=torch.bfloat16):
+    x, residual, weight = reference.inputs(0, ROWS, HIDDEN, dtype, seed)
+    return x, residual, weight, torch.full_like(x, 77), torch.full_like(x, 77)
+
+
+def call(comm, x, residual, weight, norm_out, residual_out, **more):
+    return comm.all_reduce_rms_norm(
+        x, residual, weight, **{"eps": EPS, "norm_out": norm_out, "residual_out": residual_out} | more
+    )
+
+
+def right(given, found):
+    x, residual, weight = given[:3]
+    total = x.double() + residual.double()
+    exact = reference.norm_of(total, weight, EPS)
+    return torch.equal(found[1].double(), total) and reference.within_an_ulp(found[0], exact)
+
+
+def test_a_call_again_asks_three_things_and_has_the_memory_of_its_own(comm, world):
+    call(comm, *tensors())
+    for seed in (1, 2):
+        given = tensors(seed)
+        assert asked(world, lambda: call(comm, *given)) == ONE_OF_EACH  # noqa: B023
+        assert right(given, given[3:])
+    x, residual, weight, norm, _ = given
+    assert device_of(comm).launches[-1].words[0] == x.data_ptr()
+    alone = comm.all_reduce_rms_norm(x, residual, weight, EPS)
+    again = comm.all_reduce_rms_norm(x, residual, weight, EPS, async_op=True).wait()
+    assert torch.equal(alone[0], norm) and torch.equal(again[0], norm) and again[0].data_ptr() != alone[0].data_ptr()
+    flat = torch.zeros(ROWS * HIDDEN + 1, dtype=x.dtype)[1:].view(ROWS, HIDDEN)  # of another compile
+    for _ in range(2):
+        assert torch.equal(call(comm, flat.copy_(x), *given[1:])[0], norm)
+    for _ in range(2):  # in place
+        y, other = x.clone(), residual.clone()
+        call(comm, y, other, weight, y, other)
+        assert torch.equal(y, norm) and torch.equal(other, alone[1])
+    longer = torch.ones(1, HIDDEN, dtype=x.dtype)
+    assert comm.all_reduce_rms_norm(longer, None, weight, EPS)[1].shape == (1, HIDDEN)
+
+
+def test_a_graph_holds_fused_calls_and_a_replay_has_the_numbers_of_its_day(comm, world):
+    given, other = tensors(3), tensors(4)
+    capture = lambda: world.capture(world.new_stream(torch.device("cuda", MINE)))  # noqa: E731
+    with capture(), pytest.raises(InvalidArgument, match="run this call once before capture"):
+        call(comm, *given)
+    call(comm, *given)
+    with capture() as graph:
+        assert asked(world, lambda: call(comm, *given)) == ONE_OF_EACH
+        call(comm, *other)
+    assert len(graph) == 2 and comm._launcher.captured
+    modes = {plan.mode: plan.fingerprint for plan in comm._planner.plans.values() if plan.numel == ROWS * HIDDEN}
+    number = device_of(comm).launches[-1].parameters
+    assert modes["graph"].to_bytes(4, "little") in [p[:4] for p in number]
+    for seed in (5, 6):
+        for held, fresh in ((given, tensors(seed)), (other, tensors(seed + 10))):
+            for name, new in zip(held, fresh, strict=True):
+                name.copy_(new)
+        for replay in graph:
+            replay()
+        assert right(given, given[3:]) and right(other, other[3:])
+
+
+def test_static_scales_are_those_that_a_graph_may_read(comm, world):
+    x, residual, weight, *_ = tensors()
+    one = comm.all_reduce_rms_norm_quantized(x, residual, weight, EPS, quantize="fp8", scale=0.25)
+    with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
+        codes = comm.all_reduce_rms_norm_quantized(x, residual, weight, EPS, quantize="fp8", scale=0.25).codes
+    graph[0]()
+    assert torch.equal(codes.view(torch.uint8), one.codes.view(torch.uint8)) and codes.float().any()
+
+
+def freed():
+    x = tensors()[0]
+    x.untyped_storage().resize_(8)
+    return x
+
+
+BAD = {
+    "another device": (lambda g: (torch.empty(ROWS, HIDDEN, device="meta").bfloat16(), *g[1:]), "meta"),
+    "negated": (lambda g: (g[0], torch._neg_view(g[1]), *g[2:]), "negated"),
+    "freed": (lambda g: (freed(), *g[1:]), "freed or shrunk"),
+    "gaps": (lambda g: (g[0].t().contiguous().t(), *g[1:]), "strides"),
+    "grad": (lambda g: (g[0].requires_grad_(), *g[1:]), "requires grad"),
+    "type": (lambda g: (*g[:2], g[2].half(), *g[3:]), "weight: torch.float16"),
+    "shape": (lambda g: (*g[:2], g[2][:40], *g[3:]), r"weight: .*\(40,\)"),
+    "over another": (lambda g: (*g[:3], g[3], g[3]), "overlaps norm_out"),
+    "over a weight": (lambda g: (*g[:2], g[3][1], *g[3:]), "norm_out overlaps weight"),
+    "no tensor": (lambda g: (*g[:2], [1.0], *g[3:]), "a torch.Tensor is needed, found list"),
+}
+
+
+@pytest.fixture
+def known(comm):
+    call(comm, *tensors())
+    call(comm, *tensors())
+    return comm
+
+
+def test_a_call_again_refuses_what_the_first_one_does(known):
+    for make, words in BAD.values():
+        with pytest.raises(InvalidArgument, match=words):
+            call(known, *make(tensors()))
+    before = device_of(known).calls.count("cuLaunchKernel")
+    call(known, *tensors(), weight_bias=1.0)
+    for numbers in ({"weight_bias": True}, {"eps": [1]}, {"weight_bias": False}, {"algorithm": "ring"}):
+        with pytest.raises(InvalidArgument):
+            call(known, *tensors(), **numbers)
+    assert device_of(known).calls.count("cuLaunchKernel") == before + 1
+    given = tensors(9)
+    assert right(given, call(known, *given))
+
+
+LOOKS = {
+    "type(t) in _PLAIN": lambda g: (*g[:2], type("Wrapped", (torch.Tensor,), {})(g[2]), *g[3:]),
+    "and t.dtype is dtype": BAD["type"][0],
+    "and t.shape == shape": BAD["shape"][0],
+    "and t.device == device": BAD["another device"][0],
+    "and t.is_contiguous()": BAD["gaps"][0],
+    "and not (t.requires_grad and grad)": BAD["grad"][0],
+    "and not t.is_neg()": BAD["negated"][0],
+    "and len(t.untyped_storage()) >= t.storage_offset() * itemsize + nbytes": BAD["freed"][0],
+    "if start < first + more and first < start + nbytes and not (may_be and start == first):": BAD["over another"][0],
+}
+
+
+@pytest.mark.parametrize("line", LOOKS)
+def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, monkeypatch, line):
+    source = textwrap.dedent(inspect.getsource(FusedRepeats._looked_at))
+    assert source.count(line) == 1
+    other = "if False:" if line.startswith("if") else "True" if line.startswith("type") else ""
+    names = dict(vars(fused_repeat))
+    exec("from __future__ import annotations\n" + source.replace(line, other), names)
+    ((_, call_known),) = known._planner.repeated_fused.items()
+    x, residual, weight, norm_out, residual_out = LOOKS[line](tensors())
+    given = (x, residual_out, weight, residual, norm_out, None, None, None)
+    repeats = known._fused._repeats
+    assert repeats._looked_at(call_known, given) is None
+    assert names["_looked_at"](repeats, call_known, given) is not None
+
+
+def test_a_fault_ends_calls_that_were_made_before(known):
+    known._faults.abort(GroupAborted, "as a test wants it")
+    with pytest.raises(GroupAborted, match="as a test wants it"):
+        call(known, *tensors())
+
+
+def test_plans_that_are_forgotten_are_made_anew(known):
+    known.time_calls(1)
+    given = tensors(7)
+    assert right(given, call(known, *given))
+    known.time_calls(0)
+    given = tensors(8)
+    assert right(given, call(known, *given))
+
+
+def test_a_call_again_leaves_no_object_and_asks_torch_for_no_memory():
+    with null_launch.communicator() as made:
+        given = tensors()
+        run = lambda: call(made, *given)  # noqa: E731
+        run()
+        blocks, objects, used = kept_and_used(run, 1000)
+        assert blocks < 400 and objects < 50 and used < 4000
+        with Operations() as operations:
+            run()
+        assert operations.seen == []

@@ -1,0 +1,47 @@
+"""Kernels through a switch under many schedules, interpreted and compiled."""
+
+import re
+
+import pytest
+
+import tricomm
+from tests.explorer.compiled import ptx_mutants
+from tests.marks import some
+from tricomm.explorer import shipped
+from tricomm.kernels.collectives import registry
+
+KERNELS = some(registry.MULTICAST, lambda number, kernel: kernel.reduces)
+ALL_REDUCE = "all_reduce", "multicast", "simple"
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_any_order_of_events_is_right(kernel):
+    report = tricomm.check(shipped.body(kernel), 3, 4, options=shipped.options(3))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("kernel", some(registry.MULTICAST, 9), ids=lambda kernel: kernel.name)
+def test_the_compiled_form_is_right_too(kernel):
+    report = ptx_mutants.explore((kernel.collective, kernel.algorithm, kernel.protocol), 2)
+    assert report.ok, report
+    text = ptx_mutants.text_of(ALL_REDUCE)
+    assert "multimem.st" in text and text.count("fence.proxy.alias") == 2  # behind each of the two barriers
+
+
+MISTAKES = {
+    "the header before the stage is complete": lambda text: text.replace("st.release.sys", "st.relaxed.sys"),
+    "no acquire behind the headers": lambda text: text.replace("ld.acquire.sys", "ld.relaxed.sys"),
+    "the sum of another word": lambda text: re.sub(r"(ld_reduce\S* b, \[%rd\d+ \+ )8", r"\g<1>24", text),
+}
+
+
+@pytest.mark.parametrize("name", some(MISTAKES, 2))
+def test_mistakes_in_the_compiled_form_are_seen(name):
+    with ptx_mutants.changed(name, MISTAKES[name], "all_reduce_multicast"):
+        report = ptx_mutants.explore(ALL_REDUCE, 4)
+    assert {finding.kind for finding in report.findings} & {"race", "wrong_result"}, report
+
+
+def test_older_gpus_are_refused_by_name():
+    with pytest.raises(tricomm.InvalidArgument, match="sm_80 has no multimem instructions"):
+        tricomm.simulate(lambda comm: comm.explain("all_reduce", 64, algorithm="multicast"), 2, compiled="sm_80")

@@ -1,0 +1,208 @@
+"""A user's own GPU memory, shared where it lies, against a driver that enforces CUDA's rules. No GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.marks import some
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
+from tests.store.cuda.test_cuda_vmm import GRANULE, Job, refused
+from tests.store.store_ranks import in_threads
+from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.registered_memory import PiecesRecord, open_registered_gpu, parse_pieces
+
+NBYTES = 96
+
+
+class Users:
+    """Two ranks with memory of their own: rank r's begins `offsets[r]` bytes into what CUDA allocated, which is
+    `pieces[r]` pieces of cuMemCreate, or one of cuMemAlloc for 0."""
+
+    def __init__(self, pieces: tuple[int, int] = (1, 1), offsets: tuple[int, int] = (4096, 64)) -> None:
+        self.job = Job(FakeCuda(2), [[0, 1], [1, 0]])
+        self.offsets = offsets
+        self.bases, self.contexts = [], []
+        self._pieces: list[list[tuple[int, int]]] = []
+        for driver, count in zip(self.job.drivers, pieces, strict=True):
+            driver.init()
+            self.contexts.append(driver.retain_context(0))
+            with driver.current(self.contexts[-1]):
+                self.bases.append(self._vmm(driver, count) if count else driver.mem_alloc(2 * GRANULE))
+        self.addresses = [base + offset for base, offset in zip(self.bases, offsets, strict=True)]
+
+    def _vmm(self, driver: FakeDriver, count: int) -> int:
+        base = driver.address_reserve(count * GRANULE, GRANULE)
+        made = []
+        for number in range(count):
+            made.append((driver.mem_create(0, GRANULE), base + number * GRANULE))
+            driver.mem_map(made[-1][1], GRANULE, made[-1][0])
+            driver.mem_allow(made[-1][1], GRANULE, 0)
+        self._pieces.append(made)
+        return base
+
+    def register(self, rank: int, nbytes: int = NBYTES) -> CudaArena:
+        control, driver = self.job.group.controls[rank], self.job.drivers[rank]
+        return open_registered_gpu(control, self.addresses[rank], nbytes, torch.device("cuda:0"), 10.0, driver)  # type: ignore[arg-type]
+
+    def register_all(self) -> list[CudaArena]:
+        arenas = in_threads(2, self.register)
+        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
+        return arenas
+
+    def verify(self) -> None:
+        """The user's own goes as it came, and nothing else was left."""
+        for rank, driver in enumerate(self.job.drivers):
+            with driver.current(self.contexts[rank]):
+                pieces = self._pieces.pop(0) if driver.process.vmm._ranges else []
+                for handle, at in pieces:
+                    driver.mem_unmap(at, GRANULE)
+                    driver.mem_release(handle)
+                if pieces:
+                    driver.address_free(self.bases[rank], len(pieces) * GRANULE)
+                else:
+                    driver.mem_free(self.bases[rank])
+            driver.release_context(0)
+        self.job.verify()
+
+
+def works(users: Users, arenas: list[CudaArena]) -> None:
+    """Every rank reads what every other one has written into its own memory, and writes there."""
+    job = users.job
+    for rank, driver in enumerate(job.drivers):
+        assert arenas[rank].bases[rank] == users.addresses[rank]
+        with driver.current(users.contexts[rank]):
+            driver.write(users.addresses[rank], b"%8d" % rank)
+    for rank, driver in enumerate(job.drivers):
+        with arenas[rank]._site.current():
+            assert driver.read(arenas[rank].bases[1 - rank], 8) == b"%8d" % (1 - rank)
+            driver.write(arenas[rank].bases[1 - rank] + NBYTES - 8, b"%8d" % (10 + rank))
+    for rank, driver in enumerate(job.drivers):
+        with driver.current(users.contexts[rank]):
+            assert driver.read(users.addresses[rank] + NBYTES - 8, 8) == b"%8d" % (11 - rank)
+
+
+@pytest.mark.parametrize(
+    "pieces, offsets, kind",
+    [
+        ((1, 1), (4096, 64), "cuda_vmm"),
+        ((3, 3), (2 * GRANULE, 16), "cuda_vmm"),
+        ((0, 0), (GRANULE + 512, 16), "cuda_ipc"),
+    ],
+)
+def test_memory_is_reached_where_it_lies(pieces: Any, offsets: Any, kind: str) -> None:
+    users = Users(pieces, offsets)
+    for _ in range(2):
+        arenas = users.register_all()
+        assert {arena.kind for arena in arenas} == {kind}
+        works(users, arenas)
+        assert users.job.close_all(arenas) == [None, None]
+    users.verify()
+
+
+def test_what_reaches_over_several_allocations_is_mapped_side_by_side() -> None:
+    users = Users((2, 2), (GRANULE - 48, GRANULE - 48))
+    arenas = users.register_all()
+    for rank, driver in enumerate(users.job.drivers):
+        with driver.current(users.contexts[rank]):
+            driver.write(users.bases[rank] + GRANULE - 8, b"left %3d" % rank)
+            driver.write(users.bases[rank] + GRANULE, b"righ %3d" % rank)
+    for rank, driver in enumerate(users.job.drivers):
+        with arenas[rank]._site.current():
+            there = arenas[rank].bases[1 - rank] + 48
+            assert driver.read(there - 8, 8) + driver.read(there, 8) == b"left %3drigh %3d" % (1 - rank, 1 - rank)
+    users.job.close_all(arenas)
+    users.verify()
+
+
+def _calls(pieces: tuple[int, int]) -> list[tuple[int, str, int]]:
+    users = Users(pieces)
+    before = [Counter(driver.calls) for driver in users.job.drivers]
+    arenas = users.register_all()
+    counts = [Counter(driver.calls) - old for driver, old in zip(users.job.drivers, before, strict=True)]
+    users.job.close_all(arenas)
+    return [(rank, name, nth) for rank in range(2) for name, n in counts[rank].items() for nth in range(1, n + 1)]
+
+
+BY_DESCRIPTOR, LEGACY = _calls((1, 1)), _calls((0, 0))
+# It is asked whether memory is of cuMemCreate: what fails then is not.
+ASKING = {("cuMemRetainAllocationHandle", 1), ("cuMemRelease", 1)}
+
+
+@pytest.mark.parametrize("rank, name, nth", some(BY_DESCRIPTOR, lambda number, call: call[0] == 1 and call[2] == 1))
+def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+    _failing((1, 1), rank, name, nth)
+
+
+@pytest.mark.parametrize("rank, name, nth", some(LEGACY, lambda number, call: call[0] == 0 and "Ipc" in call[1]))
+def test_any_failing_call_of_legacy_ipc_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+    _failing((0, 0), rank, name, nth)
+
+
+def _failing(pieces: tuple[int, int], rank: int, name: str, nth: int) -> None:
+    if pieces == (0, 0) and name == "cuMemRetainAllocationHandle":
+        return  # it fails anyway
+    users = Users(pieces)
+    driver = users.job.drivers[rank]
+    driver.fail_at(name, nth)
+    outcomes = in_threads(2, users.register)
+    words = ("different kinds",) if (name, nth) in ASKING else (f"rank {rank}", name, "CUDA_ERROR_UNKNOWN")
+    refused(outcomes, ResourceError, *words)
+    assert users.job.world.complaints == []
+    if (name, nth) not in (("cuMemRelease", 1), ("cuDevicePrimaryCtxRelease", 1)):  # it cannot be given back
+        users.verify()
+
+
+def test_ranks_whose_memory_differs_are_told() -> None:
+    users = Users((1, 0))
+    refused(in_threads(2, users.register), ResourceError, "rank 0 by descriptor", "rank 1 by legacy CUDA IPC")
+    users.verify()
+    users = Users((2, 2), (GRANULE - 48, 0))
+    refused(in_threads(2, users.register), ResourceError, "different numbers of allocations, by rank [2, 1]")
+    users.verify()
+    users = Users()
+    refused(in_threads(2, lambda rank: users.register(rank, NBYTES * (rank + 1))), RendezvousError, "192", "96")
+    users.verify()
+
+
+def test_more_allocations_than_a_message_takes_are_refused() -> None:
+    users = Users((9, 9), (0, 0))
+    refused(in_threads(2, lambda rank: users.register(rank, 9 * GRANULE)), ResourceError, "more than 8 allocations")
+    users.verify()
+
+
+def test_a_rank_that_is_killed_leaves_nothing() -> None:
+    users = Users()
+    arenas = users.register_all()
+    users.job.drivers[1].kill()
+    users.job.group.kill(1)
+    arenas[0].close()
+    assert users.job.world.complaints == []
+
+
+RECORD = PiecesRecord(3, bytes(range(16)), NBYTES, 64, (GRANULE, GRANULE), bytes(range(8)))
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        (b"", "0 bytes"),
+        (b"X" + RECORD.pack()[1:], "version"),
+        (replace(RECORD, rank=4).pack(), "rank 4"),
+        (replace(RECORD, nbytes=NBYTES + 1).pack(), "size"),
+        (replace(RECORD, offset=GRANULE).pack(), "do not lie"),
+        (replace(RECORD, sizes=()).pack(), "do not lie"),
+        (replace(RECORD, sizes=(0, GRANULE)).pack(), "do not lie"),
+        (replace(RECORD, sizes=(64,), offset=0).pack(), "do not lie"),
+        (replace(RECORD, sizes=(1 << 63, 1 << 63)).pack(), "do not lie"),
+    ],
+)
+def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
+    assert parse_pieces(RECORD.pack(), 3, NBYTES) == RECORD
+    with pytest.raises(RendezvousError, match=words):
+        parse_pieces(record, 3, NBYTES)
