@@ -74,8 +74,8 @@ def _counting(comm: Communicator, calls: int) -> float:
 def _fused(comm: Communicator, count: int) -> Callable[[], Any]:
     """An all_reduce_rms_norm of one row."""
     x, residual, norm_out, residual_out = (torch.ones(1, count) for _ in range(4))
-    weight, outputs = torch.ones(count), {"norm_out": norm_out, "residual_out": residual_out}
-    return lambda: comm.all_reduce_rms_norm(x, residual, weight, 1e-6, **outputs)
+    weight = torch.ones(count)
+    return lambda: comm.all_reduce_rms_norm(x, residual, weight, norm_out=norm_out, residual_out=residual_out)
 
 
 @contextmanager

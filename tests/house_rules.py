@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,20 +33,23 @@ Sources = dict[str, ast.Module]
 @cache
 def sources(root: Path, folders: tuple[str, ...] = ROOMS) -> Sources:
     """Path from the root -> syntax tree of every module. Links are not followed: a room is read once."""
-    files = (file for folder in folders for file in sorted((root / folder).rglob("*.py")))
-    return {str(file.relative_to(root)): ast.parse(file.read_text()) for file in files}
+    return {name: ast.parse((root / name).read_text()) for name in modules(root, folders)}
+
+
+def modules(root: Path, folders: tuple[str, ...]) -> list[str]:
+    """The paths of all modules from the root."""
+    return [str(file.relative_to(root)) for folder in folders for file in sorted((root / folder).rglob("*.py"))]
 
 
 def long_files(root: Path, folders: tuple[str, ...]) -> list[str]:
     """Files of more than `LINES` lines."""
-    files = (file for folder in folders for file in sorted((root / folder).rglob("*.py")))
-    counted = ((file, len(file.read_text().splitlines())) for file in files)
-    return [f"{file.relative_to(root)}: {lines} lines" for file, lines in counted if lines > LINES]
+    counted = ((name, len((root / name).read_text().splitlines())) for name in modules(root, folders))
+    return [f"{name}: {lines} lines" for name, lines in counted if lines > LINES]
 
 
-def crowded_folders(trees: Sources) -> list[str]:
+def crowded_folders(names: Iterable[str]) -> list[str]:
     """Folders of more than `MODULES` modules, `__init__` and `__main__` not counted."""
-    counted = Counter(str(Path(name).parent) for name in trees if Path(name).stem not in ("__init__", "__main__"))
+    counted = Counter(str(Path(name).parent) for name in names if Path(name).stem not in ("__init__", "__main__"))
     return [
         f"{folder}: {number} modules"
         for folder, number in counted.items()

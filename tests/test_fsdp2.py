@@ -22,7 +22,7 @@ def url(tmp_path):
     ("world_size", "route", "cases"),
     [
         (2, "kernels", [(RESHARD, PLAIN), (KEEP, MIXED)]),
-        (3, "kernels", [(RESHARD, MIXED)]),
+        pytest.param(3, "kernels", [(RESHARD, MIXED)], marks=pytest.mark.exhaustive),
         pytest.param(3, "kernels", [(KEEP, PLAIN)], marks=pytest.mark.exhaustive),
         (2, "gloo", [(RESHARD, MIXED)]),
     ],

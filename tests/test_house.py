@@ -18,7 +18,7 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_no_folder_is_crowded() -> None:
-    assert house_rules.crowded_folders(house_rules.sources(ROOT, EVERYWHERE)) == []
+    assert house_rules.crowded_folders(house_rules.modules(ROOT, EVERYWHERE)) == []
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from tests.wheel_gate import ROOT
 from tricomm.kernels import layout
 from tricomm.policy import selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 REFUSED = ("click", "greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
@@ -45,10 +46,11 @@ group()
 """,
     "selection": """
 from tricomm.policy import selection
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.kernels import layout
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 print({table}.digest.hex())
-site = selection.SelectionFacts('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')
+site = SelectionFacts('sm_90', 8, layout.plan(8, 64 << 20), 64, topology='nvswitch')
 print([selection.choose(site, 'all_reduce', 1 << bits) for bits in range(28)])
 """,
     "uses": """
@@ -145,7 +147,7 @@ def test_a_users_table_that_cannot_be_read_is_named_and_ignored(said, table):
 
 def test_selection_and_digests_are_those_of_an_install(said):
     """Ranks must agree, whatever each of their machines has installed."""
-    site = selection.SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
+    site = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
     choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
     assert said["selection"] == [_TABLE.digest.hex(), str(choices)]
 

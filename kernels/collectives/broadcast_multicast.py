@@ -42,7 +42,5 @@ def _spread(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, heads = tensors
-    if chunk.me != root:
-        fence_aliases(SPEC.PTX)
-        status = receive_row(y_ptr, numel, root, chunk, True, status, SPEC)
-    return status
+    fence_aliases(SPEC.PTX)
+    return receive_row(y_ptr, numel, root, chunk, chunk.me != root, status, SPEC)

@@ -3,9 +3,9 @@
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
 LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
-          (`device/arrival.py`), a rank or block that receives nothing waits for headers. Hops: 1. What is pushed first is loaded
-          beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of words
-          (`device/planes.py`).
+          (`device/arrival.py`), and a rank or block that receives nothing waits for headers. Hops: 1. What is pushed
+          first is loaded beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of
+          words (`device/planes.py`).
 simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
           barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 

@@ -94,7 +94,7 @@ class KernelCosts:
             reads = tuple(dict.fromkeys(numbers[n] for n in read(i)))
             writes = tuple(numbers[n] for n in written(i))
             shared = any(m.startswith("shared") for m in i.modifiers)
-            ordered = i.opcode in _ORDERED
+            ordered = i.opcode in _ORDERED or i.modifiers[:1] == ("st",)
             self.costs.append(InstructionCost(scale * slots, times.us(cycles), reads, writes, ordered, shared))
         self.index = {id(i): n for n, i in enumerate(kernel.instructions)}
         self.starts = [block.start for block in self.flow.blocks]

@@ -7,7 +7,7 @@ is executed, as the last one to arrive at the kernel's end, which has the longes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,13 +29,14 @@ from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 
 DTYPE = DTYPES["float32"]
 _EPOCH = 6  # any but the first: headers and mailboxes of earlier calls are behind it
 _PAGE = 4096
+_MULTICAST = 1 << 60  # an address that nothing has
 ARENA_BYTES = 64 << 20  # what `Options` has
 CALL = 1 << 32 | 1  # number of the call
 
@@ -86,7 +87,10 @@ def architecture(machine: MachineSpec) -> str:
 def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> SelectionFacts:
     """What selection knows of a communicator on such GPUs."""
     plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
-    return SelectionFacts(architecture(machine), world_size, plan, layout.MAX_BLOCKS, topology=topology)
+    without = "" if machine.multicast else f"{machine.name} have no switch that adds and copies"
+    return SelectionFacts(
+        architecture(machine), world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=without
+    )  # fmt: skip
 
 
 def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str, object]:
@@ -118,6 +122,7 @@ class TimedArenas:
         self.inputs = [self.new(8 * words_in, rank, "the input", cold) for rank in ranks]
         self.outputs = [self.new(8 * words_out, rank, "the output", cold) for rank in ranks]
         self.tables = [self.new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in ranks]
+        self.memory.add_multicast(_MULTICAST, self.plan.nbytes, [arena.data_ptr() for arena in self.arenas])
         for rank, arena in enumerate(self.arenas):
             self._fill(rank, arena, world_size)
             self.tables[rank][:world_size] = _addresses(self.inputs)
@@ -138,7 +143,7 @@ class TimedArenas:
         table[layout.RANK], table[layout.CONTROL] = rank, self.controls[rank].data_ptr()
         for word, value in self.plan.constants.items():
             table[word] = value
-        table[layout.EPOCH] = _EPOCH
+        table[layout.EPOCH], table[layout.MULTICAST] = _EPOCH, _MULTICAST
         table[layout.PEERS : layout.PEERS + world_size] = _addresses(self.arenas)
         quad, peers = (0, 4) if rank < 4 else (4, 0)
         for n in range(4):
@@ -173,7 +178,7 @@ def run(
     if takes_counts(kernel.function):
         raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
     if kernel.multicast:
-        raise InvalidArgument(f"{kernel.name}: what the switch does is not modelled from the code")
+        machine = replace(machine, kernels=machine.multicast)
     kind, words = kernel.kind, -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
     arenas = TimedArenas(world_size, plan, sizes[0], sizes[1], cold)

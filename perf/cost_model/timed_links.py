@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tricomm.perf.cost_model.latencies import Latencies
@@ -64,6 +65,18 @@ class RankQueues:
         # They are on all links of the way at once; each link takes what is sent in the order in which it is sent.
         through = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress, peer.ingress))
         return through + self.one_way, through
+
+    def multicasts(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> list[tuple[float, float]]:
+        """`sends` of a store that the switch copies to all `peers`, this rank among them: it leaves this GPU once."""
+        left = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress))
+        came = [max(left, peer.ingress.carries(nbytes, now)) for peer in peers]
+        return [(through + self.one_way, through) for through in came]
+
+    def reduces(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> float:
+        """`fetches` of a load for which the switch adds what it reads from all `peers`: the sum alone comes in here."""
+        left = max(peer.egress.carries(nbytes, now) for peer in peers)
+        through = max(left, *(queue.carries(nbytes, now) for queue in (self.ingress, self.port_in)))
+        return through + 2 * self.one_way + self.times.us(self.times.l2)
 
     def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
         """When what a load asks for at `now` has come from the peer's memory."""

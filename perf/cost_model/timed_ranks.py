@@ -16,9 +16,11 @@ import numpy as np
 from greenlet import getcurrent, greenlet
 
 from tricomm.errors import TricommError
+from tricomm.perf.cost_model.access_bytes import granules, moved
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.load_chains import SharedChain
+from tricomm.perf.cost_model.loads_in_flight import LoadsInFlight
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
 from tricomm.ptx.access import Array, ThreadAccess
@@ -26,7 +28,7 @@ from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.instructions import Instruction
 
 HOST = -1
-_LINE, _SECTOR, _GRANULE = 7, 5, 9  # bits: of L1, of a transfer, of what is remembered of a store's arrival
+_LINE, _GRANULE = 7, 9  # bits: of L1, of what is remembered of a store's arrival
 _BARRIER_CYCLES = 20.0
 _INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
 
@@ -97,31 +99,6 @@ class TimedRank:
     written: int = 0
     read: int = 0
     headers: int = 0
-
-
-@dataclass
-class LoadsInFlight:
-    """Loads of one basic block, which overlap. `most` bytes were on their way at once; `total` in all."""
-
-    most: float = 0.0
-    total: float = 0.0
-    _waited: float = 0.0
-    _now: float = 0.0
-    _coming: list[tuple[float, float]] = field(default_factory=list)
-
-    def add(self, nbytes: float, now: float, until: float) -> None:
-        while self._coming and self._coming[0][0] <= now:
-            self._now -= heapq.heappop(self._coming)[1]
-        heapq.heappush(self._coming, (until, nbytes))
-        self._now += nbytes
-        self.most = max(self.most, self._now)
-        self.total += nbytes
-        self._waited += nbytes * (until - now)
-
-    @property
-    def latency(self) -> float:
-        """Mean microseconds that a byte is on its way."""
-        return self._waited / self.total
 
 
 class TimedRanks:
@@ -196,6 +173,8 @@ class WarpSurroundings:
         self.ranks, self.state, self.clock = ranks, state, clock
         self._index, self._events, self._times = ranks.costs.index, ranks.events, ranks.times
         self._rounds: dict[int, int] = {}
+        self._member, self._there = -1, 0.0
+        self._came: list[tuple[float, float]] = []
 
     def passes(self, block: int) -> None:
         self.clock.enter(block)
@@ -205,6 +184,9 @@ class WarpSurroundings:
 
     def access(self, access: ThreadAccess) -> None:
         index = self._index[id(access.instruction)]
+        if access.instruction.opcode == "multimem":
+            self._by_switch(access, index)
+            return
         now = self.clock.issue(index)
         if access.sem in ("release", "acq_rel"):
             self._fence(access.scope or "sys")
@@ -228,6 +210,30 @@ class WarpSurroundings:
         if access.sem in ("acquire", "acq_rel"):
             self.state.lines.clear()
             self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
+
+    def _by_switch(self, access: ThreadAccess, index: int) -> None:
+        """One of the accesses that a `multimem` instruction makes, one for each rank in turn; it is issued once."""
+        state, peers = self.state, [each.queues for each in self.ranks.states]
+        self._member = (self._member + 1) % len(peers)
+        nbytes = moved(access)
+        if self._member == 0:
+            now = self.clock.issue(index)
+            self._events.sleep(now)
+            if access.kind == "load":
+                self._there = state.queues.reduces(peers, nbytes, now)
+                state.read += len(access.addresses) * access.width * len(peers)
+                self._flies(index, nbytes, now, self._there)
+            else:
+                self._came = state.queues.multicasts(peers, nbytes, now)
+                state.written += len(access.addresses) * access.width
+            state.pushed = True
+            self.clock.pushes(index)
+        if access.kind == "load":
+            access.perform(None)
+            if self._member == len(peers) - 1:
+                self.clock.delivers(index, self._there, True, False)
+        else:
+            self._goes(access, self.ranks.states[self._member], *self._came[self._member], None)
 
     def _load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
         """When what it loads is there."""
@@ -311,9 +317,16 @@ class WarpSurroundings:
             state.pushed = True
             clock.pushes(index)
         arrival, through = state.queues.sends(peer.queues, threads * access.width, now)
+        self._goes(access, peer, arrival, through, chosen)
+
+    def _goes(
+        self, access: ThreadAccess, peer: TimedRank, arrival: float, through: float, chosen: Array | None
+    ) -> None:  # fmt: skip
+        """A store is on its way to a peer's memory."""
+        clock, state = self.clock, self.state
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
-        path.goes_on(now, path.label)
+        path.goes_on(clock.time, path.label)
         path.adds(WIRE, through)
         path.adds(HOP, arrival)
         keys = granules(access, _GRANULE, chosen)
@@ -372,20 +385,3 @@ class WarpSurroundings:
 
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
         return None
-
-
-def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
-    """Bytes that a warp's access moves: whole sectors of 32 bytes, each once."""
-    return float(len(granules(access, _SECTOR, chosen)) << _SECTOR)
-
-
-def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> Any:
-    """Numbers of the aligned pieces of 1 << `bits` bytes that an access touches."""
-    addresses = access.addresses if chosen is None else access.addresses[chosen]
-    low = int(addresses[0])
-    steps = np.diff(addresses)
-    if not steps.any():
-        return range(low >> bits, ((low + access.width - 1) >> bits) + 1)
-    if (steps == access.width).all():
-        return range(low >> bits, ((int(addresses[-1]) + access.width - 1) >> bits) + 1)
-    return np.unique(addresses >> np.uint64(bits)).tolist()

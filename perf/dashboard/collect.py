@@ -15,17 +15,19 @@ from typing import Any
 
 import torch
 
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.metrics.publish import JobStatistics
 from tricomm.options import Options
-from tricomm.perf import bench_row, units
+from tricomm.perf import bench_row, row_calls, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.dashboard import change_points
 from tricomm.perf.history.database import Entry, now
-from tricomm.policy import selection, user_tables
+from tricomm.policy import row_shapes, selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow
 
 _OF_RUN = ("device", "topology", "world_size")
@@ -141,7 +143,7 @@ def machine(device: str) -> MachineSpec | None:
 
 
 @cache
-def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionFacts | None:
+def _site(device: str, simulated: bool, world_size: int) -> SelectionFacts | None:
     """The facts that selection would have there. The history has no links, so all pairs count as linked."""
     known = machine(device)
     kind = "cpu" if simulated else known.architecture if known is not None else ""
@@ -149,7 +151,7 @@ def _site(device: str, simulated: bool, world_size: int) -> selection.SelectionF
         return None
     name, rows = _own("" if simulated else device, world_size)
     memory = layout.plan(world_size, Options().arena_bytes)
-    return selection.SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
+    return SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
 
 
 def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
@@ -172,16 +174,29 @@ def pick(scene: dict[str, Any], size: int) -> str | None:
     if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
         return None
     site = _site(scene["device"], scene["simulated"], world_size)
+    mode = "eager" if scene["mode"] == "eager" else "graph"
+    if site is not None and collective == FUSED:
+        return _pick_rows(site, scene["op"], size, dtype, mode)
     if site is None or collective not in units.DATA_COLLECTIVES:
         return None
     elements = units.row_elements(collective, size, dtype.itemsize, world_size)
     nbytes = units.input_bytes(collective, elements, dtype.itemsize, world_size)
-    mode = "eager" if scene["mode"] == "eager" else "graph"
     try:
         choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)
     except TricommError:
         return None
     return f"{choice.algorithm}/{choice.protocol}"
+
+
+def _pick_rows(site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
+    """Of rows that are named like `norm@8192`."""
+    try:
+        form = row_calls.parse(name)
+    except TricommError:
+        return None
+    facts = (FUSED, 8 * dtype.itemsize, form.hidden, form.rows(size, dtype.itemsize), (None, None), form.quantize, mode)
+    choice = row_shapes.choose(site, *facts)
+    return None if isinstance(choice, str) else f"{choice.algorithm}/{choice.protocol}"
 
 
 @dataclass(frozen=True)

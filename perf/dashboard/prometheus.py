@@ -98,10 +98,10 @@ def _owner(job: JobStatistics, comm: Statistics) -> list[str]:
 
 def _bandwidth(row: Calls, world_size: int) -> float:
     """1e9 bytes per second. A size is a rank's input here, and the larger one of input and output in nccl-tests."""
-    from tricomm.kernels.collective_specs import COLLECTIVES
+    from tricomm.kernels.collective_specs import COLLECTIVES, FUSED
 
-    if row.p50_us is None or not row.p50_us or row.collective not in COLLECTIVES:
+    kind = (COLLECTIVES | FUSED).get(row.collective)
+    if row.p50_us is None or not row.p50_us or kind is None:
         return 0.0
-    kind = COLLECTIVES[row.collective]
     size = row.nbytes / row.calls * max(1.0, kind.rows_out(world_size) / kind.rows_in(world_size))
     return size / row.p50_us / 1e3 * bus_factor(row.collective, world_size)

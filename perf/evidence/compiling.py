@@ -25,7 +25,8 @@ from tricomm.perf.bench import check_data
 from tricomm.perf.evidence import checks, hardware
 from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
 from tricomm.perf.workers import end_with_parent
-from tricomm.policy.selection import SelectionFacts, choose
+from tricomm.policy.selection import choose
+from tricomm.policy.selection_facts import SelectionFacts
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and the arguments of `compile_kernel`
 _DRY = 1  # variants of a case that a dry run compiles

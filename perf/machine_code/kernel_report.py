@@ -24,7 +24,7 @@ from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place
 from tricomm.perf.row_calls import RowForm
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width

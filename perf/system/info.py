@@ -24,6 +24,7 @@ from tricomm.perf import provenance
 from tricomm.perf.history import database
 from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store import descriptors
 from tricomm.store.arena import expected_kind, no_multicast_expected
 from tricomm.topology import discovery
@@ -201,7 +202,7 @@ def _ranges() -> list[dict[str, Any]]:
     return [row for collective in DATA_COLLECTIVES for site in sites for row in _ranges_of(collective, site)]
 
 
-def _ranges_of(collective: str, site: selection.SelectionFacts) -> list[dict[str, Any]]:
+def _ranges_of(collective: str, site: SelectionFacts) -> list[dict[str, Any]]:
     ranges: list[dict[str, Any]] = []
     least = 1
     for most in (*selection.limits(site, collective), None):
@@ -216,7 +217,7 @@ def _ranges_of(collective: str, site: selection.SelectionFacts) -> list[dict[str
     return ranges
 
 
-def _site(world_size: int) -> selection.SelectionFacts:
+def _site(world_size: int) -> SelectionFacts:
     """The facts that selection would have in a communicator of the first `world_size` devices."""
     kind, device, topology = "cpu", torch.device("cpu"), None
     if torch.cuda.is_available():
@@ -225,7 +226,7 @@ def _site(world_size: int) -> selection.SelectionFacts:
     if topology is not None:
         topology = topology.of(range(world_size)) if world_size <= len(topology) else None
     mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
-    return selection.SelectionFacts(
+    return SelectionFacts(
         kind,
         world_size,
         layout.plan(world_size, Options().arena_bytes),

@@ -25,7 +25,7 @@ from tricomm.perf.tuner.search import Decision, search
 from tricomm.perf.tuner.successive_halving import BudgetExceeded
 from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import row_shapes, tuning_tables, user_tables
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
 
 

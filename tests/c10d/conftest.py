@@ -12,7 +12,7 @@ def url(tmp_path):
     return f"file://{tmp_path}/store"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fresh():
     """Runs scripts in two ranks, each a Python from its beginning to its end."""
     with fresh_ranks() as found:

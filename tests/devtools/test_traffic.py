@@ -12,7 +12,8 @@ from tricomm.topology.presets import dgx1v
 
 
 def kernels(cube: bool) -> dict[str, registry.Kernel]:
-    return {k.name: k for k in registry.KERNELS if k.collective != "barrier" and k.needs_cube == cube}
+    shipped = (*registry.KERNELS, *registry.MULTICAST)
+    return {k.name: k for k in shipped if k.collective != "barrier" and k.needs_cube == cube}
 
 
 @pytest.mark.parametrize("world_size", some([2, 3, 4], lambda _, size: size < 4))

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import tricomm
 from tests.explorer.compiled import ptx_mutants
@@ -45,3 +46,14 @@ def test_mistakes_in_the_compiled_form_are_seen(name):
 def test_older_gpus_are_refused_by_name():
     with pytest.raises(tricomm.InvalidArgument, match="sm_80 has no multimem instructions"):
         tricomm.simulate(lambda comm: comm.explain("all_reduce", 64, algorithm="multicast"), 2, compiled="sm_80")
+
+
+def test_what_the_switch_does_not_reduce_is_refused_by_name_and_nothing_was_sent():
+    def body(comm):
+        x = torch.full((5,), float(comm.rank))
+        with pytest.raises(tricomm.InvalidArgument, match="the switch has no avg of float32"):
+            comm.all_reduce(x, "avg", algorithm="multicast")
+        assert comm.explain("all_reduce", 20, algorithm="multicast").protocol == "simple"
+        return comm.all_reduce(x, algorithm="multicast")
+
+    assert all(torch.equal(y, torch.full((5,), 3.0)) for y in tricomm.simulate(body, 3))

@@ -52,6 +52,11 @@ for _mutant in MUTANTS.values():
     ALIKE.setdefault(calls(_mutant), []).append(_mutant.name)
 
 
+def _quick(number: int, names: list[str]) -> bool:
+    """A few of which one or two mutants are made: each is explored to learn how many schedules showed it."""
+    return number % 12 == 1 and len(names) < 3
+
+
 def test_every_known_bug_has_a_mutant():
     assert {f"K{n:02}" for n in range(1, 33)} | {"K33a", "K33b"} <= set(MUTANTS)
     assert all(m.edits and m.expect and m.bug for m in MUTANTS.values())
@@ -68,7 +73,7 @@ def test_the_advice_names_what_is_missing(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
 
 
-@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), 12), ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), _quick), ids=lambda names: "-".join(names))
 def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
     report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))
@@ -117,7 +122,7 @@ def every_flag_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
     publish, observe = Thread.publish, Thread.observe
     patch.setattr(Thread, "publish", lambda self, sem, *rest: publish(self, "acq_rel", *rest))
     patch.setattr(Thread, "observe", lambda self, message, sem, *rest: observe(self, message, "acq_rel", *rest))
-    patch.setattr(detector, "_RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
+    patch.setattr(detector, "RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
 
 
 def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:

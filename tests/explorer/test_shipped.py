@@ -23,7 +23,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
-KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 8), ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 11), ids=lambda k: k.name)
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [
@@ -37,7 +37,7 @@ SOME = [
     else pytest.param(k, marks=pytest.mark.soak)
     for k in CHECKED
 ]
-SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 4), ids=lambda k: k.name)
+SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6), ids=lambda k: k.name)
 FALSE_ALARMS = 2000
 SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
 FEW = (5, 1)  # of tiles of four words

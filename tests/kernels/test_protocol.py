@@ -97,7 +97,7 @@ WORLDS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 7))
+@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 11))
 def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
     with block(world_size) as where:
         results = ranks.run(world_size, back_to_back, where, name, CASES)
@@ -159,7 +159,7 @@ EDGES = {"2^30": EVERY - 2, "2^31": 2 * EVERY - 2, "3*2^30": 3 * EVERY - 3}
 STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_shot" in name else ["2^31"])]
 
 
-@pytest.mark.parametrize(("name", "edge"), some(STALE, 8))
+@pytest.mark.parametrize(("name", "edge"), some(STALE, 12))
 def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
     first = EDGES[edge]
     with block(2, 64 * 1024) as where:

@@ -20,7 +20,8 @@ from tricomm.options import Options, with_environment
 from tricomm.perf.bench import request
 from tricomm.perf.system import info
 from tricomm.policy.backend_choice import REDUCTIONS, GroupFacts, decide
-from tricomm.policy.selection import SelectionFacts, choose
+from tricomm.policy.selection import choose
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow
 from tricomm.store.records import Capabilities
 

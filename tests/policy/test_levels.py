@@ -1,5 +1,6 @@
 """Parts of a group, and the form of two levels by size: pure."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,13 @@ def test_parts_by_the_ranks_nodes():
 )
 def test_parts_without_two_levels(of, why):
     assert why in Parts(of).why_not(16)
+
+
+def test_the_parts_of_ten_thousand_nodes_take_no_time():
+    began = time.process_time()
+    parts = Parts.by([b"%d" % (rank // 4) for rank in range(40_000)])
+    assert parts.why_not(16) is None and parts.column(39_999)[:2] == [3, 7] and parts.position(39_998) == 2
+    assert time.process_time() - began < 2.0
 
 
 def test_the_form_by_size():

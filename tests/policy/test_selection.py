@@ -10,10 +10,12 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import DTYPES
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.launch_shapes import check_grid
-from tricomm.policy.selection import SelectionFacts, choose
+from tricomm.policy.selection import choose
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow
 
 _ANY = ("all_reduce", 16, None)
@@ -248,3 +250,23 @@ def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
     assert choose(site("cuda"), "all_reduce", 1024).protocol == "ll"
     with pytest.raises(InvalidArgument, match="several architectures"):
         choose(site("cuda"), "all_reduce", 1024, protocol="ll128")
+
+
+def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
+    def of(nbytes, dtype="bfloat16", op="sum", collective="all_reduce", **facts):
+        here = site(world_size=8, **{"no_multicast": "", **facts})
+        return choose(selection.for_reduction(here, collective, DTYPES[dtype], op), collective, nbytes).algorithm
+
+    assert [of(n << 20) for n in (1, 2, 3, 64)] == ["two_shot", "two_shot", "multicast", "multicast"]
+    assert of(1 << 20, collective="broadcast") == "multicast"
+    unfit = {"dtype": "float64"}, {"op": "avg"}, {"op": "max"}, {"batch_invariant": True}, {"no_multicast": "no"}
+    for others in unfit:
+        assert of(64 << 20, **others) == "two_shot", others
+    for facts, told in (
+        ({"no_multicast": "the probe said no"}, "through the switch, and here the probe said no; there is one_shot/"),
+        ({"no_multicast": "", "batch_invariant": True}, "adds in the switch's order"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(told)):
+            choose(site(world_size=8, **facts), "all_reduce", 64, "multicast")
+    assert selection.why_not_multicast("sm_90", "") == "" and "several" in selection.why_not_multicast("cuda", "")
+    assert "sm_80" in selection.why_not_multicast("sm_80", "") and selection.why_not_multicast("cpu", "why") == "why"

@@ -19,7 +19,8 @@ from tricomm.kernels.launch.kernel_launch import BoundKernel, InPlace
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are

@@ -49,10 +49,10 @@ class Launcher:
 
     def launch(
         self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), in_place: InPlace | None = None,
-        address: int = 0,
+        address: Any = 0,
     ) -> None:  # fmt: skip
-        """Tell the peers what comes, then run it: with `in_place` by that, over the memory of `x` at `address`. Threads
-        that share a group take turns.
+        """Tell the peers what comes, then run it: with `in_place` by that, over the memory of `x` at `address`, or at
+        the addresses of a fused call. Threads that share a group take turns.
 
         Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
         """

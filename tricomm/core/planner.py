@@ -29,7 +29,8 @@ from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.levels import TWO_LEVEL
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _MOST_PLANS = 1024
@@ -57,7 +58,7 @@ class Planner:
         self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor, activity: Activity,
         tuned: TunedTable | None, decided: BackendChoice | None = None,
     ) -> None:  # fmt: skip
-        self.site = selection.SelectionFacts(
+        self.site = SelectionFacts(
             group.device_class, group.world_size, group.layout, group.max_blocks, group.options.blocks,
             group.options.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),

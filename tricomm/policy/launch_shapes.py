@@ -6,16 +6,12 @@ a user has forced is refused.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
 from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow
-
-if TYPE_CHECKING:
-    from tricomm.policy.selection import SelectionFacts
 
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide

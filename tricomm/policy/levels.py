@@ -10,6 +10,7 @@ alike, and so are the bytes of a call.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -32,8 +33,8 @@ class Parts:
     @classmethod
     def by(cls, names: Sequence[object], between: str = NODES) -> Parts:
         """Ranks with equal names are in one part."""
-        seen = list(dict.fromkeys(names))
-        return cls(tuple(seen.index(name) for name in names), between)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return cls(tuple(numbers[name] for name in names), between)
 
     @property
     def count(self) -> int:
@@ -55,8 +56,12 @@ class Parts:
 
     def column(self, rank: int) -> list[int]:
         """The ranks that have the position of `rank` in their parts, by part."""
-        position = self.position(rank)
-        return [self.members(part)[position] for part in range(self.count)]
+        position, seen, column = self.position(rank), Counter[int](), []
+        for other, part in enumerate(self.of):
+            if seen[part] == position:
+                column.append((part, other))
+            seen[part] += 1
+        return [other for _, other in sorted(column)]
 
     def named(self, part: int) -> str:
         """A part and its ranks, in words."""
@@ -64,7 +69,7 @@ class Parts:
 
     def why_not(self, most: int) -> str | None:
         """Why there are no two levels, or None; `most` ranks of a part share memory."""
-        sizes = sorted({self.of.count(part) for part in range(self.count)})
+        sizes = sorted(set(Counter(self.of).values()))
         if self.count < 2:
             return f"all ranks are on one of the {self.between}"
         if len(sizes) > 1:

@@ -15,9 +15,9 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
-from tricomm.kernels.layout import Layout
 from tricomm.policy.compact_forms import MOST_REGISTERS, has_compact_form
 from tricomm.policy.launch_shapes import registers_of, shape_of
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
@@ -55,26 +55,6 @@ class Choice:
         """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
         plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
         return self.algorithm if plain else f"unfused_{self.algorithm}"
-
-
-@dataclass(frozen=True)
-class SelectionFacts:
-    """The facts about a communicator that selection needs; the same on all ranks."""
-
-    device: str  # "cpu" or "sm_90" and so on
-    world_size: int
-    layout: Layout
-    max_blocks: int
-    blocks: int | None = None
-    tile: int | None = None
-    topology: str = ""  # `Topology.kind` of the ranks' devices; empty if unknown
-    reachable: bool = True  # every rank's memory is mapped on every other
-    tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
-    tuned_name: str = ""
-    batch_invariant: bool = False  # only kernels that reduce in rank order
-    max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
-    beside: bool = False  # the group's calls run beside other kernels
-    no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
 
 
 def choose(

@@ -298,6 +298,20 @@ def test_ranks_that_make_other_calls_are_named(other):
     assert all(words in text and "all_reduce_rms_norm(op=32," in text for text in on_all(body))
 
 
+@ROUTES
+def test_no_rows_on_one_rank_are_a_call_that_it_does_not_make(protocol):
+    """As of every collective: its next call is another one than the others' first."""
+
+    def body(comm):
+        x = torch.ones(4 * (comm.rank != 1), 32)
+        with pytest.raises(CollectiveMismatch) as error:
+            comm.all_reduce_rms_norm(x, None, torch.ones(32), protocol=protocol)
+            comm.barrier()
+        return str(error.value)
+
+    assert all("all_reduce_rms_norm(op=32," in text and "barrier" in text for text in on_all(body, 3))
+
+
 def test_explain_and_the_counters_say_what_runs_it():
     def body(comm):
         x, weight = torch.ones(4, 32), torch.ones(32)

@@ -22,7 +22,7 @@ def test_one_bit_is_noticed_and_only_a_sums_nan_has_many_patterns():
 
 # A product of fp8 takes ten seconds to compile.
 @pytest.mark.parametrize(
-    "case", some(bits.sample(), lambda number, case: number % 4 == 0 and case.op != "prod"), ids=lambda case: case.name
+    "case", some(bits.sample(), lambda number, case: number % 6 == 0 and case.op != "prod"), ids=lambda case: case.name
 )
 def test_a_kernel_gives_the_interpreters_bits(case):
     assert bits.difference(case, bits.through_machine(case), bits.through_interpreter(case)) == ""

@@ -251,6 +251,7 @@ def test_a_device_that_is_not_there_is_reported() -> None:
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_of_torchrun_are_joined() -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm")
     asked = ("bench", "--device", "cpu", "--sizes", "1K", "--iters", "1", "--warmup", "0", "--collective", "all")

@@ -86,6 +86,9 @@ def test_what_selection_picks() -> None:
     for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
         assert collect.pick(scene | change, 1024) is None
     assert collect.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None
+    rows = scene | {"collective": "all_reduce_rms_norm", "op": "fp8@8192", "dtype": "bfloat16"}
+    assert collect.pick(rows, 1 << 16) == "two_shot/ll" and collect.pick(rows, 1 << 26) is None
+    assert collect.pick(rows | {"op": "sum"}, 1 << 16) is None
     names = {n: m.name for n in ("NVIDIA GB200", "NVIDIA B200", "Tesla V100-SXM2-16GB") if (m := collect.machine(n))}
     assert names == {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "Tesla V100-SXM2-16GB": "v100"}
 

@@ -17,6 +17,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.perf import provenance
 from tricomm.perf.system import info, info_table
 from tricomm.policy import selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 
@@ -49,8 +50,8 @@ def test_the_whole_table() -> None:
 def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of each range, in the middle of it, and one byte beyond it."""
 
-    def site(world_size: int) -> selection.SelectionFacts:
-        return selection.SelectionFacts(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+    def site(world_size: int) -> SelectionFacts:
+        return SelectionFacts(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
 
     monkeypatch.setattr(info, "_site", site)
     found = info._ranges()

@@ -18,7 +18,7 @@ from tricomm.perf.tuner import coordinator, points
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.worker import Sampler
 from tricomm.policy import row_shapes
-from tricomm.policy.selection import SelectionFacts
+from tricomm.policy.selection_facts import SelectionFacts
 
 _POINT = Point(FUSED, 16, "eager", 3 * 64 * 2, epilogue="fp8@64")
 _H100 = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), layout.MAX_BLOCKS)

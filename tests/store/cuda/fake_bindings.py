@@ -105,8 +105,7 @@ class Bindings:
         self._blocks: list[Block] = []
         self._mappings: list[Mapping] = []
         self.pinned = PinnedPages(self._complain)
-        self.vmm = VirtualMemory(self, _Refused)
-        self.switch = Switch(self, _Refused)
+        self.vmm, self.switch = VirtualMemory(self, _Refused), Switch(self, _Refused)
         self._next_address = (number + 1) << 40
 
     def holds(self) -> list[str]:
@@ -125,8 +124,8 @@ class Bindings:
         for mapping in self._mappings:
             if mapping.live:
                 mapping.block.mappings[self.number] -= 1
-        self.switch.die()
-        self.vmm.die()
+        for part in (self.switch, self.vmm):
+            part.die()
 
     @_call
     def cuInit(self, flags: int) -> None:

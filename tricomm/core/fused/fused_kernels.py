@@ -16,7 +16,8 @@ from tricomm.kernels.device import epilogue as device
 from tricomm.kernels.launch.compiler import WIDE
 from tricomm.kernels.launch.kernel_launch import as_integers
 from tricomm.policy import row_shapes
-from tricomm.policy.selection import Choice, SelectionFacts
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
 
 ROWS = "all_reduce_rows"
 

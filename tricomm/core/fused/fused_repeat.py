@@ -28,7 +28,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STATUS = layout.STATUS
 
 Tensors = Sequence[torch.Tensor | None]
-Again = Callable[[list[int], int, int], None]
+Again = Callable[[Any, int, int], None]
 
 
 class KnownCall:
@@ -78,7 +78,7 @@ class FusedRepeats:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
         self._device, self._gpu, self._monitor = group.device, group.gpu, faults.monitor
 
-    def repeat(self, key: Any, given: Tensors) -> Tensors | None:
+    def repeat(self, key: Any, given: Tensors) -> Sequence[Any] | None:
         """Make the call `key` again: its tensors, those among them that it makes. None, with nothing done, if it is not
         known or if a tensor needs a closer look than this.
 
@@ -106,7 +106,7 @@ class FusedRepeats:
         self._launcher.launch(plan, x, x, (), again, addresses)
         return tensors
 
-    def _looked_at(self, known: KnownCall, given: Tensors) -> tuple[Tensors, list[int], bool] | None:
+    def _looked_at(self, known: KnownCall, given: Tensors) -> tuple[Sequence[Any], list[int], bool] | None:
         """The call's tensors, the addresses of those that the kernel takes, and whether these are aligned; None if one
         is not as it was, or lies over another one."""
         device, grad, tensors = self._device, torch.is_grad_enabled(), given

@@ -25,6 +25,7 @@ from tricomm.store.node_reports import NodeReports
 ROUND_SECONDS = 0.5  # between two looks at the store
 SILENT_SECONDS = 1.6  # of a node whose connection has failed
 GRACE_SECONDS = 3.0  # for the reason of a connection that has failed
+_SECONDS_PER_NODE = 1e-3
 _COMPARE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0  # for the store to take the last word
 _MOST_COMPARED = 64  # nodes; beyond that the next one alone
@@ -70,6 +71,8 @@ class Bridge:
         self._thread = BoundedThread("tricomm-nodes")
         self._lock = threading.RLock()  # a signal handler may close the group while this thread looks
         self._pending: Future[_Heard] | None = None
+        # One store serves all nodes: it is asked less often the more they are.
+        self._period = max(ROUND_SECONDS, parts.count * _SECONDS_PER_NODE)
         self._due, self._beats, self._told = 0.0, 0, False
         self._beat, self._silent, self._since = (
             0,
@@ -158,10 +161,10 @@ class Bridge:
         if self._pending is not None or not (pressing or now >= self._due) or (fault is not None and self._told):
             return
         self._fault_since = self._fault_since or (now if fault is not None else None)
-        waited = self._fault_since is not None and now - self._fault_since > ROUND_SECONDS
+        waited = self._fault_since is not None and now - self._fault_since > self._period
         if not self.reporter() and not waited:  # the reporter may be the one that is stopped
             return
-        self._due = now + ROUND_SECONDS
+        self._due = now + self._period
         self._told = fault is not None
         self._beats += 1
         number, waits = self._beats, self._outer.monitor.channels[0].elapsed > _COMPARE_SECONDS
@@ -198,7 +201,7 @@ class Bridge:
         if pending is None or not pending.done():
             return
         self._pending = None
-        since, self._since = min(self._since, 2 * ROUND_SECONDS), 0.0  # while the store was gone nothing was heard
+        since, self._since = min(self._since, 2 * self._period), 0.0  # while the store was gone nothing was heard
         if pending.exception() is not None:  # the next round asks again
             return
         heard = pending.result()
@@ -207,7 +210,7 @@ class Bridge:
             return
         self._silent = self._silent + since if heard.beat == self._beat else 0.0
         self._beat = heard.beat or 0
-        if self._beat and self._silent > self._stall + 4 * ROUND_SECONDS:  # a rank of its own has named one before
+        if self._beat and self._silent > self._stall + 4 * self._period:  # a rank of its own has named one before
             text = (
                 f"{self._parts.named(self._next)} shows no sign of life for {self._silent:.1f} s (limit "
                 f"{self._stall:g} s): stopped, starved or cut off"
@@ -290,7 +293,7 @@ class Bridge:
             return f"rank(s) {', '.join(map(str, late))} of this node have not entered the call"
         now = time.monotonic()
         self._late_since = self._late_since or now
-        if not self.reporter() and now - self._late_since < 1.5 * ROUND_SECONDS:
+        if not self.reporter() and now - self._late_since < 1.5 * self._period:
             return None
         away = [part for part in range(self._parts.count) if part != self._part and part not in self._slow]
         named = [self._parts.named(part) for part in away]

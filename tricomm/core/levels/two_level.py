@@ -163,6 +163,9 @@ class TwoLevel:
 
     def _raise(self) -> None:
         """Raise the fault of the whole group that a fault of this part is, if there is one."""
+        self._monitor.diverging(
+            self._monitor.channels[0]
+        )  # between islands: the caller's calls say more than the steps
         self._bridge.look(0.0)
         if self._monitor.fault is not None:
             self._faults.raise_fault()

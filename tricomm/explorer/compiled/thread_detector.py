@@ -19,6 +19,7 @@ from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, disti
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow, kind_of
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
+from tricomm.explorer.memory_model.detector import AT_REST, MOST, RELEASES
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
@@ -26,10 +27,7 @@ from tricomm.explorer.report.findings import Finding, Record
 from tricomm.kernels import layout
 from tricomm.ptx.access import ThreadAccess
 
-_MOST = 20
-_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 _SHARED_GRANULE = 4
-RELEASES = ("release", "acq_rel")
 
 
 @dataclass(slots=True)
@@ -64,7 +62,7 @@ class ThreadDetector:
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, unless the same two lines have been found at odds already."""
-        if len(self.findings) < _MOST and all(f.key != finding.key for f in self.findings):
+        if len(self.findings) < MOST and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
     # Host code
@@ -163,7 +161,7 @@ class ThreadDetector:
         for region in arenas:
             words = region.bytes[: layout.HEADERS].view(np.int64)
             epochs.append(int(words[layout.EPOCH]))
-            for word, name in _AT_REST.items():
+            for word, name in AT_REST.items():
                 if words[word]:
                     self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
         if len(set(epochs)) > 1:

@@ -27,9 +27,9 @@ from tricomm.explorer.schedule.tasks import Launch, Task
 from tricomm.kernels import layout
 from tricomm.kernels.launch.memory_access import Access
 
-_MOST = 20
-_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
-_RELEASES = ("release", "acq_rel")
+MOST = 20
+AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
+RELEASES = ("release", "acq_rel")
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Detector:
         if access.reads:
             for place in places:
                 self._read(thread, access, place, record, time)
-        if access.writes and (changed or access.sem in _RELEASES):
+        if access.writes and (changed or access.sem in RELEASES):
             message = self._message(thread, access, places, site) if access.sem is not None else -1
             for place in places:
                 self._write(thread, access, place, record, message, changed, time)
@@ -177,7 +177,7 @@ class Detector:
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, unless one with the same kind and lines is kept already."""
-        if len(self.findings) < _MOST and all(f.key != finding.key for f in self.findings):
+        if len(self.findings) < MOST and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
     def leftovers(self, arenas: list[Region]) -> None:
@@ -198,7 +198,7 @@ class Detector:
             for region in arenas:
                 words = region.bytes[start : start + layout.HEADERS].view(np.int64)
                 epochs.append(int(words[layout.EPOCH]))
-                for word, name in _AT_REST.items():
+                for word, name in AT_REST.items():
                     if words[word]:
                         self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
             if len(set(epochs)) > 1:
@@ -353,7 +353,7 @@ def _fitting(clock: Array, slots: int) -> Array:
 
 def _time(thread: Thread, access: Access) -> int:
     """The time of a write. A release is made by one thread of the block, and does not wait for the others."""
-    return int(thread.fenced[thread.slot]) if access.sem in _RELEASES else thread.time
+    return int(thread.fenced[thread.slot]) if access.sem in RELEASES else thread.time
 
 
 def _number(task: Task) -> int:

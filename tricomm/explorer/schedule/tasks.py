@@ -82,10 +82,10 @@ class Poll:
         lanes = self.access.lanes
         if self.actual is None or self.expected is None or self.result is None:
             return np.zeros(len(self.access.addresses), bool)
-        result = np.broadcast_to(self.result, np.broadcast_shapes(self.result.shape, lanes.shape))
-        if result.shape != lanes.shape:
+        try:
+            result = np.broadcast_to(self.result, lanes.shape)[lanes].astype(bool)
+        except ValueError:  # of another shape: what was compared is made of several elements of the access
             return np.zeros(len(self.access.addresses), bool)
-        result = result[lanes].astype(bool)
         if self.relation == "==":
             return ~result
         return result if self.relation == "!=" else np.ones(len(result), bool)

@@ -1,0 +1,29 @@
+"""What selection knows of a communicator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tricomm.kernels.layout import Layout
+from tricomm.policy.compact_forms import MOST_REGISTERS
+from tricomm.policy.tuning_tables import TableRow
+
+
+@dataclass(frozen=True)
+class SelectionFacts:
+    """The facts about a communicator that selection needs; the same on all ranks."""
+
+    device: str  # "cpu" or "sm_90" and so on
+    world_size: int
+    layout: Layout
+    max_blocks: int
+    blocks: int | None = None
+    tile: int | None = None
+    topology: str = ""  # `Topology.kind` of the ranks' devices; empty if unknown
+    reachable: bool = True  # every rank's memory is mapped on every other
+    tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
+    tuned_name: str = ""
+    batch_invariant: bool = False  # only kernels that reduce in rank order
+    max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
+    beside: bool = False  # the group's calls run beside other kernels
+    no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
