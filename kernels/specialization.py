@@ -185,7 +185,7 @@ class Specialization:
     @cached_property
     def EARLY(self) -> bool:
         """Whether an epilogue's operands are loaded before the row is there: if the registers hold all of them."""
-        return self.ROW_PLANES * self.PLANE <= 16 * self.LANES
+        return self.ROW_PLANES * self.PLANE <= (16 if self.LANES <= 256 else 8) * self.LANES
 
     @cached_property
     def OWNED(self) -> int:

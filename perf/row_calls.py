@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from tricomm.core.fused import fused_checks, fused_kernels
-from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedCall
+from tricomm.core.fused.fused_call import FUSED, NVFP4_BLOCK, QUANTIZATIONS, Epilogue, FusedCall
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing
+from tricomm.policy.row_shapes import MOST_HIDDEN
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import epilogue_name
@@ -55,7 +56,11 @@ def parse(name: str) -> RowForm:
     if match is None:
         known = ", ".join(("norm", *QUANTIZATIONS))
         raise InvalidArgument(f"{name!r}: rows are named like norm@8192: {known}, and elements of a row")
-    return RowForm(int(match[2]), "" if match[1] == "norm" else match[1])
+    hidden, quantize = int(match[2]), "" if match[1] == "norm" else match[1]
+    unit = NVFP4_BLOCK if quantize == "nvfp4" else 8
+    if hidden % unit or not unit <= hidden <= MOST_HIDDEN:
+        raise InvalidArgument(f"{name}: fused kernels take rows of a multiple of {unit} elements, up to {MOST_HIDDEN}")
+    return RowForm(hidden, quantize)
 
 
 def parse_forms(hidden: str, quantize: str | None) -> tuple[RowForm, ...]:

@@ -80,14 +80,20 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
                 seen = tl.load(at, volatile=True)
                 data, flags = halves(seen, SPEC.PTX)
                 low, high = tl.split(tl.reshape(data, [BLOCK, 2]))
-                low_old, high_old = tl.split(tl.reshape(flags ^ flag, [BLOCK, 2]))
+                if SPEC.PTX:  # one instruction where a comparison takes two; the explorer reads comparisons
+                    old = flags ^ flag
+                else:
+                    old = (flags != flag).to(tl.int32)
+                low_old, high_old = tl.split(tl.reshape(old, [BLOCK, 2]))
                 late |= tl.where(lane < lefts[n], low_old | high_old, 0)
                 payload = payload + ((joined((low, high), SPEC.PTX),),)
         words = payload
         if MEET:
             said = headers_and_busy(chunk, place, awaited | busy, SPEC)
             unseen = (said >> 32).to(tl.int32) != flag
-        found = (late != 0).to(tl.int32) | look(chunk.group, spins, late, SPEC.PTX)
+        if SPEC.PTX:
+            late = (late != 0).to(tl.int32)
+        found = late | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
             wrong = said.to(tl.int32) != call.to(tl.int32)
             foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))

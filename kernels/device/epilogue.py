@@ -29,6 +29,7 @@ from tricomm.kernels.device.rows import load_plane, store_plane, words_at
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
+_AT_ONCE = tl.constexpr(4)  # planes whose operands are loaded together: more take registers, fewer wait in turn
 _ROOT = tl.constexpr(127 - 22)  # twice the exponent of 2^-11: a subnormal eps, 2^-149 or more, counts as 2^-127
 _TO_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
 _TO_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
@@ -62,43 +63,63 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
     most = tl.zeros([SPEC.PLANE], tl.int32)
-    for n in tl.static_range(SPEC.ROW_PLANES):
-        at, inside = words_at(n, SPEC)
-        words = row.planes[n]
-        if SPEC.LENGTHS[n] != SPEC.PLANE:
-            words = tl.where(inside, words, 0)
-        parts = halves(words, SPEC.PTX)
+    for g in tl.static_range(0, SPEC.ROW_PLANES, _AT_ONCE):
+        others = ()
         if SPEC.RESIDUAL:
-            others = residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC)
-            parts = _added(parts, halves(others, SPEC.PTX), SPEC)
-        store_plane(row.y_ptr, row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
-        hidden = hidden + (parts,)
-        most = _larger(most, parts, SPEC)
+            for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+                others = others + (residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC),)
+        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+            at, inside = words_at(n, SPEC)
+            words = row.planes[n]
+            if SPEC.LENGTHS[n] != SPEC.PLANE:
+                words = tl.where(inside, words, 0)
+            parts = halves(words, SPEC.PTX)
+            if SPEC.RESIDUAL:
+                parts = _added(parts, halves(others[n - g], SPEC.PTX), SPEC)
+            store_plane(row.y_ptr, row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
+            hidden = hidden + (parts,)
+            most = _larger(most, parts, SPEC)
     scale, factor = _factor(hidden, _largest(most, SPEC), eps, SPEC)
+    if SPEC.PTX and SPEC.BITS == 32:  # or the compiler keeps every element in fp64 from here on, and on a stack
+        scale = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
     normed = ()
-    for n in tl.static_range(SPEC.ROW_PLANES):
-        at, inside = words_at(n, SPEC)
-        if SPEC.WEIGHT == SPEC.ELEMENT:
-            gains = halves(weight[n] if SPEC.EARLY else load_plane(operands[2], 0, n, SPEC), SPEC.PTX)
-        results = ()
-        for j in tl.static_range(SPEC.PACK):
-            if SPEC.WEIGHT == SPEC.ELEMENT:
-                gain = number_of(gains, j, SPEC.ELEMENT, SPEC.BITS)
-            else:
-                raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
-                gain = raw.to(tl.float32, bitcast=True)
-            gain = gain.to(factor.dtype)
-            if SPEC.BIASED:
-                gain += bias.to(factor.dtype)
-            value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
-            results = results + ((value * gain).to(tl.float32),)
-        normed = normed + (packed(results, SPEC),)
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
-    if SPEC.NORM:
-        for n in tl.static_range(SPEC.ROW_PLANES):
-            store_plane(operands[NEXT], row.number, n, joined(normed[n], SPEC.PTX), SPEC.BITS, SPEC)
+    for g in tl.static_range(0, SPEC.ROW_PLANES, _AT_ONCE):
+        gains = ()
+        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+            gains = gains + (weight[n] if SPEC.EARLY and SPEC.WEIGHT == SPEC.ELEMENT else _gains(operands, n, SPEC),)
+        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+            results = ()
+            for j in tl.static_range(SPEC.PACK):
+                if SPEC.WEIGHT == SPEC.ELEMENT:
+                    gain = number_of(halves(gains[n - g], SPEC.PTX), j, SPEC.ELEMENT, SPEC.BITS).to(factor.dtype)
+                else:
+                    gain = gains[n - g][j].to(factor.dtype)
+                if SPEC.BIASED:
+                    gain += bias.to(factor.dtype)
+                value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
+                results = results + ((value * gain).to(tl.float32),)
+            parts = packed(results, SPEC)
+            if SPEC.NORM:
+                store_plane(operands[NEXT], row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
+            if SPEC.QUANTIZE != "":
+                normed = normed + (parts,)
     if SPEC.QUANTIZE != "":
         quantize_row(row.number, normed, operands, NEXT + (1 if SPEC.NORM else 0), SPEC)
+
+
+@triton.jit
+def _gains(operands, n: tl.constexpr, SPEC: tl.constexpr):
+    """Plane n of the weight: words of the row's type, or a tuple of PACK fp32 tiles."""
+    if SPEC.WEIGHT == SPEC.ELEMENT:
+        gains = load_plane(operands[2], 0, n, SPEC)
+    else:
+        at, inside = words_at(n, SPEC)
+        gains = ()
+        for j in tl.static_range(SPEC.PACK):
+            raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
+            gains = gains + (raw.to(tl.float32, bitcast=True),)
+    return gains
 
 
 @triton.jit

@@ -82,7 +82,7 @@ def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: TunedTable, 
 
 _WRONG: list[tuple[str, Any, str]] = [
     ("schema", 3, "schema"),
-    ("kernels", 1, "measured with kernels 1, these are 4; tune again"),
+    ("kernels", 1, f"measured with kernels 1, these are {tuning_tables.KERNELS}; tune again"),
     ("simulated", True, "simulated times for device 'sm_90'"),
     ("surprise", 1, "unknown field `surprise`"),
     ("rows", [{"collective": "all_reduce"}], "missing required field"),
@@ -97,6 +97,8 @@ _WRONG_ROWS: list[tuple[str, Any, str]] = [
     ("blocks", 65, "<= 64"),
     ("warps", 3, "3"),
     ("mode", "fast", "fast"),
+    ("epilogue", "norm@8192", "all_reduce has no epilogue norm@8192"),
+    ("epilogue", "norm@0", "epilogue"),
 ]
 
 

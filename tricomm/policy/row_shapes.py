@@ -25,7 +25,7 @@ MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
 MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
 _POLLED = 4096  # words of all ranks that a block's registers hold
-_WORDS_PER_THREAD = 16  # of a row: 4 warps for 2048 words, and at most 8
+_WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
 _LEAST_TILE = 16  # words, of the interpreter
 _REGISTERS = 65536
 _FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
@@ -113,7 +113,7 @@ def _shape(
     whole = max(least, 1 << (run - 1).bit_length())
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
     # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
-    most = least * min(8, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
+    most = least * min(16, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
     tile = max(least, min(facts.tile or wanted or most, widest, whole))
     form = replace(form, BLOCK=tile)
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
@@ -126,5 +126,5 @@ def _shape(
         return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
     if not gpu:
         return min(facts.blocks or blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
-    warps = max(1, min(warps or 8, tile // least))
+    warps = max(1, min(warps or 16, tile // least))
     return min(facts.blocks or blocks or min(ROW_BLOCKS, max(rows, 1)), facts.max_blocks, MAX_BLOCKS), warps, tile

@@ -14,6 +14,7 @@ import tricomm
 from tests.core.bodies import nccl_bodies
 from tricomm import errors
 from tricomm.core import bootstrap
+from tricomm.core.levels import across, bridge
 from tricomm.kernels.dtypes import DTYPES
 
 SMALL = 256 * 1024
@@ -166,6 +167,21 @@ def faults(rank, world_size, tell, url, fake, names):
     while threading.active_count() > 1 and time.monotonic() < end:
         time.sleep(0.02)
     return found, sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
+
+
+def unprotected(rank, world_size, tell, url, without):
+    """Nodes that make different calls of one size; without the comparison both take the other's data for their own."""
+    if without:
+        across.GlooAcross._compare = lambda *_: None
+    with joined(rank, world_size, url) as comm:
+        comm.all_reduce(torch.ones(5))
+        return stopped(lambda: comm.all_reduce(torch.ones(500), "max" if rank > 1 else "sum"))
+
+
+def unbridged(rank, world_size, tell, url, fake, victims, **options):
+    """As `hurt`, and nothing carries faults between the levels and the nodes."""
+    bridge.Bridge.look = lambda *_: None
+    return hurt(rank, world_size, tell, url, fake, victims, **options)
 
 
 def hurt(rank, world_size, tell, url, fake, victims, **options):

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from tests import ranks
+from tests.core.levels import captured_bodies
 from tests.core.levels import level_bodies as bodies
 from tests.marks import some
 from tricomm.kernels.dtypes import DTYPES
@@ -21,15 +22,15 @@ def url(tmp_path):
     return f"file://{tmp_path}/store"
 
 
-FEW = ["float32", "bfloat16", "int8", "bool", "complex64"]
+FEW = ["bfloat16", "int8", "complex64"]
 
 
 @pytest.mark.parametrize(
     ("world_size", "fake", "names"),
     [
         (4, False, FEW),
-        (6, False, ["int32"]),
-        (4, True, ["float32", "int32"]),
+        (6, False, ["bool"]),
+        (4, True, ["float32"]),
         *some([(4, False, list(DTYPES))], lambda *_: False),
     ],
     ids=["gloo", "three a node", "nccl", "all"],
@@ -73,9 +74,9 @@ def test_faults_are_named_on_all_ranks_of_all_nodes(fake, names, url):
             assert seconds < (3.0 if late else 1.5) + ranks.BUSY
 
 
-def hurt(url, victims, fake, how, **options):
+def hurt(url, victims, fake, how, body=bodies.hurt, **options):
     """The outcomes of the other ranks, and the seconds that each took to see it."""
-    with ranks.start(4, partial(bodies.hurt, **options), url, fake, victims) as started:
+    with ranks.start(4, partial(body, **options), url, fake, victims) as started:
         pids = [started.message(rank) for rank in range(4)]
         time.sleep(0.3)
         began = time.monotonic()
@@ -92,6 +93,17 @@ def test_a_death_is_named_on_all_nodes(fake, url):
     for kind, text, seconds in hurt(url, [3], fake, signal.SIGKILL):
         assert kind == "PeerDied" and "rank 3, of node 1 (rank(s) 2, 3)" in text and "died" in text
         assert seconds < 2.0 + ranks.BUSY
+
+
+def test_without_the_bridge_another_node_waits_until_its_time_is_up(url):
+    found = hurt(url, [3], True, signal.SIGKILL, bodies.unbridged, timeout=4.0)
+    assert all(kind == "CollectiveTimeout" and seconds > 2.5 for kind, _, seconds in found[:2])
+
+
+@pytest.mark.parametrize("without", some([True, False], 2))
+def test_without_the_comparison_nodes_take_each_others_calls_for_their_own(without, url):
+    wanted = "none" if without else "CollectiveMismatch"
+    assert [kind for kind, *_ in ranks.run(4, bodies.unprotected, url, without)] == [wanted] * 4
 
 
 def test_a_rank_that_is_stopped_is_named_on_all_nodes(url):
@@ -141,7 +153,7 @@ def test_bad_requests_are_refused_and_cost_nothing(url):
         assert len(said) == len(words) and all(word in text for word, text in zip(words, said, strict=True)), said
 
 
-@pytest.mark.parametrize("how", ["bridged pairs", "said by the file"])
+@pytest.mark.parametrize("how", some(["bridged pairs", "said by the file"], 2))
 def test_islands_on_one_node(how, url, tmp_path):
     topology = presets.pairs(4) if how == "bridged pairs" else replace(presets.pcie(4), islands=(7, 7, 9, 9))
     file = tmp_path / "topology.json"
@@ -151,3 +163,12 @@ def test_islands_on_one_node(how, url, tmp_path):
         assert by_table[0] == "kernels" and forced[0] == "two_level"
         assert "kernels inside 2 islands of 2 ranks, kernels across" in forced[1]
         assert kind == "CollectiveMismatch" and "300" in text and "301" in text and seconds < 1.0 + ranks.BUSY
+
+
+@pytest.mark.parametrize("forms", some([["shards"], ["leaders"]], lambda *_: False), ids=str)
+def test_a_graph_holds_both_levels(forms, url):
+    """The kernels and NCCL's call are captured, and a replay reads what the tensors hold then."""
+    for rank, (_, found) in enumerate(ranks.run(4, captured_bodies.captured, url, forms, timeout=300)):
+        for form, (untouched, results, steps) in found.items():
+            assert untouched == 0.0 and results == [[10.0], [100.0]]
+            assert steps == (3 if form == "shards" or rank % 2 == 0 else 2)

@@ -27,7 +27,7 @@ TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
-_OLD = "flags ^ flag"
+_OLD = "(flags != flag)"
 _LATE = "late |= tl.where(lane < lefts[n], low_old | high_old, 0)"
 _MEET = "    status = synchronize(chunk, 0, SPEC)\n"
 _PUSH = "    push_to_all(x_ptr, numel, chunk, SPEC)\n"
@@ -77,7 +77,7 @@ OWN = (
     ),
     Mutant(
         "M03", "LL: any flag will do", "a word of the epoch before the last is taken for new",
-        (Edit(ARRIVAL, _OLD, "(flags == 0).to(tl.int32)"),),
+        (Edit(ARRIVAL, _OLD, "(flags == 0)"),),
         (L,), frozenset({"race", "wrong_result", "leftover"}), schedules=20,
     ),
     Mutant(

@@ -98,7 +98,7 @@ class FusedRepeats:
         if planned is None:
             return None
         group = self._group
-        if group.flags[_STATUS] or group.closed or self._monitor.fault is not None:
+        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:
             self._faults.check_usable()
         if captured:
             self._launcher.captured = True

@@ -118,20 +118,21 @@ class GlooAcross:
         pass
 
     def all_reduce(self, x: torch.Tensor, op: str, call: tuple[int, str], check: Callable[[], None]) -> None:
-        fingerprint, text = call
-        header = _HEADER.pack(fingerprint, x.nbytes, text.encode()[:240])
+        self._compare(_HEADER.pack(call[0], x.nbytes, call[1].encode()[:240]), call[1], check)
+        parts = self._gather(x.reshape(-1).view(torch.uint8).clone(), check)
+        shaped = [part.view(x.dtype).view(x.shape) for part in parts]
+        x.copy_(reference.reduced(op, shaped))
+
+    def _compare(self, header: bytes, text: str, check: Callable[[], None]) -> None:
+        """Raises `CollectiveMismatch` if another part makes another call: Gloo would mix them."""
         heard = self._gather(torch.frombuffer(bytearray(header), dtype=torch.uint8), check)
-        for part, theirs in enumerate(heard):
-            theirs_too = theirs.numpy().tobytes()
-            if theirs_too[:16] != header[:16]:
-                said = _HEADER.unpack(theirs_too)[2].rstrip(b"\0").decode(errors="replace")
+        for part, theirs in enumerate(row.numpy().tobytes() for row in heard):
+            if theirs[:16] != header[:16]:
+                said = _HEADER.unpack(theirs)[2].rstrip(b"\0").decode(errors="replace")
                 raise CollectiveMismatch(
                     f"ranks made different calls: this rank {text}; the rank of its position on node {part} {said}; "
                     "make the same call, with the same shape, on every rank"
                 )
-        parts = self._gather(x.reshape(-1).view(torch.uint8).clone(), check)
-        shape = [part.view(x.dtype).view(x.shape) for part in parts]
-        x.copy_(reference.reduced(op, shape))
 
     def _gather(self, mine: torch.Tensor, check: Callable[[], None]) -> Sequence[torch.Tensor]:
         rows = [torch.empty_like(mine) for _ in range(self._parts)]
