@@ -187,7 +187,8 @@ class Communicator:
     def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
         """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.
 
-        Each makes its calls in a channel of its own. Raises the error of the first that has one.
+        Each takes no arguments and makes its calls in a channel of its own. Raises the error of the first that has one,
+        and `InvalidArgument` for what cannot be called and during the capture of a CUDA graph.
         """
         return self._channels.side_by_side(functions)
 

@@ -102,6 +102,12 @@ def test_a_killed_rank_is_named_with_the_channel_that_waits_for_it(url):
     assert name == "PeerDied" and "channel 1: rank 1" in text and "all_reduce" in text
 
 
+def test_an_interrupt_while_functions_run_ends_their_calls_on_all_ranks(url):
+    left, told = ranks.run(2, bodies.interrupted_side_by_side, url)
+    assert left == []
+    assert "rank 0 was stopped by KeyboardInterrupt" in told
+
+
 def test_what_a_communicator_has_not_is_refused():
     def body(comm):
         found = [comm.channel(k).number for k in (0, 1)]

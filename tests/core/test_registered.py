@@ -43,6 +43,15 @@ def test_every_rank_is_told_of_a_tensor_that_cannot_be(url):
         assert mixed.startswith("CollectiveMismatch") and "all_reduce" in mixed
 
 
+def test_a_tensor_that_is_given_other_memory_is_refused_and_the_registered_memory_stays(url):
+    for rank, (sums, moved, theirs, rows, numbers, mixed) in enumerate(ranks.run(2, bodies.other_memory, url)):
+        assert sums == ([1.0, 3.0, 5.0, 7.0, 9.0], 5.0)
+        assert (rank or "has other memory now" in moved) and theirs == (sums[0] if rank else [])
+        assert "shape ()" in rows and "multiple of the world size 2" in rows
+        assert numbers == ([2], 3, [0, 3], [0])
+        assert mixed.startswith("CollectiveMismatch") and "handle 4" in mixed and "handle 5" in mixed
+
+
 def test_torchs_pointers_are_those_of_segments(url):
     for same, offsets, order, outside, none in ranks.run(2, bodies.of_torch, url):
         assert same == [256, 256]

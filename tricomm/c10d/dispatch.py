@@ -210,6 +210,10 @@ class Dispatcher:
                 f"{self._config}: the first call of a group sets up its memory, and cannot be captured in a CUDA "
                 "graph; make one call before the capture"
             )
+        if any(comm.suspended for comm in self._comms.values()):
+            raise InvalidArgument(
+                f"{self._config}: suspended, and the first call on {device} would take memory: resume() comes first"
+            )
         config = self._config
         store = PrefixStore(f"kernels/{device.type}", config.store)
         try:

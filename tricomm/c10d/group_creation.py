@@ -66,15 +66,15 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
 def suspend(group: Any = None) -> None:
     """Give the memory of `group`'s kernels back until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
 
-    Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). One that has not used the
-    kernels has nothing to give back. Calls that they would run are refused meanwhile. Raises as
-    `Communicator.suspend` does.
+    Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). Calls that the kernels
+    would run are refused meanwhile. Nothing happens to a group that has not used the kernels: it has no memory yet,
+    stays awake, and takes memory at its first call. Raises as `Communicator.suspend` does.
     """
     _step(wrap(group), "suspend", Communicator.suspend, Communicator.resume)
 
 
 def resume(group: Any = None) -> None:
-    """Take memory again at the same addresses, as `Communicator.resume`; every rank of `group` calls it."""
+    """Take memory again at the same addresses; every rank of `group` calls it. Raises as `Communicator.resume` does."""
     _step(wrap(group), "resume", Communicator.resume, Communicator.suspend)
 
 

@@ -47,7 +47,7 @@ class Group:
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
                        that size of every other channel
-    owned              arenas of symmetric memory, which end with the group
+    owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
     registered         the users' tensors that all ranks reach, by the number of their handle, and how; they end, too
     unregistered       why memory of the user's could not be shared, the last time
     """
@@ -73,7 +73,7 @@ class Group:
         self.pid, self.forks = os.getpid(), forks()
         self.closed = self.suspended = self.refusing = False
         _groups.add(self)
-        self.owned: list[Arena] = []
+        self.owned: dict[int, Arena] = {}
         self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
         self.unregistered = ""
         self.reachable = all(self.arena.bases)
@@ -144,8 +144,8 @@ class Group:
             arena.suspended = suspended
 
     def live_arenas(self) -> dict[int, Arena]:
-        """The memory that ranks share: the arena as number 0, and symmetric memory that is not closed."""
-        return {n: arena for n, arena in enumerate((self.arena, *self.owned)) if n == 0 or not arena.closed}
+        """The memory that ranks share: the arena as number 0, and symmetric memory by the numbers of its handles."""
+        return {0: self.arena, **self.owned}
 
     def memory(self) -> HeldMemory:
         """What this rank holds of its device."""
@@ -162,7 +162,7 @@ class Group:
         for group in self.channels:
             group.words[layout.ABORT] = 1
         undo.callback(self.control.set_state, RankState.CLOSED)
-        for arena in (self.arena, *self.owned, *(arena for arena, _ in self.registered.values())):
+        for arena in (self.arena, *self.owned.values(), *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.keep)
 
     def release(self, undo: ExitStack, acknowledged: bool) -> None:
@@ -170,7 +170,7 @@ class Group:
         undo.callback(self.control.close)
         if acknowledged:
             undo.callback(self.arena.close)
-        for arena in (*self.owned, *(arena for arena, _ in self.registered.values())):
+        for arena in (*self.owned.values(), *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.close)
 
     def forget_views(self) -> None:

@@ -135,11 +135,19 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
         None if epilogue is None else epilogue.facts,
     )  # fmt: skip
     descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=collective, op=op, dtype=dtype,
+        sequence=0, fingerprint=fingerprint, collective=collective, op=op + _named(request), dtype=dtype,
         algorithm=choice.algorithm, protocol=choice.protocol, count=request.elements, root=request.root,
         grid=choice.blocks, mode=mode,
     )  # fmt: skip
     return fingerprint, descriptor.packed()
+
+
+def _named(request: Request) -> str:
+    """The handle of a call, as the text of a fault names it."""
+    if request.handle is None:
+        return ""
+    number = request.handle.number
+    return f", handle {number}" if number > 0 else f", rows of handle {-number}"
 
 
 def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:

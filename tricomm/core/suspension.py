@@ -33,7 +33,8 @@ class Suspension:
     def suspend(self) -> None:
         """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
 
-        Collective, for one thread a rank. Waits for calls in flight, for this communicator's timeout at most. Captured
+        Collective, for one thread a rank, while no other one makes calls, in any channel: one that only some ranks have
+        begun ends at the timeout. Waits for calls in flight, for this communicator's timeout at most. Captured
         graphs, plans and symmetric handles stay valid, and work again after `resume`; the contents of symmetric memory
         are lost. Until then every call but `resume`, `close` and what asks no other rank is refused by name, without
         consuming a sequence number, and no graph with a call of this communicator may be replayed: its kernels would

@@ -34,8 +34,8 @@ class Symmetric:
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
 
-    Memory of its own (`Communicator.symmetric`) or a tensor of the user's (`Communicator.register`), which is `local`
-    then, and stays the user's: `close` only ends its use, and it is neither zeroed nor given back.
+    Memory of its own (`Communicator.symmetric`) or that of a user's tensor (`Communicator.register`), of which `local`
+    is a view then, and which stays the user's: `close` only ends its use, and it is neither zeroed nor given back.
 
     It lives until `close()` or until its communicator is closed. Its memory starts zeroed, and is zeroed again at the
     same addresses after the communicator was suspended and resumed; in between it cannot be used. `group` and `number`
@@ -52,8 +52,9 @@ class Symmetric:
         self.shape = shape
         self.dtype = dtype
         peers = [arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases))]
+        self._given, self._rank = tensor, rank
         if tensor is not None:
-            peers[rank] = tensor
+            peers[rank] = tensor.detach()  # keeps the memory that peers reach, if the user gives the tensor other one
         self._peers, self._local = tuple(peers), peers[rank]
         self._table = torch.tensor(arena.bases, dtype=torch.int64, device=self._local.device)
         self._rows: OwnRows | None = None
@@ -79,9 +80,9 @@ class Symmetric:
         self._check()
         if self._rows is None:
             world_size = len(self._peers)
-            if self.shape[0] % world_size:
+            if not self.shape or self.shape[0] % world_size:
                 raise InvalidArgument(
-                    f"symmetric: dimension 0 of shape {self.shape} is not a multiple of the world size {world_size}"
+                    f"symmetric: shape {self.shape}: dimension 0 is not a multiple of the world size {world_size}"
                 )
             nbytes = self._local.nbytes // world_size
             addresses = [base + rank * nbytes for rank, base in enumerate(self._arena.bases)]
@@ -103,6 +104,7 @@ class Symmetric:
         if not self._closed:
             self._closed = True
             self._peers, self._local, self._table, self._rows = (), torch.empty(0), torch.empty(0), None
+            self._given = None
             try:
                 self._arena.close()
             finally:
@@ -111,7 +113,14 @@ class Symmetric:
     def _check(self) -> None:
         if self._closed:
             raise GroupAborted("this symmetric memory is closed")
+        if self._given is not None and self._given.data_ptr() != self._arena.bases[self._rank]:
+            raise InvalidArgument(
+                "this registered tensor has other memory now (.data, set_ or resize_) than what the peers reach: close "
+                "the handle on all ranks, and register it anew"
+            )
         if self._arena.suspended:
+            if self._arena.closed:
+                raise GroupAborted("this symmetric memory is closed with its communicator")
             raise InvalidArgument("this symmetric memory is suspended with its communicator: resume() comes first")
 
 

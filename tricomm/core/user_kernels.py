@@ -44,9 +44,11 @@ class UserKernels:
             group.control.agree(error, "symmetric", group.timeout, abort_on_fault=True)
             group.control.require_equal(repr((sizes, dtype)), "symmetric", group.timeout, abort_on_fault=True)
             arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout)
-            group.owned.append(arena)
             self._handles += 1
-            return Symmetric(arena, HandleName(group.name, self._handles, group.rank), sizes, dtype)
+            number = self._handles
+            group.owned[number] = arena
+            name, released = HandleName(group.name, number, group.rank), partial(group.owned.pop, number, None)
+            return Symmetric(arena, name, sizes, dtype, released=released)
 
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
         """A handle on every rank's own `tensor`, which collectives then read and write where it lies.
@@ -81,7 +83,7 @@ class UserKernels:
                 raise
             self._handles += 1
             number = self._handles
-            own.registered[number] = arena, tensor
+            own.registered[number] = arena, tensor.detach()
             name = HandleName(own.name, number, own.rank)
             released = partial(own.registered.pop, number, None)
             return Symmetric(arena, name, tuple(tensor.shape), tensor.dtype, tensor, released)

@@ -177,6 +177,7 @@ def sleeps(rank, world_size, tell, url, route):
                 refused(_sum, "suspended")
                 refused(lambda: dist.all_gather_object([None] * world_size, rank), "suspended")
                 refused(tricomm.suspend, "suspended")
+                refused(lambda: group._dispatcher._communicator(torch.device("cpu", 1)), "first call on cpu:1")
                 work = dist.all_reduce(torch.ones(2), async_op=True)
                 refused(work.wait, "suspended")
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -135,6 +136,34 @@ def in_threads_without_turns(rank, world_size, tell, url):
         return in_threads(rank, world_size, tell, url)
     except tricomm.TricommError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def interrupted_side_by_side(rank, world_size, tell, url):
+    """Threads have the modes of their caller. Then rank 0 waits for calls that rank 1 never makes, until a Ctrl-C."""
+    with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL)) as comm:
+        side, parameter = comm.channel(1), torch.nn.Parameter(torch.full((5,), rank + 1.0))
+        with torch.no_grad():
+            comm.side_by_side(lambda: comm.all_reduce(parameter), lambda: side.all_reduce(torch.ones(3)))
+        assert parameter.tolist() == [3.0] * 5
+        with torch.inference_mode():
+            assert comm.side_by_side(lambda: torch.ones(1).is_inference()) == [True]
+        if rank == 1:
+            time.sleep(0.5)
+            end = time.monotonic() + 20.0
+            while time.monotonic() < end:
+                try:
+                    comm.check()
+                except tricomm.GroupAborted as error:
+                    return str(error)
+                time.sleep(0.01)
+            return "nothing was told"
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            comm.side_by_side(comm.barrier, side.barrier)
+        except KeyboardInterrupt:
+            tell(time.monotonic())
+        time.sleep(1.0)  # the group is not closed by now
+        return sorted(thread.name for thread in threading.enumerate() if "tricomm-side" in thread.name)
 
 
 def killed_in_channel_1(rank, world_size, tell, url):

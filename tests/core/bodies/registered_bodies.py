@@ -26,7 +26,7 @@ def in_place(rank, world_size, tell, url):
             x = _shared(parts[rank])
             address = x.data_ptr()
             w = comm.register(x)
-            wrong += [] if w.local is x and w.local.data_ptr() == address else [(turn, "local")]
+            wrong += [] if w.local.data_ptr() == x.data_ptr() == address else [(turn, "local")]
             peers = [peer.clone() for peer in w.peers]
             comm.barrier()
             wrong += [] if all(map(torch.equal, peers, parts)) else [(turn, "peers")]
@@ -81,6 +81,29 @@ def refusals(rank, world_size, tell, url):
         right = torch.equal(one, world_size * x)
         mixed = refused(lambda: comm.all_reduce(one if rank else w))  # of a handle on one rank only
     return said, right, mixed
+
+
+def other_memory(rank, world_size, tell, url):
+    """A registered tensor that is given other memory on one rank, a handle without dimensions, mixed up handles."""
+    with communicator(rank, world_size, url) as comm:
+        x = _shared(torch.arange(5.0) + rank)
+        w, single = comm.register(x), comm.register(_shared(torch.tensor(2.0 + rank)))
+        sums = comm.all_reduce(w).local.tolist(), comm.all_reduce(single).local.item()
+        if rank == 0:
+            x.data = torch.zeros(5)
+        moved = refused(lambda: comm.all_reduce(w)) if rank == 0 else ""
+        comm.barrier()
+        theirs = w.peers[0].tolist() if rank else []  # what rank 0 has registered is still there
+        rows = refused(lambda: single.rows)
+        comm.barrier()
+        w.close()
+        kept = comm.symmetric((4,), torch.float32)
+        numbers = sorted(comm._group.registered), kept.number, sorted(comm._group.live_arenas())
+        kept.close()
+        numbers += (sorted(comm._group.live_arenas()),)
+        one, other = comm.register(_shared(torch.ones(4))), comm.register(_shared(torch.ones(4)))
+        mixed = refused(lambda: comm.all_reduce(one if rank else other))
+    return sums, moved, theirs, rows, numbers, mixed
 
 
 class _Handle:

@@ -64,6 +64,24 @@ def test_functions_side_by_side_have_a_stream_each_between_what_was_and_what_com
     assert len(behind) == 2 and len(waits(world)) == 6, "two fork, two change the stream of their channel, two join"
 
 
+class Kept(torch.Tensor):
+    """A result on the GPU, which notes the streams that its memory waits for before it is used again."""
+
+    device = torch.device("cuda", MINE)
+
+    def record_stream(self, stream):
+        self.streams = [*getattr(self, "streams", []), stream]
+
+
+def test_results_belong_to_the_stream_of_the_caller_too_and_no_capture_is_split(comm, world):
+    here, result = world.current_stream(), torch.ones(3).as_subclass(Kept)
+    [found, *_] = comm.side_by_side(lambda: {"a": [result]}, lambda: None)
+    assert found["a"][0] is result and result.streams == [here]
+    with world.capture(streams(world)[0]), pytest.raises(tricomm.InvalidArgument, match="captures a CUDA graph"):
+        comm.side_by_side(lambda: comm.all_reduce(torch.ones(8)))
+    comm.all_reduce(torch.ones(8))
+
+
 def test_a_graph_keeps_its_channel_beside_eager_calls_and_after_the_end(comm, world):
     x, y = torch.ones(8), torch.ones(8)
     memory, arena = comm.arena_layout, comm._group.arena

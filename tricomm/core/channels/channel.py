@@ -6,7 +6,7 @@ such as a stream or the order of its threads, takes part in that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
 from tricomm.core.monitor import Monitor
 from tricomm.core.planner import Planner
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, TricommError
 from tricomm.metrics.counters import Activity
 from tricomm.policy.backend_choice import BackendChoice
 from tricomm.policy.tuning_tables import TunedTable
@@ -110,7 +110,25 @@ class Channels:
         strange = [function for function in functions if not callable(function)]
         if strange:
             raise InvalidArgument(f"side_by_side: functions without arguments are needed, found {strange[0]!r}")
-        return self._group.runtime.side_by_side(functions, self._group.gpu)
+        own: list[BaseException] = []
+
+        def kept(function: Callable[[], Any]) -> Callable[[], Any]:
+            def run() -> Any:
+                try:
+                    return function()
+                except BaseException as error:
+                    own.append(error)
+                    raise
+
+            return run
+
+        try:
+            return self._group.runtime.side_by_side([kept(function) for function in functions], self._group.gpu)
+        except BaseException as error:
+            # One that is no function's has interrupted the wait for them: their calls end only if the group does.
+            if not any(error is each for each in own) and not isinstance(error, TricommError):
+                self.first.faults.interrupted(error)
+            raise
 
     @contextmanager
     def held(self, while_suspended: bool) -> Iterator[None]:

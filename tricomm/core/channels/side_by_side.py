@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
+
+from tricomm.errors import InvalidArgument
 
 Functions = Sequence[Callable[[], Any]]
 _LOOK_SECONDS = 0.05  # in which a Ctrl-C is seen
@@ -15,7 +18,14 @@ _LOOK_SECONDS = 0.05  # in which a Ctrl-C is seen
 def on_streams(gpu: Any, functions: Functions) -> list[Any]:
     """Call each on a stream of its own of `gpu` (a `Gpu`), behind what the current stream has to do by now, and order
     the current stream behind all of them; returns their results. A function returns when it has launched its kernels.
+
+    Raises `InvalidArgument` during a capture: parallel branches of a graph have no order that all ranks share.
     """
+    if gpu.capturing():
+        raise InvalidArgument(
+            "side_by_side: the current stream captures a CUDA graph, whose parallel branches may run one after "
+            "another, in another order on each rank: capture one channel a graph, or the calls one after another"
+        )
     here, results = gpu.stream(), []
     streams = [torch.cuda.Stream(gpu.device) for _ in functions]
     try:
@@ -26,21 +36,29 @@ def on_streams(gpu: Any, functions: Functions) -> list[Any]:
     finally:
         for stream in streams:
             here.wait_stream(stream)
+    for result in tree_leaves(results):
+        if isinstance(result, torch.Tensor) and result.device == gpu.device:
+            result.record_stream(here)  # its memory belongs to the other stream, which torch gives to others, too
     return results
 
 
 def in_threads(functions: Functions) -> list[Any]:
     """Call each in a thread of its own and wait for all of them; returns their results, or raises the first one's
-    error."""
+    error. Gradients and inference mode are as in this thread."""
     outcomes: list[tuple[Any, BaseException | None]] = [(None, None)] * len(functions)
+    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run(number: int) -> None:
         try:
-            outcomes[number] = functions[number](), None
+            with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                outcomes[number] = functions[number](), None
         except BaseException as error:
             outcomes[number] = None, error
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(functions))]
+    threads = [
+        threading.Thread(target=run, args=(number,), name=f"tricomm-side-{number}", daemon=True)
+        for number in range(len(functions))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
