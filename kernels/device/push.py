@@ -221,11 +221,13 @@ def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
     to take; returns the status. The first thing that a TAKE does (`run_ll`).
 
     A poll meets the headers as well. But it acquires them in some threads, and behind a clearing all of them have to,
-    before any pushes over the zeros. And a block without words reads no mailbox: its place is another block's, whose
+    before any pushes over the zeros: by a barrier, because what brings the lanes of a single warp together orders no
+    memory. And a block without words reads no mailbox: its place is another block's, whose
     peers push over it as soon as that one has taken it.
     """
     if (status == 0) & (clears(chunk.epoch) | alone):
         status = synchronize(chunk, 0, SPEC)
+        tl.debug_barrier()
     return status
 
 
