@@ -188,6 +188,11 @@ class Specialization:
         return self.ROW_PLANES * self.PLANE <= (16 if self.LANES <= 256 else 8) * self.LANES
 
     @cached_property
+    def AT_ONCE(self) -> int:
+        """Planes whose operands an epilogue loads together: more take registers, fewer wait one behind the other."""
+        return self.ROW_PLANES if self.EARLY else 4
+
+    @cached_property
     def OWNED(self) -> int:
         """Tiles of a mailbox that a block owns side by side."""
         return self.STEPS if self.HIDDEN else 1

@@ -78,8 +78,8 @@ class PosixShmArena:
         return not self._segments
 
     def suspend(self) -> None:
-        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. Whoever touches the block
-        while it is suspended gets zeros, and pages again."""
+        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. A touch of the block while it
+        is suspended shows zeros, and takes pages again."""
         self.suspended = True
         self._segments[self._rank].give_back()
 

@@ -26,6 +26,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
+    gc.unfreeze()  # or libraries report what is frozen as leaked
     if folder := getattr(config, "sockets", None):
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -24,6 +24,8 @@ ELSEWHERE = {
     "copy_ in tricomm.core.rows.unpack", "copy_ in tricomm.core.point_to_point.PointToPoint.recv",
     "copy_ in tricomm.core.fused.unfused.finish", "copy_ in tricomm.core.fused.unfused._fp8",
     "copy_ in tricomm.core.fused.unfused._fp8_per_token", "copy_ in tricomm.core.fused.unfused._nvfp4",
+    "copy_ in tricomm.core.levels.two_level.TwoLevel._shards",
+    "copy_ in tricomm.core.levels.across.GlooAcross.all_reduce",
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
@@ -31,6 +33,8 @@ ELSEWHERE = {
     "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
     "synchronize in store.cuda.cuda_arena.CudaArena._write_probe",
     "synchronize in store.cuda.cuda_arena.CudaArena._clear_probe",
+    "synchronize in store.cuda.cuda_multicast.Multicast._try.run",
+    "synchronize in store.cuda.cuda_multicast.Multicast._clear",
     "synchronize in store.cuda.cuda_arena.CudaArena.suspend", "synchronize in store.local_arena._GpuBlocks.give_back",
     "synchronize in store.local_arena._GpuBlocks.__init__", "synchronize in store.local_arena._GpuBlocks.free",
     "synchronize in store.local_arena._GpuBlocks.take_again",

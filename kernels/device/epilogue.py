@@ -29,7 +29,6 @@ from tricomm.kernels.device.rows import load_plane, store_plane, words_at
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
-_AT_ONCE = tl.constexpr(4)  # planes whose operands are loaded together: more take registers, fewer wait in turn
 _ROOT = tl.constexpr(127 - 22)  # twice the exponent of 2^-11: a subnormal eps, 2^-149 or more, counts as 2^-127
 _TO_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $2;")
 _TO_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $1, $2;")
@@ -63,12 +62,12 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
     most = tl.zeros([SPEC.PLANE], tl.int32)
-    for g in tl.static_range(0, SPEC.ROW_PLANES, _AT_ONCE):
+    for g in tl.static_range(0, SPEC.ROW_PLANES, SPEC.AT_ONCE):
         others = ()
         if SPEC.RESIDUAL:
-            for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+            for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
                 others = others + (residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC),)
-        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
             at, inside = words_at(n, SPEC)
             words = row.planes[n]
             if SPEC.LENGTHS[n] != SPEC.PLANE:
@@ -84,11 +83,11 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
         scale = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
     normed = ()
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
-    for g in tl.static_range(0, SPEC.ROW_PLANES, _AT_ONCE):
+    for g in tl.static_range(0, SPEC.ROW_PLANES, SPEC.AT_ONCE):
         gains = ()
-        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
             gains = gains + (weight[n] if SPEC.EARLY and SPEC.WEIGHT == SPEC.ELEMENT else _gains(operands, n, SPEC),)
-        for n in tl.static_range(g, min(g + _AT_ONCE, SPEC.ROW_PLANES)):
+        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
             results = ()
             for j in tl.static_range(SPEC.PACK):
                 if SPEC.WEIGHT == SPEC.ELEMENT:
@@ -99,11 +98,10 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
                     gain += bias.to(factor.dtype)
                 value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
                 results = results + ((value * gain).to(tl.float32),)
-            parts = packed(results, SPEC)
-            if SPEC.NORM:
-                store_plane(operands[NEXT], row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
-            if SPEC.QUANTIZE != "":
-                normed = normed + (parts,)
+            normed = normed + (packed(results, SPEC),)
+        if SPEC.NORM:
+            for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
+                store_plane(operands[NEXT], row.number, n, joined(normed[n], SPEC.PTX), SPEC.BITS, SPEC)
     if SPEC.QUANTIZE != "":
         quantize_row(row.number, normed, operands, NEXT + (1 if SPEC.NORM else 0), SPEC)
 

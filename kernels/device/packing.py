@@ -72,7 +72,7 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
         tl.store(wide + tl.arange(0, BLOCK), words)
     else:
         raw = raw_pointer(y_ptr, BITS)
-        for j in range(PACK):
+        for j in tl.static_range(PACK):
             at = index * PACK + j
             tl.store(raw + at, (words >> (BITS * j)).to(raw.dtype.element_ty), mask=at < numel)
 

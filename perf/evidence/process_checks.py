@@ -182,8 +182,9 @@ def main(world_size: int, collective: str = "") -> int:
 
 
 def pairs() -> list[tuple[Kernel, int]]:
-    """Every kernel, with the fewest ranks that can run it."""
-    return [(k, registry.CUBE_RANKS if k.needs_cube else 2) for k in registry.KERNELS]
+    """Every kernel that this Triton compiles, with the fewest ranks that can run it."""
+    known = checks.kernels(registry.CUBE_RANKS, False)
+    return [(k, registry.CUBE_RANKS if k.needs_cube else 2) for k in known]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
     """What `join` gives or raises on each rank, a thread and a fake process each; closed again."""
     drivers = [world.process() for _ in range(world_size)]
 
-    def open_arena(control, nbytes, device, timeout, reach=None):
+    def open_arena(control, nbytes, device, timeout, reach=None, *_):
         return open_cuda(control, nbytes, torch.device("cuda", control.rank), timeout, drivers[control.rank], reach)
 
     monkeypatch.setattr(bootstrap, "open_arena", open_arena)

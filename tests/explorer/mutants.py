@@ -50,9 +50,7 @@ _GRID_WAIT = """\
     while tl.atomic_add(table_of(group) + 60, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
-_MEETING = (
-    "        device_class, most = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)"
-)
+_MEETING = "agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)"
 _ZEROED = """
         words = self.layout.nbytes // 8 - layout.HEADERS // 8
         self.arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""

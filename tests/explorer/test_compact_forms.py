@@ -9,6 +9,7 @@ import tricomm
 from tests.marks import compiles, some
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.wide_words import why_not
 from tricomm.perf.bench import check_data, collective_calls
 from tricomm.perf.machine_code import accesses
 from tricomm.perf.machine_code.kernel_report import ARCHITECTURES, Variant, compile_variant
@@ -59,6 +60,7 @@ COMPILED = [
     some(COMPILED, lambda _, case: case[0].name == "all_reduce_two_shot_simple"),
     ids=lambda value: getattr(value, "name", value),
 )
+@pytest.mark.skipif(why_not(90) is not None, reason="before Triton 3.9 some forms keep a few words on the stack")
 def test_a_compact_form_has_128_registers_and_spills_nothing(kernel, arch, world_size, monkeypatch):
     block, warps = (128, 4) if kernel.protocol == "ll" else (512, 8)
     variant = Variant(kernel.name, arch, world_size=world_size, block=block, warps=warps)

@@ -9,10 +9,12 @@ import tricomm
 from tests.explorer.compiled import ptx_mutants
 from tests.marks import some
 from tricomm.explorer import shipped
+from tricomm.kernels import multimem
 from tricomm.kernels.collectives import registry
 
 KERNELS = some(registry.MULTICAST, lambda number, kernel: kernel.reduces)
 ALL_REDUCE = "all_reduce", "multicast", "simple"
+COMPILED = pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -21,6 +23,7 @@ def test_any_order_of_events_is_right(kernel):
     assert report.ok, report
 
 
+@COMPILED
 @pytest.mark.parametrize("kernel", some(registry.MULTICAST, 9), ids=lambda kernel: kernel.name)
 def test_the_compiled_form_is_right_too(kernel):
     report = ptx_mutants.explore((kernel.collective, kernel.algorithm, kernel.protocol), 2)
@@ -36,6 +39,7 @@ MISTAKES = {
 }
 
 
+@COMPILED
 @pytest.mark.parametrize("name", some(MISTAKES, 2))
 def test_mistakes_in_the_compiled_form_are_seen(name):
     with ptx_mutants.changed(name, MISTAKES[name], "all_reduce_multicast"):
@@ -43,6 +47,7 @@ def test_mistakes_in_the_compiled_form_are_seen(name):
     assert {finding.kind for finding in report.findings} & {"race", "wrong_result"}, report
 
 
+@COMPILED
 def test_older_gpus_are_refused_by_name():
     with pytest.raises(tricomm.InvalidArgument, match="sm_80 has no multimem instructions"):
         tricomm.simulate(lambda comm: comm.explain("all_reduce", 64, algorithm="multicast"), 2, compiled="sm_80")

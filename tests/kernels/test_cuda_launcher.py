@@ -21,7 +21,9 @@ CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "P
               "ELEMENT": "float32"}  # fmt: skip
 KERNELS = pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if compiles(k)], ids=lambda k: k.name)
 GROUP = torch.arange(1 << 40, (1 << 40) + 512)
-GROUP[layout.RANK] = 1
+GROUP[layout.RANK] = GROUP[layout.POSITION] = 1
+GROUP[layout.QUAD : layout.QUAD + 4] = torch.arange(4)
+GROUP[layout.PEER_QUAD : layout.PEER_QUAD + 4] = torch.arange(4, 8)
 _numbers = itertools.count()
 
 
@@ -47,9 +49,12 @@ def bind(kernel, device, blocks=8, aligned=True, **more):
 
 
 def group_parameters(world_size):
-    """Rank 1's constants: what is in the table below the epoch, the peers from itself on, and from rank 0 on."""
+    """Rank 1's constants: what is in the table below the epoch, the peers from itself on, and from rank 0 on; of eight
+    ranks also its partners in a cube mesh: itself, those one and two steps away, the relay."""
     peers = GROUP[layout.PEERS :][:world_size].tolist()
-    return [GROUP.data_ptr(), *GROUP[: layout.EPOCH].tolist(), *peers[1:], peers[0], *peers]
+    partners = [1, 0, 3, 2, 5] if world_size == 8 else []
+    partners += [peers[partner] for partner in partners]
+    return [GROUP.data_ptr(), *GROUP[: layout.EPOCH].tolist(), *peers[1:], peers[0], *peers, *partners]
 
 
 @KERNELS

@@ -174,8 +174,8 @@ def _copied_polls(text: str) -> Iterator[Mutation]:
         match = re.search(r"(ld\.volatile\.global\.v2\.b64) \{ (%\w+), (%\w+) \}, (\[[^\]]*\]);", row)
         if match is None:
             continue
-        upper_half = r"(shr\.u64\s+%\w+, |mov\.b64\s+\{_, %\w+\}, )"
-        flag = re.compile(rf"{upper_half}({re.escape(match[2])}|{re.escape(match[3])})\b")
+        word = f"{re.escape(match[2])}|{re.escape(match[3])}"
+        flag = re.compile(rf"mov\.b64\s+\{{(%\w+), (%\w+)\}}, ({word});")
         if any(flag.search(other) for other in rows):
             yield _copied(match, number, flag)
 
@@ -183,7 +183,12 @@ def _copied_polls(text: str) -> Iterator[Mutation]:
 def _copied(match: re.Match[str], number: int, flag: re.Pattern[str]) -> Mutation:
     def apply(text: str) -> str:
         second = {match[2]: "%flag0", match[3]: "%flag1"}
-        rows = [flag.sub(lambda found: f"{found[1]}{second[found[2]]}", row) for row in text.splitlines()]
+        rows = [
+            flag.sub(
+                lambda word: f"mov.b64 {{{word[1]}, _}}, {word[3]}; mov.b64 {{_, {word[2]}}}, {second[word[3]]};", row
+            )
+            for row in text.splitlines()
+        ]
         rows[number] = f"\t{match[0]} {match[1]} {{ %flag0, %flag1 }}, {match[4]};"
         first = next(n for n, row in enumerate(rows) if row.strip().startswith(".reg"))
         rows[first] += " .reg .b64 %flag0, %flag1;"

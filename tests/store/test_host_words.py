@@ -159,7 +159,9 @@ class Job:
     def __init__(self, world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world, self.drivers = world, [ready(world), ready(world)]
 
-        def arena(control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any = None) -> Any:
+        def arena(
+            control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any = None, multicast: bool = False
+        ) -> Any:
             return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)

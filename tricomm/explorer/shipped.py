@@ -128,8 +128,10 @@ def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor
 def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:
     """Two messages from each rank to the next one: a word, and then `size` of them, which are taken first.
 
-    Nothing comes back but acknowledgements, so the first rank runs ahead as far as they let it.
+    Nothing comes back but acknowledgements, so the first rank runs ahead as far as they let it. The second message is
+    no longer than the slots that the first one leaves: its receiver would refuse it.
     """
+    size = min(size, (layout.SLOTS - 1) * comm.arena_layout.slot_words(protocol))
     results: list[torch.Tensor] = []
     if comm.rank:
         results = [torch.full((count,), -1, dtype=torch.int64) for count in (1, size)]

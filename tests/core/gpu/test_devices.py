@@ -73,7 +73,9 @@ class Job:
         monkeypatch.setattr(topology_agreement.agree, "__defaults__", (topology_agreement._found, None))
         monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, ""))
 
-        def arena(control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None) -> Any:
+        def arena(
+            control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None, multicast: bool = False
+        ) -> Any:
             return open_cuda(control, nbytes, device, timeout, self.drivers[control.rank], reach)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)

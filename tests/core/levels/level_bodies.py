@@ -150,9 +150,7 @@ def faults(rank, world_size, tell, url, fake, names):
     scenes = {
         "inside": lambda comm: comm.all_reduce(torch.ones(500 + (rank == 1))),
         "between": lambda comm: comm.all_reduce(torch.ones(500 + (rank > 1))),
-        "other collective": lambda comm: (
-            comm.broadcast(torch.ones(500), 0) if rank == 1 else comm.all_reduce(torch.ones(500))
-        ),
+        "other collective": other,
         "rank late": lambda comm: time.sleep(3.5) if rank == 3 else comm.all_reduce(torch.ones(500)),
         "node late": lambda comm: time.sleep(3.5) if rank > 1 else comm.all_reduce(torch.ones(500)),
         "interrupt": interrupted,

@@ -22,15 +22,15 @@ def url(tmp_path):
     return f"file://{tmp_path}/store"
 
 
-FEW = ["float32", "bfloat16", "int8", "bool", "complex64"]
+FEW = ["bfloat16", "int8", "complex64"]
 
 
 @pytest.mark.parametrize(
     ("world_size", "fake", "names"),
     [
         (4, False, FEW),
-        (6, False, ["int32"]),
-        (4, True, ["float32", "int32"]),
+        (6, False, ["bool"]),
+        (4, True, ["float32"]),
         *some([(4, False, list(DTYPES))], lambda *_: False),
     ],
     ids=["gloo", "three a node", "nccl", "all"],
@@ -100,7 +100,7 @@ def test_without_the_bridge_another_node_waits_until_its_time_is_up(url):
     assert all(kind == "CollectiveTimeout" and seconds > 2.5 for kind, _, seconds in found[:2])
 
 
-@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("without", some([True, False], 2))
 def test_without_the_comparison_nodes_take_each_others_calls_for_their_own(without, url):
     wanted = "none" if without else "CollectiveMismatch"
     assert [kind for kind, *_ in ranks.run(4, bodies.unprotected, url, without)] == [wanted] * 4
@@ -153,7 +153,7 @@ def test_bad_requests_are_refused_and_cost_nothing(url):
         assert len(said) == len(words) and all(word in text for word, text in zip(words, said, strict=True)), said
 
 
-@pytest.mark.parametrize("how", ["bridged pairs", "said by the file"])
+@pytest.mark.parametrize("how", some(["bridged pairs", "said by the file"], 2))
 def test_islands_on_one_node(how, url, tmp_path):
     topology = presets.pairs(4) if how == "bridged pairs" else replace(presets.pcie(4), islands=(7, 7, 9, 9))
     file = tmp_path / "topology.json"

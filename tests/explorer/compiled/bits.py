@@ -16,7 +16,7 @@ from tricomm import simulate
 from tricomm.arguments import DTYPES
 from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.dtypes import OPS
+from tricomm.kernels.dtypes import OPS, reduction
 from tricomm.options import Options
 
 COUNT = 193  # elements a row: odd, and no multiple of a vector
@@ -50,7 +50,8 @@ def cases() -> Iterator[Case]:
             continue
         for dtype, known in DTYPES.items():
             if kernel.reduces:
-                yield from (Case(kernel, dtype, op) for op in OPS if op in known.ops)
+                ops = (op for op in OPS if op in known.ops)
+                yield from (Case(kernel, dtype, o) for o in ops if not kernel.why_not_reduced(*reduction(known, o)))
             else:
                 yield Case(kernel, dtype)
 

@@ -85,10 +85,11 @@ def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     keys = [case.key for case in find(name).cases(EvidenceSettings(tmp_path))]
     assert len(keys) == len(set(keys))
-    for kernel in registry.KERNELS:
+    known = [k for k in registry.KERNELS if compiles(k)]
+    for kernel in known:
         found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
         assert found == {8} if kernel.needs_cube else found >= worlds, kernel.name
-    assert {(k, 8 if k.needs_cube else 2) for k in registry.KERNELS} == set(process_checks.pairs())
+    assert {(k, 8 if k.needs_cube else 2) for k in known} == set(process_checks.pairs())
     for kernel in registry.ZERO_COPY:  # which needs ranks that are processes
         found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
         assert not found if name in ("streams", "device_time") else found >= worlds, kernel.name

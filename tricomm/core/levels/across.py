@@ -25,6 +25,7 @@ from tricomm.store.bounded_store import BoundedThread, first_line
 from tricomm.store.control import ControlPage
 
 _HEADER = struct.Struct("<QQ240s")  # fingerprint, bytes, the call in words
+_BACKSTOP_SECONDS = 5.0
 _PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3
 
 
@@ -95,17 +96,18 @@ class GlooAcross:
     ranks: so every type and operation of theirs is there, and ranks compare their calls first.
 
     Gloo runs on a thread of its own: a wait inside of it cannot be cancelled, so it is left behind with its memory if
-    the group is lost meanwhile, and ends with the connections or with `timeout`.
+    the group is lost meanwhile, and ends with the connections. `timeout` is that of a call, `limit` that of the
+    connecting, in seconds; the group's monitor ends a late call before this does, and names the late ranks.
     """
 
     name = "gloo"
 
-    def __init__(self, store: Store, part: int, parts: int, timeout: float) -> None:
-        self._part, self._parts, self._timeout = part, parts, timeout
+    def __init__(self, store: Store, part: int, parts: int, timeout: float, limit: float) -> None:
+        self._part, self._parts, self._timeout = part, parts, timeout + _BACKSTOP_SECONDS
         self._thread = BoundedThread("tricomm-gloo")
         self._group: Any = None
         try:
-            self._group = self._thread.run(lambda: _connect(store, part, parts, timeout), "Gloo", timeout)
+            self._group = self._thread.run(lambda: _connect(store, part, parts, self._timeout), "Gloo", limit)
         except TricommError:
             raise
         except Exception as error:

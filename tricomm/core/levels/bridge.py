@@ -23,7 +23,7 @@ from tricomm.store.control import ControlPage, Fault, RankState
 from tricomm.store.node_reports import NodeReports
 
 ROUND_SECONDS = 0.5  # between two looks at the store
-SILENT_SECONDS = 1.6  # of a node whose connection has failed
+SILENT_SECONDS = 2.0  # of a node whose connection has failed
 GRACE_SECONDS = 3.0  # for the reason of a connection that has failed
 _SECONDS_PER_NODE = 1e-3
 _COMPARE_SECONDS = 0.25

@@ -113,7 +113,7 @@ def _open_across(group: Group, store: Store, parts: Parts, backend: str, make: M
         except BaseException:
             control.close()
             raise
-    return GlooAcross(store, part, parts.count, limit)
+    return GlooAcross(store, part, parts.count, group.timeout, limit)
 
 
 def _options(group: Group, members: Sequence[int]) -> Options:
