@@ -101,6 +101,7 @@ class ControlPage:
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
+        self.held_channels = 1  # from 0 on: this rank makes no call there while it is in an exchange
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
@@ -310,15 +311,21 @@ class ControlPage:
 
     def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
-            fault, call = self.fault(rank), self.last(rank)
-            ahead = call is not None and call.sequence > self.sequence(self.rank)
+            fault, ahead = self.fault(rank), self._ahead(rank)
             # It may have come since its slot was read, seen every rank there, and be in its next call by now.
             if not (ahead or fault is not None) or self._from(rank, mine):
                 continue
             if fault is not None:
                 raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} aborted the group: {fault.text}")
-            if call is not None:
-                raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is in {call.text()} instead")
+            raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is in {ahead} instead")
+
+    def _ahead(self, rank: int) -> str:
+        """The call of `rank` in one of the held channels that this rank has not made; empty if there is none."""
+        for channel in range(self.held_channels):
+            call = self.last(rank, channel)
+            if call is not None and call.sequence > self.sequence(self.rank, channel):
+                return call.text() + (f" of channel {channel}" if channel else "")
+        return ""
 
     def _from(self, rank: int, mine: ExchangeMessage) -> dict[int, bytes]:
         theirs = self._page(rank).posted(mine.step)

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -59,6 +59,7 @@ class Guard:
 
     def __init__(self, lock: CallLock, interrupted: Callable[[BaseException], None]) -> None:
         self._lock, self._interrupted = lock, interrupted
+        self.beside: Sequence[Guard] = ()  # of other locks that the calls take, too
 
     def unwound(self, error: BaseException) -> None:
         """`error` leaves a guarded call."""
@@ -66,8 +67,9 @@ class Guard:
             if not isinstance(error, TricommError):
                 self._interrupted(error)
         finally:
-            if not self._nested():
-                self._lock.release_all()
+            for guard in (self,) if isinstance(error, TricommError) else (self, *self.beside):
+                if not guard._nested():
+                    guard._lock.release_all()
 
     def _nested(self) -> bool:
         """True if the guarded call that is being left was made inside another one of the same communicator, by this

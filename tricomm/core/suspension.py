@@ -33,8 +33,8 @@ class Suspension:
     def suspend(self) -> None:
         """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
 
-        Collective, for one thread a rank, while no other one makes calls, in any channel: one that only some ranks have
-        begun ends at the timeout. Waits for calls in flight, for this communicator's timeout at most. Captured
+        Collective, for one thread a rank, when the others have made the same calls on all ranks, in every channel.
+        Waits for calls in flight, for this communicator's timeout at most. Captured
         graphs, plans and symmetric handles stay valid, and work again after `resume`; the contents of symmetric memory
         are lost. Until then every call but `resume`, `close` and what asks no other rank is refused by name, without
         consuming a sequence number, and no graph with a call of this communicator may be replayed: its kernels would
@@ -43,7 +43,8 @@ class Suspension:
         Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
         sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
         cannot come back at its addresses (cuda_ipc); `ResourceError` if memory cannot be given back, and then the
-        contents of symmetric memory are lost all the same.
+        contents of symmetric memory are lost all the same. `CollectiveMismatch`, with the group lost, if another rank
+        is in a call that this one has not made.
         """
         group, control = self._group, self._group.control
         self._faults.check_usable()

@@ -89,6 +89,7 @@ class Channels:
         self._all = tuple(Channel(each, monitor, activity, tuned, decided) for each in group.channels)
         self._group, self.first = group, self._all[0]
         self.first.planner.others = [channel.planner for channel in self._all[1:]]
+        self.first.launcher.guard.beside = [channel.launcher.guard for channel in self._all[1:]]
 
     def channel(self, number: int) -> Channel:
         """The collectives over channel `number`, from 0 to `Options.channels` - 1; this object's own use channel 0.
@@ -133,9 +134,12 @@ class Channels:
     @contextmanager
     def held(self, while_suspended: bool) -> Iterator[None]:
         """The locks of all; as `Launcher.held`."""
+        control = self._group.control
         with ExitStack() as held:
             for channel in self._all:
                 held.enter_context(channel.launcher.held(while_suspended))
+            held.callback(setattr, control, "held_channels", control.held_channels)
+            control.held_channels = len(self._all)
             yield
 
     def wait(self, timeout: float) -> None:
