@@ -106,7 +106,7 @@ CUBES = (
         "C10", "cube: relays by place, not by position", "who writes to whom is not the same at both ends of a link",
         (Edit(FILE, "tl.load(table + PEER_QUAD + tl.load(table + POSITION))",
               "tl.load(table + PEER_QUAD + tl.load(table + QUAD_RANK))"),),
-        S, DEADLOCK, topology=OTHERWISE,
+        S, frozenset({"race", "deadlock"}), topology=OTHERWISE,
     ),
     _mutant(
         "C11", "LL cube: the relay's sum in a buffer of the quad", "a buffer has one writer",
