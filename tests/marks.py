@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test` runs, which are left to `make test-all`, and which this Triton has."""
+"""Which parameters of a test `make test`, `make test-all` and `make soak` run, and which this Triton has."""
 
 from __future__ import annotations
 
@@ -9,18 +9,27 @@ import pytest
 
 from tricomm.kernels.collectives.registry import Kernel
 
+_Choice = Callable[[int, Any], bool]
 
-def some(values: Iterable[Any], keep: Callable[[int, Any], bool] | int) -> list[Any]:
-    """`values` as parameters; those that are not kept are marked `exhaustive`.
 
-    `keep` decides by number and value; a number n keeps each nth one, the first among them. A parameter that has marks
-    already stays as it is.
+def some(values: Iterable[Any], keep: _Choice | int, soak: _Choice = lambda number, value: False) -> list[Any]:
+    """`values` as parameters; those that are not kept are marked `exhaustive`, or `soak`.
+
+    `keep` and `soak` decide by number and value; a number n keeps each nth one, the first among them. A parameter that
+    has marks already stays as it is.
     """
     chosen = keep if callable(keep) else lambda number, value: number % keep == 0
     return [
-        value if getattr(value, "marks", ()) or chosen(number, value) else _exhaustive(value)
+        value
+        if getattr(value, "marks", ()) or chosen(number, value)
+        else _marked(value, pytest.mark.soak if soak(number, value) else pytest.mark.exhaustive)
         for number, value in enumerate(values)
     ]
+
+
+def odd(number: int, value: Any) -> bool:
+    """Every second one."""
+    return number % 2 == 1
 
 
 def compiles(kernel: Kernel, architecture: int = 90) -> bool:
@@ -28,6 +37,6 @@ def compiles(kernel: Kernel, architecture: int = 90) -> bool:
     return kernel.why_not_compiled(architecture) is None
 
 
-def _exhaustive(value: Any) -> Any:
+def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
     value = value.values if hasattr(value, "marks") else value  # a dict has values, too
-    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.exhaustive)
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)

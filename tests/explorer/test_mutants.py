@@ -12,7 +12,7 @@ import pytest
 
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
-from tests.marks import some
+from tests.marks import odd, some
 from tricomm.core import launch_plan
 from tricomm.core.group import Group
 from tricomm.explorer import Report
@@ -73,7 +73,7 @@ def test_the_advice_names_what_is_missing(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
 
 
-@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), _quick), ids=lambda names: "-".join(names))
+@pytest.mark.parametrize("names", some(map(list, ALIKE.values()), _quick, odd), ids=lambda names: "-".join(names))
 def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
     report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))

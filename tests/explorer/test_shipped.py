@@ -23,7 +23,11 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
-KERNELS = pytest.mark.parametrize("kernel", some(CHECKED, 11), ids=lambda k: k.name)
+KERNELS = pytest.mark.parametrize(
+    "kernel",
+    some(CHECKED, 11, lambda _, k: k.needs_cube and not (k.protocol == "ll" and k.reduces)),  # a cube takes minutes
+    ids=lambda k: k.name,
+)
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [

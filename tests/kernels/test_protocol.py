@@ -15,7 +15,7 @@ import triton.language as tl
 from tests import ranks
 from tests.kernels import arenas
 from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, gets, inputs, output, poisoned
-from tests.marks import some
+from tests.marks import odd, some
 from tricomm.kernels import layout, primitives
 from tricomm.kernels.device import mailbox
 from tricomm.kernels.launch import interpreter, triton_adapter
@@ -97,7 +97,7 @@ WORLDS += [
 ]
 
 
-@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 11))
+@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 11, odd))
 def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
     with block(world_size) as where:
         results = ranks.run(world_size, back_to_back, where, name, CASES)
@@ -159,7 +159,7 @@ EDGES = {"2^30": EVERY - 2, "2^31": 2 * EVERY - 2, "3*2^30": 3 * EVERY - 3}
 STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_shot" in name else ["2^31"])]
 
 
-@pytest.mark.parametrize(("name", "edge"), some(STALE, 12))
+@pytest.mark.parametrize(("name", "edge"), some(STALE, 12, odd))
 def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
     first = EDGES[edge]
     with block(2, 64 * 1024) as where:
@@ -200,7 +200,7 @@ def over_the_limit(rank, world_size, tell, where, name):
     return wrong, epochs
 
 
-@pytest.mark.parametrize("name", some(NAMES, 10))
+@pytest.mark.parametrize("name", some(NAMES, 10, odd))
 def test_the_epoch_goes_over_2_to_the_32(name):
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, over_the_limit, where, name)
