@@ -50,6 +50,12 @@ def test_calls_of_several_channels_at_once_are_exact(seed):
     assert simulated(bodies.all_kinds_at_once, world_size=3, seed=seed) == [[]] * 3
 
 
+def test_functions_that_share_a_channel_take_turns():
+    assert simulated(bodies.one_channel_twice, TWO) == [([3.0] * 4, [3.0] * 4)] * 2
+    report = tricomm.check(bodies.one_channel_twice, world_size=2, schedules=3, options=TWO)
+    assert report.ok, report  # the lock orders them
+
+
 def test_the_bits_are_those_of_one_channel():
     for outcome in simulated(bodies.one_sum_in_every_channel, world_size=3):
         alone, *others = outcome

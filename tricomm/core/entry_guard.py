@@ -35,14 +35,17 @@ def {name}({parameters}):
 
 
 class CallLock:
-    """The lock of a communicator's calls, which knows whether this thread holds it, even from an interrupted call."""
+    """The lock of a communicator's calls, which knows whether this thread holds it, even from an interrupted call.
+
+    `lock` is a `threading.RLock`, or what is one among the tasks of a simulation.
+    """
 
     __slots__ = ("acquire", "mine", "release")
 
-    def __init__(self) -> None:
-        lock = threading.RLock()
+    def __init__(self, lock: Any = None) -> None:
+        lock = lock or threading.RLock()
         self.acquire, self.release = lock.acquire, lock.release
-        self.mine: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]
+        self.mine: Callable[[], bool] = lock._is_owned
 
     def release_all(self) -> None:
         """Give the lock back if this thread holds it, however often it has taken it."""

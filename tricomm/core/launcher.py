@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tricomm.core.entry_guard import CallLock, Guard
+from tricomm.core.entry_guard import Guard
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan
@@ -36,7 +36,7 @@ class Launcher:
     """
 
     def __init__(self, group: Group, faults: Faults, monitor: Monitor) -> None:
-        self.lock = CallLock()
+        self.lock = group.runtime.call_lock()
         self.guard = Guard(self.lock, faults.interrupted)
         self.sequence = 0
         self.captured = False

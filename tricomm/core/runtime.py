@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from tricomm.core.channels.side_by_side import Functions, in_threads, on_streams
+from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
@@ -50,6 +51,9 @@ class Runtime(Protocol):
     def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         """The plan to keep for `request` in a channel: `plan`, or one that runs it and looks at its calls."""
 
+    def call_lock(self) -> CallLock:
+        """The lock of a channel's calls; not taken yet."""
+
     def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
         """Run all of them at once: as `side_by_side.on_streams` or `in_threads`."""
 
@@ -86,6 +90,9 @@ class Processes:
 
     def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         return plan
+
+    def call_lock(self) -> CallLock:
+        return CallLock()
 
     def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
         return in_threads(functions) if gpu is None else on_streams(gpu, functions)

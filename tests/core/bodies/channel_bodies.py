@@ -90,6 +90,13 @@ def two_at_once(comm):
     comm.side_by_side(lambda: run(0, 2, 70, "ll"), lambda: run(1, 3, 90, "simple"))
 
 
+def one_channel_twice(comm):
+    """Two functions share channel 1: their calls take turns, as those of two threads."""
+    side, (x, y) = comm.channel(1), (torch.full((4,), comm.rank + 1.0) for _ in range(2))
+    comm.side_by_side(lambda: side.all_reduce(x), lambda: side.all_reduce(y))
+    return x.tolist(), y.tolist()
+
+
 def different_in_channel_1(comm):
     x, y = torch.ones(4), torch.ones(8 + comm.rank)
     comm.side_by_side(lambda: comm.all_reduce(x), lambda: comm.channel(1).all_reduce(y))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tricomm.core.channels.side_by_side import Functions, on_streams
+from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.topology_agreement import DeviceFacts
@@ -215,6 +216,9 @@ class CompiledRuntime:
 
     def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         return self._interpreted.planned(request, plan, channel)
+
+    def call_lock(self) -> CallLock:
+        return self._interpreted.call_lock()
 
     def side_by_side(self, functions: Functions, gpu: Any) -> list[Any]:
         return on_streams(self._gpu, functions)

@@ -98,6 +98,18 @@ class Detector:
         np.maximum(clock.now, self._of(side).finish(), out=clock.now)
         clock.tick()
 
+    def released(self, host: Task) -> Array:
+        """Host code lets a lock go: what the next one that takes it knows from then on."""
+        clock = self._of(host)
+        known = clock.now.copy()
+        clock.tick()
+        return known
+
+    def acquired(self, host: Task, known: Array) -> None:
+        """Host code has taken a lock that another one has let go."""
+        clock = self._of(host)
+        np.maximum(clock.now[: known.size], known, out=clock.now[: known.size])
+
     def _host(self, launch: Launch) -> Thread:
         return self.thread(launch.rank, -1, launch.host.strand if launch.host is not None else 0)
 

@@ -59,6 +59,8 @@ class Scheduler:
         self.stuck: Callable[[], bool] = lambda: False  # called when no task can run: unblocks one, or returns False
         self.forked: Callable[[Task, Task], None] = lambda host, side: None
         self.joined: Callable[[Task, Task], None] = lambda host, side: None
+        self.released: Callable[[Task], Any] = lambda host: None
+        self.acquired: Callable[[Task, Any], None] = lambda host, when: None
         self.closing = False
         self._strategy, self._director = strategy, director
         self._residency, self._most = residency, most_steps
@@ -164,6 +166,14 @@ class Scheduler:
             self.wait(rank)
         finally:
             self._gave_way.discard(rank)
+
+    def release(self, rank: int) -> Any:
+        """In a rank's host code: it lets a lock go. What `acquire` takes."""
+        return self.released(self._here(rank))
+
+    def acquire(self, rank: int, when: Any) -> None:
+        """In a rank's host code: it has taken a lock that other host code of the rank has let go at `when`."""
+        self.acquired(self._here(rank), when)
 
     def take_turns(self) -> None:
         """In a block, before an access to shared memory: a point at which the scheduler may switch."""

@@ -95,6 +95,7 @@ class Ranks:
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         if isinstance(self._detector, Detector):
             self._scheduler.forked, self._scheduler.joined = self._detector.forked, self._detector.joined
+            self._scheduler.released, self._scheduler.acquired = self._detector.released, self._detector.acquired
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)

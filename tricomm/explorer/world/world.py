@@ -17,6 +17,7 @@ import torch
 
 from tricomm.communicator import Communicator
 from tricomm.core.channels.side_by_side import Functions
+from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.monitor import Monitor
 from tricomm.core.runtime import Runtime
@@ -25,6 +26,7 @@ from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.world.task_lock import TaskLock
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
@@ -47,6 +49,10 @@ class Turns(Protocol):
     def give_way(self, rank: int) -> None: ...
 
     def wake_hosts(self) -> None: ...
+
+    def release(self, rank: int) -> Any: ...
+
+    def acquire(self, rank: int, when: Any) -> None: ...
 
     def in_host(self) -> int | None: ...
 
@@ -267,6 +273,9 @@ class RankRuntime:
 
     def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
         return self._world.planned(self._rank, request, plan, channel)
+
+    def call_lock(self) -> CallLock:
+        return CallLock(TaskLock(self._world.turns, self._rank, lambda: self._world.now))
 
     def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
         return self._world.turns.side_by_side(self._rank, functions)
