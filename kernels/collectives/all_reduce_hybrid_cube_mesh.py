@@ -67,9 +67,14 @@ def _ll(tensors, chunk, tile, SPEC: tl.constexpr):
     first = chunk.own
     more = first < count
     while more:
-        for step in tl.static_range(4):  # 0 is the own buffer: that spares the sum a special case
-            buffer = ll_buffer(chunk, mesh.partner_head(group, step), quad_rank, first, SPEC)
-            put_planes(buffer, tile, epoch, count - first, SPEC)
+        if SPEC.COMPACT:  # one after another: the partners' addresses take registers
+            for step in range(4):
+                to = peer(group, mesh.in_quad(group, step))
+                put_planes(ll_buffer(chunk, to, quad_rank, first, SPEC), tile, epoch, count - first, SPEC)
+        else:
+            for step in tl.static_range(4):  # 0 is the own buffer: that spares the sum a special case
+                buffer = ll_buffer(chunk, mesh.partner_head(group, step), quad_rank, first, SPEC)
+                put_planes(buffer, tile, epoch, count - first, SPEC)
         first += chunk.stride
         more = first < count
         if more:

@@ -221,3 +221,13 @@ def test_more_than_one_schedule_is_needed():
     mutant = replace(MUTANTS["K20"], strategy="random")
     assert explore(mutant, schedules=1).ok
     assert not explore(mutant, schedules=60).ok
+
+
+def test_a_report_says_which_flag_a_lost_word_should_have():
+    sent = "words, flag, lane < count, PTX)"
+    edit = Edit("kernels/primitives.py", sent, sent.replace("count", "count - 1"))
+    key = ("all_reduce", "one_shot", "ll")
+    (finding,) = explore(Mutant("lost", "", "", (edit,), (key,), frozenset({"deadlock"}), sizes=(5,))).findings
+    assert finding.kind == "deadlock"
+    assert [(waiter["expected"], waiter["found"]) for waiter in finding.accesses] == [(1, 0)] * 2
+    assert all("ll mailbox" in waiter["place"] and "byte 64" in waiter["place"] for waiter in finding.accesses)
