@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed import HashStore, TCPStore
 
 from tests import ranks
+from tests.open_files import open_files
 from tricomm.errors import TricommError
 from tricomm.store import descriptors, process
 from tricomm.store import handshake as handshakes
@@ -45,13 +46,8 @@ def holdings(sockets: bool = True) -> dict[str, Any]:
     with open("/proc/self/maps") as maps:
         mapped = [line.split()[-2:] for line in maps if "tricomm" in line and "memfd" in line]
     names = sorted(t.name for t in threading.enumerate())
-    fds = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.lexists(f"/proc/self/fd/{fd}")
-    ]
     return {
-        "fds": sorted(f for f in fds if sockets or not f.startswith("socket:")),
+        "fds": sorted(f for f in open_files().values() if sockets or not f.startswith("socket:")),
         "maps": mapped,
         "threads": names,
         "shm": [name for name in os.listdir("/dev/shm") if "tricomm" in name],

@@ -16,6 +16,7 @@ from torch.distributed import HashStore, TCPStore
 
 import tricomm
 from tests import ranks
+from tests.open_files import open_files
 from tests.store.store_ranks import LAYOUT, free_port, nothing_left, succeed, try_in_thread
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.store.bounded_store import BoundedStore
@@ -25,12 +26,7 @@ from tricomm.store.rendezvous import open_store
 
 def listeners() -> set[str]:
     """Addresses (hex, as in /proc/net/tcp) on which this very process listens."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            continue
+    inodes = set(open_files().values())
     found = set()
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}") as table:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.open_files import open_files
 from tests.soak.growth import orphans
 from tests.store.store_ranks import holdings, in_threads, more_than, nothing_left, pages, succeed
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
@@ -339,12 +340,7 @@ def share(rank: int, world_size: int, tell, url: str, die: bool):
     arena.tensor((rank + 1) % world_size, 8 * rank, (1,), torch.int64).fill_(rank + 1)
     page.exchange(b"", "written", 20)
     found = arena.tensor(rank, 0, (world_size,), torch.int64).tolist()
-    fds = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    ]
-    names = [name for name in fds if "tricomm" in name]
+    names = [name for name in open_files().values() if "tricomm" in name]
     page.exchange(b"", "read", 20)
     arena.close()
     page.close()

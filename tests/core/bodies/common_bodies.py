@@ -11,6 +11,7 @@ import torch
 
 import tricomm
 from tests.kernels.arenas import expected, inputs, poisoned
+from tests.open_files import open_files
 from tricomm.kernels.collectives import registry
 
 SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
@@ -24,18 +25,12 @@ def communicator(rank, world_size, url, **options):
 
 def leftovers() -> dict[str, set[str]]:
     """Everything that a group could leave behind in this process."""
-    fds = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            fds.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
     with open("/proc/self/maps") as maps:
         mapped = {" ".join(line.split()[4:]) for line in maps if "memfd:tricomm" in line}
     threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
     return {
         "shm": {name for name in os.listdir("/dev/shm") if "tricomm" in name},  # others have names there, too
-        "fds": {f for f in fds if "memfd" in f or "pidfd" in f},
+        "fds": {f for f in open_files().values() if "memfd" in f or "pidfd" in f},
         "maps": mapped,
         "threads": threads,
     }

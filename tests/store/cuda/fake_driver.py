@@ -7,11 +7,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
+from tests.open_files import open_files
 from tests.store.cuda.fake_bindings import Bindings, Block
 from tests.store.cuda.fake_vmm import Physical
 from tricomm.store.cuda.cuda_driver import Driver
@@ -59,13 +58,8 @@ class FakeCuda:
         assert not self.complaints + left, "; ".join(self.complaints + left)
 
 
-def _open_descriptors() -> list[str]:
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if "fake-cuda" in os.readlink(f"/proc/self/fd/{fd}"):
-                found.append(fd)
-    return found
+def _open_descriptors() -> list[int]:
+    return [fd for fd, name in open_files().items() if "fake-cuda" in name]
 
 
 class FakeDriver(Driver):
