@@ -1,6 +1,6 @@
 """What fusing saves, modelled: a fused all-reduce, residual and RMSNorm beside an all-reduce and a kernel for the rest.
 
-    python -m devtools.fused_times [--rows 1,8,32] [--hidden 8192] [--world-size 8]
+    python -m devtools.fused_times [--rows 1,2,4,8,16,32] [--hidden 8192] [--world-size 8] [--kept FILE]
 
 All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
 boundary to the kernel before it in a CUDA graph. The separate kernel is the usual one: a block a row, fp32 statistics
@@ -9,12 +9,18 @@ by one sum. The all-reduce alone is the faster one of its LL kernels. bfloat16; 
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import click
 import torch
 import triton
 import triton.language as tl
 
+from devtools import kept_rows
+from devtools.kept_rows import KeptRows, Row
 from tricomm.core.fused.fused_call import FUSED
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -88,23 +94,35 @@ def ratio(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> fl
 
 
 @click.command()
-@click.option("--rows", default="1,8,32", help="Numbers of rows.")
-@click.option("--hidden", default=8192, help="Elements of a row.")
-@click.option("--world-size", default=8)
-@click.option("--gpu", default="h100")
-def main(rows: str, hidden: int, world_size: int, gpu: str) -> None:
+@click.option("--rows", default="1,2,4,8,16,32", show_default=True, help="Numbers of rows.")
+@click.option("--hidden", default=8192, show_default=True, help="Elements of a row.")
+@click.option("--world-size", default=8, show_default=True)
+@click.option("--gpu", default="h100", show_default=True)
+@kept_rows.option
+def main(rows: str, hidden: int, world_size: int, gpu: str, kept: Path | None) -> None:
     """Print modelled microseconds of the fused and of the unfused sequence."""
-    machine, form, table = MACHINES[gpu], RowForm(hidden), []
+    try:
+        file = KeptRows(kept)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    machine, form = MACHINES[gpu], RowForm(hidden)
+    table = []
     for count in (int(n) for n in rows.split(",")):
-        one, two = (fused(machine, world_size, count, form, name, "ll") for name in ("one_shot", "two_shot"))
-        sums, name = alone(machine, world_size, 2 * count * hidden)
-        rest = separate(machine, count, hidden)
-        saved = min(one, two) / (sums + rest)
-        cells = [f"{value:.2f}" for value in (one, two, sums, rest, saved)]
-        table.append((count, *cells[:3], name, *cells[3:], "yes" if saved <= BAR else "no"))
+        name = f"{world_size} {gpu} {count} x {hidden}"
+        click.echo(name, err=True)
+        table.append(file.get(name, partial(_times, machine, world_size, count, form))["cells"])
     click.echo(f"# microseconds, {world_size} x {machine.name}, bfloat16, hidden {hidden}: {LABEL}")
     header = ("rows", "one shot", "two shots", "all-reduce", "by", "norm", "fused/unfused", f"<= {BAR}")
     click.echo("\n".join(text_table.lines(header, table, right=header[:4])))
+
+
+def _times(machine: MachineSpec, world_size: int, count: int, form: RowForm) -> Row:
+    one, two = (fused(machine, world_size, count, form, name, "ll") for name in ("one_shot", "two_shot"))
+    sums, name = alone(machine, world_size, 2 * count * form.hidden)
+    rest = separate(machine, count, form.hidden)
+    saved = min(one, two) / (sums + rest)
+    times = [f"{value:.2f}" for value in (one, two, sums)]
+    return {"cells": [count, *times, name, f"{rest:.2f}", f"{saved:.2f}", "yes" if saved <= BAR else "no"]}
 
 
 if __name__ == "__main__":
