@@ -279,8 +279,8 @@ class Planner:
         not go there. Whether NCCL can be used at all shows when a call first goes there.
         """
         handle = nbytes if isinstance(nbytes, Symmetric) else None
-        if isinstance(nbytes, Symmetric):
-            nbytes, dtype = nbytes.local.nbytes, nbytes.dtype
+        if handle is not None:
+            nbytes, dtype = handle.local.nbytes, handle.dtype
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
         if mode not in ("eager", "graph"):
