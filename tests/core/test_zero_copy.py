@@ -206,18 +206,17 @@ def test_handles_through_the_switch(world_size):
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 def test_handles_through_the_switch_compiled():
-    """Without being asked for: from 3 ranks on, and out of place above 32 KiB."""
-
     def body(comm):
         w, v = comm.symmetric((9001,), torch.int32), comm.symmetric((9001,), torch.int32)
         w.local.copy_(torch.arange(9001) + comm.rank)
         v.local.fill_(-1)
         chosen = [comm.explain("all_reduce", w, out=out).algorithm for out in (None, v, v.local)]
-        gathered = [comm.all_reduce(w, out=v).local.tolist(), comm.all_reduce(w).local.tolist()]
-        return chosen, [each == [3 * n + 3 for n in range(9001)] for each in gathered]
+        found = [comm.all_reduce(w, out=v, algorithm="multicast").local.tolist()]
+        found.append(comm.all_reduce(w, algorithm="multicast").local.tolist())
+        return chosen, [each == [6 * n + 15 for n in range(9001)] for each in found]
 
-    found = tricomm.simulate(body, 3, compiled="sm_90")
-    assert found == [(["multicast", "multicast", "one_shot"], [True, True])] * 3
+    found = tricomm.simulate(body, 6, compiled="sm_90")
+    assert found == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
 
 
 def test_the_output_handle_is_part_of_the_call():

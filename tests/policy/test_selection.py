@@ -269,14 +269,21 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
         with pytest.raises(InvalidArgument, match=re.escape(told)):
             choose(site(world_size=8, **facts), "all_reduce", 64, "multicast")
 
-    def over(nbytes, *fitting, **facts):
-        here = site(world_size=8, **{"no_multicast": "", **facts})
-        return choose(here, "all_reduce", nbytes, zero_copy=fitting).algorithm
-
-    for nbytes in (64, 1 << 20, 64 << 20):
-        assert over(nbytes, "two_shot", "multicast") == "multicast" and over(nbytes, "one_shot") == "one_shot"
-        assert over(nbytes, "two_shot", "multicast", no_multicast="no") == "two_shot"
-        assert over(nbytes, "two_shot", "multicast", batch_invariant=True) == "two_shot"
-    assert [over(n << 10, "one_shot", "multicast") for n in (1, 1024)] == ["one_shot", "multicast"]
     assert selection.why_not_multicast("sm_90", "") == "" and "several" in selection.why_not_multicast("cuda", "")
     assert "sm_80" in selection.why_not_multicast("sm_80", "") and selection.why_not_multicast("cpu", "why") == "why"
+
+
+def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
+    def over(nbytes, *fitting, world_size=8, **facts):
+        here = site(world_size=world_size, **{"no_multicast": "", **facts})
+        return choose(here, "all_reduce", nbytes, zero_copy=fitting).algorithm
+
+    in_place, into_another = ("two_shot", "multicast"), ("one_shot", "multicast")
+    for fitting, ends in ((in_place, {8: 1 << 18, 4: 1 << 20}), (into_another, {8: 1 << 15, 4: 1 << 16})):
+        for world_size, end in ends.items():
+            found = [over(nbytes, *fitting, world_size=world_size) for nbytes in (8, end, end + 1, 64 << 20)]
+            assert found == [fitting[0]] * 2 + ["multicast"] * 2
+        assert over(64 << 20, *fitting, world_size=2) == fitting[0]
+        assert over(64 << 20, *fitting, no_multicast="no") == fitting[0]
+        assert over(64 << 20, *fitting, batch_invariant=True) == fitting[0]
+    assert over(64 << 20, "one_shot") == "one_shot"
