@@ -14,55 +14,12 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.fake_control import FakeGroup
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arena import open_cuda
-from tricomm.store.cuda.cuda_arena import CudaArena
 from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
-
-NBYTES = 4096
-GRANULE = 2 << 20
-
-
-class Job:
-    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
-
-    def __init__(self, world: FakeCuda, visible: list[list[int]], how: Any = open_cuda_vmm) -> None:
-        self.world, self.size, self.how = world, len(visible), how
-        self.group = FakeGroup(self.size)
-        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
-
-    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0", reach: Any = None) -> CudaArena:
-        control, driver = self.group.controls[rank], self.drivers[rank]
-        return self.how(control, nbytes, torch.device(device), 10.0, driver, reach)
-
-    def open_all(self) -> list[CudaArena]:
-        arenas = in_threads(self.size, self.open)
-        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
-        return arenas
-
-    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
-        return in_threads(self.size, lambda rank: arenas[rank].close())
-
-    def verify(self) -> None:
-        """Nothing is left once the control pages have gone, too."""
-        for control in self.group.controls:
-            control.close()
-        self.world.verify()
-
-
-def two_gpus(how: Any = open_cuda_vmm) -> Job:
-    return Job(FakeCuda(2), [[0, 1], [1, 0]], how)
-
-
-def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
-    for outcome in outcomes:
-        assert type(outcome) is kind, outcome
-        for word in words:
-            assert word in str(outcome), outcome
-
 
 PLACES = {
     "one rank": (1, [[0]]),
@@ -77,18 +34,9 @@ PLACES = {
 def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> None:
     job = Job(FakeCuda(gpus), visible)
     arenas = job.open_all()
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+    for arena in arenas:
         assert (arena.kind, arena.nbytes, len(set(arena.bases)), arena.reason) == ("cuda_vmm", NBYTES, job.size, "")
-        with arena._site.current():
-            assert not any(driver.read(arena.bases[writer], GRANULE)), "no word of the probe, nothing of earlier users"
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            for target in range(job.size):
-                driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
-    for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            words = driver.read(arena.bases[target], 8 * job.size).split()
-        assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
+    works(job, arenas)
     assert job.close_all(arenas) == [None] * job.size
     assert job.close_all(arenas) == [None] * job.size
     job.verify()
