@@ -18,12 +18,6 @@ from tests.core.bodies import suspension_bodies as bodies
 EMPTY = {"fds": [], "maps": [], "threads": []}
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_memory_goes_and_comes_back_at_the_same_addresses(url):
     for found, left in ranks.run(3, bodies.and_left, bodies.round_trip, url, 2):
         assert found["wrong"] == []

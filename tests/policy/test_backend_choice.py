@@ -19,12 +19,6 @@ from tricomm.policy.backend_choice import GroupFacts, decide
 GPU = GroupFacts("cuda", 8, 1, None, "nccl")
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_by_size_and_type(url):
     found = ranks.run(3, bodies.by_route, url, timeout=200)
     for rank, (wrong, small, large, routes, reason, refused, value, ended, lines) in enumerate(found):

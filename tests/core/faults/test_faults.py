@@ -15,12 +15,6 @@ from tricomm.kernels.collectives import registry
 REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def survivors(started, victim):
     return [outcome for rank, outcome in enumerate(started.results()) if rank != victim]
 

@@ -11,12 +11,6 @@ from tests.core.bodies import fault_bodies
 from tests.core.bodies import life_bodies as bodies
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_a_rank_that_goes_on_after_a_stop_disturbs_nobody(url, tmp_path):
     limit = 1.5
     with ranks.start(3, bodies.after_a_stop, url, f"file://{tmp_path}/next", limit, 2.0) as started:

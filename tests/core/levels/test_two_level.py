@@ -15,13 +15,6 @@ from tests.marks import some
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.topology import presets
 
-
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 FEW = ["bfloat16", "int8", "complex64"]
 
 
