@@ -33,66 +33,34 @@ from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 
-@pytest.mark.parametrize(
-    "claims,error,words",
-    [
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 1, "world": 3}],
-            "RendezvousError",
-            ["duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1"],
-            id="duplicate",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 5, "world": 3}],
-            "RendezvousError",
-            [r"rank 5 is not in 0\.\.2"],
-            id="outside",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": -1, "world": 3}],
-            "RendezvousError",
-            [r"rank -1 is not in 0\.\.2"],
-            id="negative",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 2, "world": 4}],
-            "RendezvousError",
-            ["says that the world size is [34]", "says [34]", "rank 2"],
-            id="world sizes",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "layout": 7}],
-            "RendezvousError",
-            ["has other options than rank", "memory layout", "1234"],
-            id="layout",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "boot"}],
-            "SpansNodes",
-            ["is on another host than rank", re.escape(socket.gethostname())],
-            id="host",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "namespace"}],
-            "ResourceError",
-            ["lives in another PID namespace", "pidfd_open", "--pid=host"],
-            id="no pidfd, and another namespace",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "token": "secret"}],
-            "RendezvousError",
-            ["bad MAC", "TRICOMM_TOKEN"],
-            id="token on one",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}],
-            "RendezvousError",
-            ["bad MAC", "TRICOMM_TOKEN"],
-            id="two tokens",
-        ),
-    ],
-)
-def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
+def odd_one(size: int, **odd: object) -> list[dict]:
+    """Ranks that fit, and a last one that does not."""
+    return [*good(size)[:-1], good(size)[-1] | odd]
+
+
+TOKENS = [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}]
+MISFITS = {
+    "duplicate": (
+        odd_one(3, rank=1), "RendezvousError", "duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1",
+    ),
+    "outside": (odd_one(3, rank=5), "RendezvousError", r"rank 5 is not in 0\.\.2"),
+    "negative": (odd_one(3, rank=-1), "RendezvousError", r"rank -1 is not in 0\.\.2"),
+    "world sizes": (
+        odd_one(3, world=4), "RendezvousError", "says that the world size is [34]", "says [34]", "rank 2",
+    ),
+    "layout": (odd_one(2, layout=7), "RendezvousError", "has other options than rank", "memory layout", "1234"),
+    "host": (odd_one(2, patch="boot"), "SpansNodes", "is on another host than rank", re.escape(socket.gethostname())),
+    "no pidfd, and another namespace": (
+        odd_one(2, patch="namespace"), "ResourceError", "lives in another PID namespace", "pidfd_open", "--pid=host",
+    ),
+    "token on one": (odd_one(2, token="secret"), "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
+    "two tokens": (TOKENS, "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_ranks_that_do_not_fit(tmp_path, misfit):
+    claims, error, *words = MISFITS[misfit]
     pids, found = connect_over_file(tmp_path, claims)
     for name, text, seconds in found:
         assert name == error, text
