@@ -73,11 +73,6 @@ def run(ranks: dict[str, Any], world_size: int) -> Data:
 
 
 STAGE = Stage(
-    "processes",
-    "Right results, ranks as processes",
-    _cases,
-    hardware.no_gpu,
-    columns=("kind", "calls", "variants", "compile_s"),
-    needs=(SLICE,),
-    share=3.0,
-)
+    "processes", "Right results, ranks as processes", _cases, hardware.no_gpu,
+    columns=("kind", "calls", "variants", "compile_s"), needs=(SLICE,), share=3.0,
+)  # fmt: skip
