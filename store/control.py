@@ -81,13 +81,9 @@ class ControlPage:
     """
 
     def __init__(
-        self,
-        rank: int,
-        nonce: bytes,
-        members: Sequence[RankSegment],
-        host: Host | None = None,
+        self, rank: int, nonce: bytes, members: Sequence[RankSegment], host: Host | None = None,
         gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.world_size = len(members)
         self.nonce = nonce
