@@ -11,8 +11,8 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,7 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 _FILES = 1024  # descriptors: 8 ranks of one process, with memory and a watch on each peer, take some hundreds
 
 
-@dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """A verdict on one subject; `remedy` is empty if it is PASS."""
 
     name: str

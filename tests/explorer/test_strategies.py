@@ -17,8 +17,7 @@ from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk
 class Fake:
     rank: int
     steps: int
-    block: int = 0
-    sync: bool = True
+    block, sync = 0, True
 
     @property
     def key(self) -> str:

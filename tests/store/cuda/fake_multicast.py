@@ -31,7 +31,7 @@ class MulticastObject:
     devices: int
     maker: int
     shareable: bool
-    users: int = 0
+    users: int = field(default=0, init=False)
     gpus: list[int] = field(default_factory=list)
     bound: dict[int, Physical] = field(default_factory=dict)
     gpu: int = -1

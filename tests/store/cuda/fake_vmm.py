@@ -48,7 +48,7 @@ class Physical:
     data: bytearray
     shareable: bool
     maker: int
-    users: int = 0
+    users: int = field(default=0, init=False)
 
     @property
     def nbytes(self) -> int:
