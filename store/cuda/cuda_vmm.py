@@ -9,7 +9,6 @@ gone. Memory that has been given back comes again by the same way, at the addres
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,15 +19,14 @@ from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.collective_stages import pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_driver import Cleanup, Driver
 from tricomm.store.cuda.cuda_multicast import Multicast
 from tricomm.store.cuda.mapped_memory import MappedMemory
+from tricomm.store.cuda.memory_records import RecordFormat
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 
-_MAGIC = b"TCVM"
-_VERSION = 1
-_RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{NAME_BYTES}s")
+_FORMAT = RecordFormat(b"TCVM", f"Q{NAME_BYTES}s")
 _MOST = 1 << 47
 
 
@@ -52,23 +50,15 @@ class VmmRecord:
     socket: bytes
 
     def pack(self) -> bytes:
-        return _RECORD.pack(_MAGIC, _VERSION, self.rank, self.uuid, self.nbytes, self.whole, self.socket)
+        return _FORMAT.pack(self.rank, self.uuid, self.nbytes, self.whole, self.socket)
 
 
 def parse_record(data: bytes, rank: int, nbytes: int) -> VmmRecord:
     """Rank `rank`'s record for a block of `nbytes` bytes; raises `RendezvousError` for anything else. Pure."""
-    if len(data) != _RECORD.size:
-        raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {_RECORD.size}")
-    magic, version, sender, uuid, size, whole, name = _RECORD.unpack(data)
-    if magic != _MAGIC or version != _VERSION:
-        raise RendezvousError(f"rank {rank}'s memory record is not of version {_VERSION}: mixed tricomm versions?")
-    if sender != rank:
-        raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
-    if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
-    if not size <= whole <= _MOST:
-        raise RendezvousError(f"rank {rank} shares {whole} bytes for a block of {size}: not what CUDA gives")
-    return VmmRecord(rank, uuid, size, whole, name)
+    uuid, whole, name = _FORMAT.parse(data, rank, nbytes)
+    if not nbytes <= whole <= _MOST:
+        raise RendezvousError(f"rank {rank} shares {whole} bytes for a block of {nbytes}: not what CUDA gives")
+    return VmmRecord(rank, uuid, nbytes, whole, name)
 
 
 class VmmBlocks:

@@ -9,6 +9,7 @@ import torch
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_control import FakeGroup
 from tests.store.store_ranks import in_threads
+from tricomm.errors import ResourceError
 from tricomm.store.cuda.cuda_arena import CudaArena
 from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
@@ -52,6 +53,14 @@ def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
         assert type(outcome) is kind, outcome
         for word in words:
             assert word in str(outcome), outcome
+
+
+def fails_on_all(job: Job, rank: int, name: str, nth: int) -> None:
+    """The `nth` call of `name` on `rank` fails: no rank gets memory, and nothing is left."""
+    job.drivers[rank].fail_at(name, nth)
+    outcomes = in_threads(job.size, job.open)
+    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
+    job.verify()
 
 
 def works(job: Job, arenas: list[CudaArena]) -> None:

@@ -7,13 +7,12 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.store.cuda.fake_driver import FakeCuda
-from tests.store.cuda.jobs import NBYTES, Job, refused, works
+from tests.store.cuda.jobs import NBYTES, Job, fails_on_all, refused, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
@@ -85,11 +84,7 @@ def calls_of_open() -> list[tuple[int, str, int]]:
 
 @pytest.mark.parametrize("rank, name, nth", calls_of_open())
 def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    job.drivers[rank].fail_at(name, nth)
-    outcomes = in_threads(2, job.open)
-    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
-    job.verify()
+    fails_on_all(two_gpus(), rank, name, nth)
 
 
 def test_every_kind_of_call_has_been_made_to_fail() -> None:
@@ -148,19 +143,6 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
     job.verify()
 
 
-def test_a_full_gpu_is_named() -> None:
-    job = ipc_job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
-    refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
-    job.verify()
-
-
-def test_different_sizes_are_refused_by_all() -> None:
-    job = two_gpus()
-    outcomes = in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1)))
-    refused(outcomes, RendezvousError, "8192", "4096")
-    job.verify()
-
-
 def test_a_forged_handle_is_refused_by_all() -> None:
     job = two_gpus()
     job.group.controls[0].tamper = lambda what, data: data[:-64] + bytes(64) if "memory records" in what else data
@@ -170,7 +152,7 @@ def test_a_forged_handle_is_refused_by_all() -> None:
 
 def test_a_block_is_sought_where_its_record_says() -> None:
     def shifted(what: str, data: bytes) -> bytes:
-        return replace(parse_record(data, 0, NBYTES), offset=256).pack() if "memory records" in what else data
+        return parse_record(data, 0, NBYTES)._replace(offset=256).pack() if "memory records" in what else data
 
     job = two_gpus()
     job.group.controls[0].tamper = shifted

@@ -14,11 +14,12 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.jobs import GRANULE, NBYTES, Job, refused, two_gpus, works
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job, fails_on_all, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arena import open_cuda
+from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
 
 PLACES = {
@@ -112,11 +113,7 @@ CALLS = calls_of_open()
 
 @pytest.mark.parametrize("rank, name, nth", some(CALLS, lambda number, call: call[2] == 1 or call[1] == "cuMemRelease"))
 def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    job.drivers[rank].fail_at(name, nth)
-    outcomes = in_threads(2, job.open)
-    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
-    job.verify()
+    fails_on_all(two_gpus(), rank, name, nth)
 
 
 def test_every_kind_of_call_has_been_made_to_fail() -> None:
@@ -184,14 +181,19 @@ def test_writes_that_do_not_arrive_are_refused_by_all() -> None:
     job.verify()
 
 
-def test_a_full_gpu_is_named() -> None:
-    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
+KINDS = pytest.mark.parametrize("how", [open_cuda_vmm, open_cuda_ipc])
+
+
+@KINDS
+def test_a_full_gpu_is_named(how: Any) -> None:
+    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]], how)
     refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
     job.verify()
 
 
-def test_different_sizes_are_refused_by_all() -> None:
-    job = two_gpus()
+@KINDS
+def test_different_sizes_are_refused_by_all(how: Any) -> None:
+    job = two_gpus(how)
     refused(in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1))), RendezvousError, "8192", "4096")
     job.verify()
 
