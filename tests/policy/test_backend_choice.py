@@ -57,7 +57,7 @@ def test_without_shared_memory_and_without_nccl_all_ranks_say_why(how, url):
 
 def test_nodes(url):
     with ranks.start(4, bodies.nodes, url, timeout=200) as started:
-        told = [started.message(rank) for rank in range(4)]
+        told = started.messages()
         more = {rank: started.message(rank) for rank in (0, 3)}
         found = started.results()
     assert told == [("posix_shm", 1.0)] * 2 + [("posix_shm", 5.0)] * 2
@@ -102,7 +102,7 @@ def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
 
 def test_a_rank_that_dies_is_named_by_those_in_nccl(url):
     with ranks.start(3, bodies.dies, url) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.5)
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()

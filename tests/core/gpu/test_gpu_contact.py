@@ -212,7 +212,7 @@ def outlives(rank, world_size, tell, url):
 
 def test_a_dead_peers_memory_takes_no_survivor_along(url):
     with ranks.start(2, outlives, url, timeout=120) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         time.sleep(0.5)
         killed = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)

@@ -70,7 +70,7 @@ def test_faults_are_named_on_all_ranks_of_all_nodes(fake, names, url):
 def hurt(url, victims, fake, how, body=bodies.hurt, **options):
     """The outcomes of the other ranks, and the seconds that each took to see it."""
     with ranks.start(4, partial(body, **options), url, fake, victims) as started:
-        pids = [started.message(rank) for rank in range(4)]
+        pids = started.messages()
         time.sleep(0.3)
         began = time.monotonic()
         for rank in victims:
