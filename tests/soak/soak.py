@@ -31,9 +31,9 @@ class Settings:
     every: float
     seed: int
     slack: float
-    memory: int
     kinds: tuple[str, ...]
     routes: tuple[str, ...]
+    memory: int
     rounds: int | None = None
     inject: tuple[str, ...] = ()
 

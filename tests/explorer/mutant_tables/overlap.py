@@ -21,14 +21,7 @@ _EARLY = """\
                 PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
 """
 # Of two hops.
-_PUSH_FIRST = "            open_epoch(ahead, 2, SPEC)\n            PUSH(tensors, ahead, SPEC)\n"
-_EARLY_FIRST = """\
-            open_epoch(ahead, 2, SPEC)
-            if number == 0:
-                PUSH(tensors, ahead, SPEC)
-            if number + 1 < chunks:
-                PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
-"""
+_PUSH_FIRST, _EARLY_FIRST = (text.replace("ahead, 1, SPEC", "ahead, 2, SPEC") for text in (_PUSH, _EARLY))
 _PASS_ON = (
     "        if (number > 0) & (number <= chunks):\n"
     "            PASS_ON(tensors, nth(unknown(whole, SPEC), number - 1, chunk_words), SPEC)\n"
