@@ -42,11 +42,11 @@ class BlockRecord(NamedTuple):
     offset: int
     handle: bytes
 
-    def pack(self) -> bytes:
-        return _FORMAT.pack(self.rank, self.uuid, self.nbytes, self.offset, self.handle)
-
     def __repr__(self) -> str:
         return f"BlockRecord(rank={self.rank}, nbytes={self.nbytes})"
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(*self)
 
 
 def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES) -> BlockRecord:

@@ -102,14 +102,14 @@ def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
 
 def test_a_rank_that_dies_is_named_by_those_in_nccl(url):
     with ranks.start(3, bodies.dies, url) as started:
-        pids = started.messages()
+        victim = started.messages()[1]
         time.sleep(0.5)
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         for rank, outcome in enumerate(started.results()):
             if rank != 1:
                 kind, text, caught, ended = outcome.value
-                assert kind == "PeerDied" and f"rank 1 (pid {pids[1]}) died" in text
+                assert kind == "PeerDied" and f"rank 1 (pid {victim}) died" in text
                 assert caught - killed < 2.0 + ranks.BUSY and ended == "aborted"
 
 

@@ -66,20 +66,20 @@ def broadcast(group: Any, turn: Turn) -> Pairs:
     return [(x, parts[root])]
 
 
-def reduce(group: Any, turn: Turn) -> Pairs:
-    dtype, root = turn.dtype(), turn.root()
-    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
-    x = parts[turn.rank].clone()
-    dist.reduce(x, root, kind(op))
-    return [(x, sums(parts, op))] if turn.rank == root else []
-
-
 def gather(group: Any, turn: Turn) -> Pairs:
     dtype, root, shape = turn.dtype(), turn.root(), (turn.count(),)
     parts = turn.parts(shape, dtype)
     outs = [poisoned(shape, dtype) for _ in parts] if turn.rank == root else None
     dist.gather(parts[turn.rank], outs, dst=root)
     return list(zip(outs, parts, strict=True)) if outs else []
+
+
+def reduce(group: Any, turn: Turn) -> Pairs:
+    dtype, root = turn.dtype(), turn.root()
+    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
+    x = parts[turn.rank].clone()
+    dist.reduce(x, root, kind(op))
+    return [(x, sums(parts, op))] if turn.rank == root else []
 
 
 def scatter(group: Any, turn: Turn) -> Pairs:

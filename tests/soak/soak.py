@@ -27,12 +27,12 @@ WATCHDOG = 300.0  # seconds beyond the soak's own end
 
 @dataclass(frozen=True)
 class Settings:
+    kinds: tuple[str, ...]
+    routes: tuple[str, ...]
     seconds: float
     every: float
     seed: int
     slack: float
-    kinds: tuple[str, ...]
-    routes: tuple[str, ...]
     memory: int
     rounds: int | None = None
     inject: tuple[str, ...] = ()
