@@ -156,7 +156,7 @@ def run_one_shot(
     LOAD: tl.constexpr, PUSH_LL: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call,
     SPEC: tl.constexpr,
 ):  # fmt: skip
-    """Run a call of one hop in chunks of a buffer: by `run_ll` with LOAD, PUSH_LL, TAKE or `run_pushed` with PUSH, TAKE."""
+    """A call of one hop, in chunks of a buffer: `run_ll` (LOAD, PUSH_LL, TAKE) or `run_pushed` (PUSH, TAKE)."""
     words = buffer_words(group, 1, SPEC)
     if SPEC.LL:
         run_ll(LOAD, PUSH_LL, TAKE, tensors, group, call, words, 1, SPEC)
