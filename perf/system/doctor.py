@@ -109,11 +109,11 @@ def _bindings() -> Iterator[ProbeResult]:
 
 def _gpu_memory(count: int) -> Iterator[ProbeResult]:
     kind, reason = expected_kind(count)
-    if reason:
+    if kind == "cuda_vmm":
+        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by {reason or 'descriptors'}")
+    else:
         remedy = "containers need --ipc=host and one PID namespace for it; a newer driver shares by descriptors"
         yield ProbeResult("GPU memory", WARN, f"{kind}: {reason}", remedy)
-    else:
-        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by descriptors")
     refusal = no_multicast_expected(count)
     switch = f"no reductions in the switch: {refusal}" if refusal else "multicast addresses, if the ranks' probe agrees"
     yield ProbeResult("multicast", PASS, switch)
@@ -220,7 +220,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
-        "TRICOMM_CUDA_VMM": env.memory_by_descriptor,
+        "TRICOMM_CUDA_VMM": env.gpu_memory,
         "TRICOMM_MULTICAST": env.multicast,
         descriptors.VARIABLE: descriptors.base,
     }

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.store.cuda.fake_vmm import GRANULE, POSIX, Physical
+from tests.store.cuda.fake_vmm import GRANULE, Physical
 from tricomm.store.cuda.cuda_multicast import PROBE
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class MulticastObject:
     nbytes: int
     devices: int
     maker: int
-    shareable: bool
+    shareable: int
     users: int = field(default=0, init=False)
     gpus: list[int] = field(default_factory=list)
     bound: dict[int, Physical] = field(default_factory=dict)
@@ -69,9 +69,7 @@ class Switch:
     def cuMulticastCreate(self, properties: CUmulticastObjectProp) -> int:
         if properties.size <= 0 or properties.size % self.granule or properties.flags or properties.numDevices < 1:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        made = MulticastObject(
-            properties.size, properties.numDevices, self.process.number, properties.handleTypes == POSIX
-        )
+        made = MulticastObject(properties.size, properties.numDevices, self.process.number, properties.handleTypes)
         self.process.world.physical.append(made)  # type: ignore[arg-type]  # it has users, and lives by them
         return self.process.vmm.handle(made)  # type: ignore[arg-type]
 

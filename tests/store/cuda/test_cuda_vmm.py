@@ -21,6 +21,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.store.arena import open_cuda
 from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
+from tricomm.store.cuda.passing import TOKEN_BYTES
 
 PLACES = {
     "one rank": (1, [[0]]),
@@ -153,7 +154,9 @@ def test_a_gpu_without_the_means_and_a_rank_that_must_not(monkeypatch: pytest.Mo
     assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0 for GPU 0000:01:00.0" in arenas[0].reason
     job.close_all(arenas)
     # The ranks are threads here, so the environment of one rank is what it reads.
-    monkeypatch.setattr(env, "memory_by_descriptor", lambda: threading.current_thread().name != "rank 1")
+    monkeypatch.setattr(
+        env, "gpu_memory", lambda: "ipc" if threading.current_thread().name == "rank 1" else "descriptor"
+    )
     arenas = job.open_all()
     assert {arena.reason for arena in arenas} == {"legacy CUDA IPC, because TRICOMM_CUDA_VMM=0 on rank(s) [1]"}
     job.close_all(arenas)
@@ -211,7 +214,7 @@ def test_a_descriptor_of_something_else_is_refused_by_all(monkeypatch: pytest.Mo
     job.verify()
 
 
-RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(8)))
+RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(TOKEN_BYTES)))
 
 
 def test_a_record_survives_the_way() -> None:
