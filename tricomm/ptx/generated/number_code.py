@@ -210,7 +210,8 @@ def _shift(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode
     kind = _type(instruction)
     if kind is None or not _plain(*sources):
         return None
-    return _left(kind, *sources) if instruction.opcode == "shl" else _right(kind, *sources, lanes)
+    a, b = sources
+    return _left(kind, a, b) if instruction.opcode == "shl" else _right(kind, a, b, lanes)
 
 
 def _left(kind: str, a: LaneShape, b: LaneShape) -> NumberCode | None:
