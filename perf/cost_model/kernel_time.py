@@ -76,9 +76,11 @@ def predict(
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
     """Bytes of own memory beside input and output: what has arrived is read again, and what the switch reads is
-    staged."""
+    staged, if it is not read and written in place."""
     if kernel.switched is None:
         return sent
+    if kernel.zero_copy:
+        return 0.0
     arrived = min(sent, float(kernel.written(world_size)) * nbytes)
     return arrived + (nbytes if kernel.read(world_size) else 0)
 

@@ -123,7 +123,7 @@ def jobs(
         itemsize = dtype.itemsize
         for call in calls:
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
-            fitting = kernel.algorithm if kernel.zero_copy else None
+            fitting = (kernel.algorithm,) if kernel.zero_copy else ()
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
             more = check_data.options(kernel.collective, call.op, world_size, 0, call.count)
             root = more.get(kernel.kind.root, -1)

@@ -233,7 +233,7 @@ def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
     with pytest.raises(InvalidArgument, match="two_shot/ll takes more than 128 .*; one_shot/simple, two_shot/simple"):
         choose(few, "all_reduce", 1024, "two_shot", "ll")
     with pytest.raises(InvalidArgument, match=r"over symmetric memory .* pass handle.local"):
-        choose(few, "all_reduce", 1024, zero_copy="two_shot")
+        choose(few, "all_reduce", 1024, zero_copy=("two_shot",))
 
 
 def test_rows_for_calls_beside_others_are_for_such_groups_alone():
@@ -268,5 +268,15 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
     ):
         with pytest.raises(InvalidArgument, match=re.escape(told)):
             choose(site(world_size=8, **facts), "all_reduce", 64, "multicast")
+
+    def over(nbytes, *fitting, **facts):
+        here = site(world_size=8, **{"no_multicast": "", **facts})
+        return choose(here, "all_reduce", nbytes, zero_copy=fitting).algorithm
+
+    for nbytes in (64, 1 << 20, 64 << 20):
+        assert over(nbytes, "two_shot", "multicast") == "multicast" and over(nbytes, "one_shot") == "one_shot"
+        assert over(nbytes, "two_shot", "multicast", no_multicast="no") == "two_shot"
+        assert over(nbytes, "two_shot", "multicast", batch_invariant=True) == "two_shot"
+    assert [over(n << 10, "one_shot", "multicast") for n in (1, 1024)] == ["one_shot", "multicast"]
     assert selection.why_not_multicast("sm_90", "") == "" and "several" in selection.why_not_multicast("cuda", "")
     assert "sm_80" in selection.why_not_multicast("sm_80", "") and selection.why_not_multicast("cpu", "why") == "why"

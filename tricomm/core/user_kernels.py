@@ -43,12 +43,16 @@ class UserKernels:
         with self._launcher.held(), self._faults.abort_on_error("symmetric"):
             group.control.agree(error, "symmetric", group.timeout, abort_on_fault=True)
             group.control.require_equal(repr((sizes, dtype)), "symmetric", group.timeout, abort_on_fault=True)
-            arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout)
+            multicast = group.arena.multicast != 0
+            arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout, multicast)
             self._handles += 1
             number = self._handles
             group.owned[number] = arena
             name, released = HandleName(group.name, number, group.rank), partial(group.owned.pop, number, None)
-            return Symmetric(arena, name, sizes, dtype, released=released)
+            made = Symmetric(arena, name, sizes, dtype, released=released)
+            if not multicast:
+                made.no_multicast = group.arena.no_multicast
+            return made
 
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
         """A handle on every rank's own `tensor`, which collectives then read and write where it lies.

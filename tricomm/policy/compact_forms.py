@@ -18,7 +18,7 @@ LARGEST_LL_WARPS = 8  # of compact forms: a word a thread, so tiles of 256 words
 _MOST_RANKS, _MOST_LL_RANKS = 8, 4
 _LARGE = frozenset({
     "all_reduce_two_shot_ll", "all_reduce_hybrid_cube_mesh_two_shot_simple", "all_reduce_two_shot_zero_copy",
-    "all_to_all_one_shot_ll", "all_reduce_multicast_simple",
+    "all_to_all_one_shot_ll", "all_reduce_multicast_simple", "all_reduce_multicast_zero_copy",
 })  # fmt: skip
 # Before sm_90 numbers that are the same in all threads take a register of each of them.
 _LARGE_BEFORE_90 = frozenset({

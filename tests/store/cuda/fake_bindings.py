@@ -350,9 +350,9 @@ class Bindings:
             raise _Refused("CUDA_ERROR_INVALID_CONTEXT")
         return self._contexts()[-1]
 
-    def _fresh_address(self, nbytes: int) -> int:
-        address = self._next_address
-        self._next_address += -(-nbytes // GRANULE) * GRANULE + GRANULE
+    def _fresh_address(self, nbytes: int, alignment: int = GRANULE) -> int:
+        address = -(-self._next_address // alignment) * alignment
+        self._next_address = address + -(-nbytes // GRANULE) * GRANULE + GRANULE
         return address
 
     def _find(self, address: int, nbytes: int) -> tuple[Block | Physical, int]:

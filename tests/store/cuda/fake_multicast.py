@@ -36,6 +36,7 @@ class MulticastObject:
     bound: dict[int, Physical] = field(default_factory=dict)
     gpu: int = -1
     data: bytes = b""
+    granule: int = GRANULE
 
     def allow(self, gpu: int) -> str | None:
         return None if gpu in self.gpus else f"gave GPU {gpu} access to a multicast object that it was not added to"
@@ -69,7 +70,9 @@ class Switch:
     def cuMulticastCreate(self, properties: CUmulticastObjectProp) -> int:
         if properties.size <= 0 or properties.size % self.granule or properties.flags or properties.numDevices < 1:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        made = MulticastObject(properties.size, properties.numDevices, self.process.number, properties.handleTypes)
+        made = MulticastObject(
+            properties.size, properties.numDevices, self.process.number, properties.handleTypes, granule=self.granule
+        )
         self.process.world.physical.append(made)  # type: ignore[arg-type]  # it has users, and lives by them
         return self.process.vmm.handle(made)  # type: ignore[arg-type]
 

@@ -45,13 +45,15 @@ class CUmemAccessDesc:
 
 @dataclass(eq=False)
 class Physical:
-    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it. `shareable`: by which handles."""
+    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it. `shareable`: by which handles;
+    `granule`: what its addresses are multiples of."""
 
     gpu: int
     data: bytearray
     shareable: int
     maker: int
     users: int = field(default=0, init=False)
+    granule: int = GRANULE
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +172,7 @@ class VirtualMemory:
     def cuMemAddressReserve(self, nbytes: int, alignment: int, wanted: int, flags: int) -> int:
         if nbytes <= 0 or nbytes % GRANULE or alignment & (alignment - 1) or wanted or flags:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        self._ranges.append(Range(self.process._fresh_address(nbytes), nbytes))
+        self._ranges.append(Range(self.process._fresh_address(nbytes, max(alignment, GRANULE)), nbytes))
         return self._ranges[-1].base
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> None:
@@ -184,7 +186,7 @@ class VirtualMemory:
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
         found, memory = self._range(address, nbytes), self.memory(handle)
         over = any(address < p.base + p.nbytes and p.base < address + nbytes for p in found.pieces)
-        if offset or flags or nbytes != memory.nbytes or over:
+        if offset or flags or nbytes != memory.nbytes or over or address % memory.granule:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         found.pieces.append(Piece(address, nbytes, memory))
         memory.users += 1

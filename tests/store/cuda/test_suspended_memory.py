@@ -135,7 +135,7 @@ def test_a_rank_that_dies_in_resume_is_named_and_leaves_nothing(call: str, monke
 
     monkeypatch.setattr(job.drivers[1], "_call", dying)
     blocks: Any = arenas[1]._blocks
-    monkeypatch.setattr(blocks, "give_back", lambda undo: (blocks._passing.close(), blocks._close_exported()))
+    monkeypatch.setattr(blocks, "give_back", lambda undo: blocks._passing.abandon())
     outcomes = in_threads(2, lambda rank: _or_dead(rank, lambda: resume_one(job, arenas, rank)))
     assert isinstance(outcomes[0], PeerDied) and "[1]" in str(outcomes[0]), outcomes[0]
     arenas[0].close()
