@@ -54,14 +54,9 @@ def local(x: torch.Tensor | Symmetric) -> torch.Tensor:
 
 
 def call(
-    comm: Communicator,
-    collective: str,
-    number: int,
-    x: torch.Tensor | Symmetric,
-    y: torch.Tensor,
-    forced: Kernel | Case | None = None,
-    op: str = "sum",
-) -> torch.Tensor | None:
+    comm: Communicator, collective: str, number: int, x: torch.Tensor | Symmetric, y: torch.Tensor,
+    forced: Kernel | Case | None = None, op: str = "sum",
+) -> torch.Tensor | None:  # fmt: skip
     """Make a call, by the kernel that is `forced` if there is one, and don't wait for it.
 
     The root is that of call number `number` (see `check_data`). Returns this rank's result: `y`, or None.

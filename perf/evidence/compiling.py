@@ -107,12 +107,9 @@ def sweep(kernel: registry.Kernel, world_size: int, settings: EvidenceSettings, 
 
 
 def jobs(
-    kernel: registry.Kernel,
-    world_size: int,
-    capability: int,
-    wanted: Mapping[str, Sequence[checks.CheckedCall]],
+    kernel: registry.Kernel, world_size: int, capability: int, wanted: Mapping[str, Sequence[checks.CheckedCall]],
     options: Options,
-) -> list[Job]:
+) -> list[Job]:  # fmt: skip
     """The distinct variants that the calls of each type (by name) launch, by the code that makes launch plans."""
     memory = layout.plan(world_size, options.arena_bytes)
     site = SelectionFacts(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)

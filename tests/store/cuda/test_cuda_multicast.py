@@ -12,7 +12,7 @@ import pytest
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
-from tests.store.cuda.test_cuda_vmm import GRANULE, NBYTES, Job
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline

@@ -68,16 +68,12 @@ class World:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        options: Options,
-        memory: Memory,
-        turns: Turns,
+        self, world_size: int, options: Options, memory: Memory, turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
         planned: Callable[[int, Request, LaunchPlan, int], LaunchPlan] = lambda rank, request, plan, channel: plan,
         runtime: Callable[[World, int], Runtime] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world_size, self.options, self.memory = world_size, options, memory
         self.turns, self.run, self.met, self.planned = turns, run, met, planned
         self._runtime = runtime or RankRuntime
