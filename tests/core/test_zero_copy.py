@@ -179,7 +179,10 @@ def test_a_handle_of_another_communicator_is_refused():
     tricomm.simulate(body, 2, options=OPTIONS)
 
 
-SWITCHED = [(torch.float32, (33,)), (torch.bfloat16, (5, 31)), (torch.int32, (1,)), (torch.int64, (160,))]
+SWITCHED = [
+    (torch.float32, (33,)), (torch.bfloat16, (5, 31)), (torch.int32, (1,)), (torch.int64, (160,)),
+    (torch.complex64, (7,)),
+]  # fmt: skip
 
 
 def through_the_switch(comm):
@@ -197,11 +200,27 @@ def through_the_switch(comm):
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_handles_through_the_switch(world_size):
-    assert tricomm.simulate(through_the_switch, world_size, options=OPTIONS) == [[]] * world_size
-    report = tricomm.check(through_the_switch, world_size, schedules=2, options=OPTIONS)  # nothing beside the handles
+def test_handles_through_the_switch():
+    for world_size in (1, 2):
+        assert tricomm.simulate(through_the_switch, world_size, options=OPTIONS) == [[]] * world_size
+    report = tricomm.check(through_the_switch, 3, schedules=2, options=OPTIONS)  # nothing beside the handles
     assert report.ok, report
+    assert tricomm.simulate(through_the_switch, 3, options=OPTIONS) == [[]] * 3
+
+
+def test_handles_have_addresses_of_their_own_if_the_group_has_one_and_if_they_are_wanted():
+    def body(comm):
+        w, v = comm.symmetric((3,), torch.int8), comm.symmetric((3,), torch.int8)
+        without = comm.symmetric((3,), torch.float32, multicast=False)
+        arena = comm._user_kernels._group.arena
+        assert not w.no_multicast and len({0, arena.multicast, w.multicast, v.multicast}) == 4
+        assert comm.explain("all_reduce", without).reason.endswith("through a switch: it was made with multicast=False")
+        arena.multicast, arena.no_multicast = 0, "the probe said no"
+        refused = comm.symmetric((3,), torch.int8)
+        return w.multicast, w.table.tolist(), without.multicast, refused.multicast, refused.no_multicast
+
+    found = tricomm.simulate(body, 2, options=OPTIONS)
+    assert found[0] == found[1] and found[0][2:] == (0, 0, "the probe said no") and len(found[0][1]) == 2
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")

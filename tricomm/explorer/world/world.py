@@ -114,7 +114,7 @@ class World:
             self._runtime(self, rank),
         )  # fmt: skip
 
-    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Arena:
+    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> Arena:
         """In a rank's host code: its end of the memory that all ranks ask for in the same order."""
         number = self._made[rank]
         self._made[rank] += 1
@@ -124,7 +124,8 @@ class World:
             for owner, base in enumerate(arenas[0].bases):
                 name = f"rank {owner}'s symmetric memory {number} ({dtype} {list(shape)})".replace("torch.", "")
                 self.memory.add(Region("symmetric", owner, base, exact, name))
-            self._multicast(arenas, exact)
+            if multicast:
+                self._multicast(arenas, exact)
         return self._opened[number][rank]
 
     def _multicast(self, arenas: list[LocalArena], nbytes: int) -> None:
@@ -289,7 +290,7 @@ class RankRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
         multicast: bool,
     ) -> Arena:  # fmt: skip
-        return self._world.symmetric(self._rank, shape, dtype)
+        return self._world.symmetric(self._rank, shape, dtype, multicast)
 
     def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
         raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
