@@ -107,16 +107,14 @@ def store_tile(y_ptr, number, i: tl.constexpr, tile, BITS: tl.constexpr, SPEC: t
         if WHOLE == 64:
             y = tl.multiple_of(y, 16)
         y += SPEC.STARTS[i]
-        parts = ()
-        for k in tl.static_range(SPEC.PLANES):
-            parts = parts + (tile[k].to(y.dtype.element_ty),)
+        TYPE: tl.constexpr = y.dtype.element_ty
         if SPEC.WIDE:
-            store_three(y, parts, SPEC.LEFTS[i], ALL, SPEC)
+            store_three(y, (tile[0].to(TYPE), tile[1].to(TYPE), tile[2].to(TYPE)), SPEC.LEFTS[i], ALL, SPEC)
         elif ALL:
-            tl.store(y + tl.arange(0, SPEC.PLANE), parts[0])
+            tl.store(y + tl.arange(0, SPEC.PLANE), tile[0].to(TYPE))
         else:
             lane = tl.arange(0, SPEC.PLANE)
-            tl.store(y + lane, parts[0], mask=lane < SPEC.LEFTS[i])
+            tl.store(y + lane, tile[0].to(TYPE), mask=lane < SPEC.LEFTS[i])
     else:
         UNIT: tl.constexpr = max(BITS, 8)
         UNITS: tl.constexpr = WHOLE // UNIT
