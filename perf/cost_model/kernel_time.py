@@ -50,15 +50,9 @@ class Prediction:
 
 
 def predict(
-    machine: MachineSpec,
-    kernel: Kernel,
-    world_size: int,
-    nbytes: float,
-    mode: str = "graph",
-    blocks: int | None = None,
-    warps: int = _THREADS // 32,
-    share: float = 1.0,
-) -> Prediction:
+    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: float, mode: str = "graph",
+    blocks: int | None = None, warps: int = _THREADS // 32, share: float = 1.0,
+) -> Prediction:  # fmt: skip
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
@@ -82,9 +76,11 @@ def predict(
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
     """Bytes of own memory beside input and output: what has arrived is read again, and what the switch reads is
-    staged."""
+    staged, if it is not read and written in place."""
     if kernel.switched is None:
         return sent
+    if kernel.zero_copy:
+        return 0.0
     arrived = min(sent, float(kernel.written(world_size)) * nbytes)
     return arrived + (nbytes if kernel.read(world_size) else 0)
 
