@@ -32,7 +32,7 @@ _MOST_STATIC_SHARED = 48 * 1024
 # or in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
 _loading = threading.Lock()
-_loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_loaded: dict[tuple[Any, ...], dict[str, tuple[Any, Any]]] = {}  # by what is compiled, then by device
 
 
 class Device(Protocol):
@@ -201,22 +201,33 @@ def _word(value: Any) -> int:
 
 
 def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
-    """The driver's function and Triton's compiled kernel, once a process: loading may wait for the whole device."""
-    key = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.name)
+    """The driver's function and Triton's compiled kernel, once a process: loading may wait for the whole device.
+
+    Devices of one architecture share what was compiled for the first of them.
+    """
+    key = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability)
     with _loading:
-        if key not in _loaded:
-            _loaded[key] = _fresh(kernel, constexprs, bits, aligned, device)
-        return _loaded[key]
+        known = _loaded.setdefault(key, {})
+        if device.name not in known:
+            compiled = (
+                next(iter(known.values()))[1]
+                if known
+                else _compiled(kernel, constexprs, bits, aligned, device.capability)
+            )
+            known[device.name] = _function(compiled, kernel.fn.__name__, device), compiled
+        return known[device.name]
 
 
-def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
-    name = kernel.fn.__name__
+def _compiled(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
     try:
-        compiled = compile_kernel(kernel, constexprs, bits, aligned, device.capability)
+        return compile_kernel(kernel, constexprs, bits, aligned, capability)
     except Exception as error:  # whatever a compiler may raise
         raise ResourceError(
-            f"Triton cannot compile {name} for sm_{device.capability}: {type(error).__name__}: {error}"
+            f"Triton cannot compile {kernel.fn.__name__} for sm_{capability}: {type(error).__name__}: {error}"
         ) from error
+
+
+def _function(compiled: Any, name: str, device: Device) -> Any:
     metadata, bindings = compiled.metadata, device.bindings
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         raise ResourceError(f"{name}: Triton wants scratch memory (a profiler's?), which this launch does not give")
@@ -229,7 +240,7 @@ def _fresh(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
             _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
         if hasattr(bindings, "cuFuncLoad"):  # now, and not at the first launch, when a peer's kernel may be running
             _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
-    return function, compiled
+    return function
 
 
 @contextmanager

@@ -6,12 +6,13 @@ from unittest.mock import patch
 
 import pytest
 
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.policy import selection
+from tricomm.policy import row_shapes, selection
 from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.launch_shapes import check_grid
 from tricomm.policy.selection import choose
@@ -101,6 +102,28 @@ def test_a_forced_tile_that_a_kernel_cannot_use_is_refused_with_those_that_it_ca
         choose(few, "all_reduce", 1024, protocol="ll")
     with pytest.raises(InvalidArgument, match="tile=4096: .* of send one_shot/simple"):
         choose(site(arena=1 << 20, tile=4096), "send", 1 << 20, protocol="simple")
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_90"])
+def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
+    """Also one that is longer than a row; without a forced protocol a kernel that can use it is taken."""
+    here, refused = site(device, arena=1 << 20), 0
+    wide = ("ll128",) * (device == "cpu" or wide_words.COMPILES.value)
+    for tile in (1 << n for n in range(1, 21)):
+        for names in ((None, None), ("one_shot", "ll"), *(("two_shot", protocol) for protocol in wide)):
+            asked = (FUSED, 16, 256, 3, names)
+            try:
+                choice = row_shapes.choose(replace(here, tile=tile), *asked)
+                assert choice.block == tile and (device == "cpu" or choice.warps * 32 <= tile)
+            except InvalidArgument as error:
+                refused += 1
+                least, most = map(
+                    int, re.findall(r"tiles of (\d+) to (\d+) words .* of all_reduce_rms_norm", str(error))[0]
+                )
+                assert not least <= tile <= most
+                for good in (least, most):
+                    assert row_shapes.choose(replace(here, tile=good), *asked).block == good
+    assert refused > 10
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])

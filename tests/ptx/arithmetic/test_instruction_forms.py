@@ -57,11 +57,23 @@ def forms():
 FORMS = list(forms())
 
 
+def float_forms():
+    """Of halves alone and in pairs, floats and doubles (of which a NaN has the host's bits: no sums)."""
+    for kind, bits in (("f16", 16), ("bf16", 16), ("f16x2", 32), ("bf16x2", 32), ("f32", 32), ("f64", 64)):
+        word, flags = f"b{bits}", ("", ".ftz") if kind in ("f16", "f16x2", "f32") else ("",)
+        for name, flag in itertools.product(("neg", "abs"), flags):
+            yield f"{name}{flag}.{kind}", word, (word,)
+        if bits < 64:
+            for name in ("add", "sub", "mul", "min", "max", "min.NaN", "max.NaN"):
+                yield f"{name}.{kind}", word, (word, word)
+            yield f"fma.rn.{kind}", word, (word, word, word)
+
+
 class Trial:
     """PTX that makes the operands, and the value of each by thread."""
 
-    def __init__(self, chance, form):
-        self.random, (self.name, self.target, self.kinds) = chance, form
+    def __init__(self, chance, form, origins=("same", "steps", "loaded", "literal")):
+        self.random, (self.name, self.target, self.kinds), self.origins = chance, form, origins
         self.lines = ["mov.u32 %r0, %tid.x;", "cvt.u64.u32 %rd20, %r0;", "cvt.u16.u32 %rs0, %r0;"]
         self.lines.append("shl.b64 %rd21, %rd20, 3;")
         self.arguments, self.values, self.operands = [], [], []
@@ -74,7 +86,7 @@ class Trial:
         return self.random.choice((*special, *random_ones, -self.random.getrandbits(5))) & (1 << bits) - 1
 
     def add_operand(self, n, kind):
-        origin = self.random.choice(("same", "steps", "loaded", "literal"))
+        origin = self.random.choice(self.origins)
         if kind == "pred":
             limit = self.random.choice((0, 7, THREADS))
             self.lines.append(f"setp.lt.u32 %p{n}, %r0, {limit};")
@@ -134,4 +146,13 @@ def test_an_instruction_gives_the_same_wherever_its_operands_come_from(unit, cou
     chance = random.Random(count)
     for _ in range(count):
         text, found, expected = Trial(chance, chance.choice(FORMS)).results(unit)
+        assert found == expected, text
+
+
+@pytest.mark.parametrize("unit", ("warp", "block"))
+def test_so_does_an_instruction_of_floats(unit):
+    """By itself the rule cannot show a constant of as many lanes beside halves, which are twice as many."""
+    chance = random.Random(5)
+    for form, origins in itertools.product(float_forms(), (("same",), ("loaded",), ("same", "steps", "loaded"))):
+        text, found, expected = Trial(chance, form, origins).results(unit)
         assert found == expected, text

@@ -109,13 +109,16 @@ def _elements(region: Region, offsets: Array, lanes: Array, access: ThreadAccess
     return Elements(region, spread, np.repeat(lanes, access.elements), np.tile(number, len(lanes)))
 
 
-_sites: dict[int, tuple[Instruction, Site]] = {}
+_sites: dict[int, tuple[Instruction, Site]] = {}  # it keeps its instructions, and so their numbers
+_MOST_SITES = 1 << 15
 
 
 def site_of(instruction: Instruction, kernel: str) -> Site:
     """The Python lines that an instruction was made of, with the instruction itself."""
     found = _sites.get(id(instruction))
-    if found is None or found[0] is not instruction:
+    if found is None:
+        if len(_sites) >= _MOST_SITES:
+            _sites.clear()
         lines = [(allowed.present(line.file), line.line, line.function) for line in instruction.source]
         chain = tuple((file, line, name or function_at(file, line) or kernel) for file, line, name in lines)
         said = f"PTX line {instruction.line}: {' '.join(instruction.text.split())}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -17,21 +18,24 @@ from tricomm.ptx.text.parser import parse
 class DeviceFunction:
     """A kernel that a context can launch.
 
-    kernel      its PTX
+    text        the PTX of its module
     layout      (offset, size) in bytes of each parameter, as the cubin has them
     shared      bytes of static shared memory
     most_shared bytes of dynamic shared memory that a launch may ask for
     registers   of a thread
-    text        the PTX of its module
     """
 
     name: str
-    kernel: PtxKernel = field(repr=False)
+    text: str = field(repr=False)
     layout: tuple[tuple[int, int], ...]
     shared: int
     most_shared: int
     registers: int | None
-    text: str = field(default="", repr=False)
+
+    @property
+    def kernel(self) -> PtxKernel:
+        """Its instructions: one object, whatever rank has loaded it, for as long as it is in use."""
+        return _parsed(self.text, self.name)
 
 
 @dataclass
@@ -57,26 +61,24 @@ class ModuleTable:
         if layout is None:
             return None
         handle = 0x1000 + 16 * len(self.functions)
-        shared = cubin.static_shared(image, name)
+        shared, text = cubin.static_shared(image, name), ptx_of(image)
+        if text is None:
+            raise InvalidArgument(
+                f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
+            )
+        _parsed(text := sys.intern(text), name)  # refused now, if at all
         self.functions[handle] = DeviceFunction(
-            name, _kernel(image, name), tuple(layout), shared, most_shared - shared, cubin.registers(image, name),
-            ptx_of(image) or "",
-        )  # fmt: skip
+            name, text, tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
+        )
         return handle
 
 
-def _kernel(image: bytes, name: str) -> PtxKernel:
-    text = ptx_of(image)
-    if text is None:
-        raise InvalidArgument(
-            f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
-        )
-    return _parsed(text, name)
+# What the machine makes of a kernel is kept with it, and is megabytes: no more kernels than a function under test has.
+_MOST_PARSED = 64
 
 
-@lru_cache(256)
+@lru_cache(_MOST_PARSED)
 def _parsed(text: str, name: str) -> PtxKernel:
-    """One object a kernel, whatever rank loads it: what the machine makes of it is kept with it."""
     kernel = parse(text, name)
     grid.refuse_unknown(kernel)
     return kernel

@@ -68,13 +68,16 @@ class UnusedLoads:
         return 0 if last is None else int(last[slot])
 
 
-_reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}
+_reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}  # it keeps its loads, and so their numbers
+_MOST_LOADS = 1 << 15
 
 
 def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
     """The stores whose data the loaded value may reach; None if it may reach anything else."""
     found = _reached.get(id(load))
-    if found is None or found[0] is not load:
+    if found is None:
+        if len(_reached) >= _MOST_LOADS:
+            _reached.clear()
         found = _reached[id(load)] = load, _slice(kernel, load)
     return found[1]
 

@@ -22,20 +22,31 @@ def rule(form: Form) -> Rule | None:
     if kind in ("s16", "u16"):
         make = _INTEGER.get(form.opcode)
         return make(form) if make is not None else None
-    single = form.of_type(kind)
-    made = floating.rule(single) if form.opcode in _FLOAT[kind] else None
-    if made is None or made.constants and form.opcode not in ("neg", "abs"):
-        return None
-    return _spread(form, made.template, made.inputs[0], made.constants)
+    made = floating.rule(form.of_type(kind)) if form.opcode in _FLOAT[kind] else None
+    if made is not None and form.opcode in ("neg", "abs"):
+        return _sign(form)
+    # A constant is an array of as many numbers as there are lanes.
+    return _spread(form, made.template, made.inputs[0]) if made is not None and not made.constants else None
 
 
-def _spread(form: Form, template: str, part: str, constants: tuple[np.generic, ...] = ()) -> Rule:
-    count, word = len(form.sources), _WORD[form.type]
-    names = [f"x{i}" for i in range(count)]
-    body = template.format(*names, *(f"{{{count + i}}}" for i in range(len(constants))))
-    joined = ", ".join(f"{{{i}}}" for i in range(count))
-    form.constants.extend(constants)
-    return form.rule((word,) * count, (word,), f"by_parts(lambda {', '.join(names)}: {body}, {part}, {word}, {joined})")
+def _spread(form: Form, template: str, part: str) -> Rule:
+    word = _WORD[form.type]
+    return form.rule((word,) * len(form.sources), (word,), _by_parts(form, template, part))
+
+
+def _by_parts(form: Form, template: str, part: str) -> str:
+    places = range(len(form.sources))
+    names = [f"x{i}" for i in places]
+    joined = ", ".join(f"{{{i}}}" for i in places)
+    return f"by_parts(lambda {', '.join(names)}: {template.format(*names)}, {part}, {_WORD[form.type]}, {joined})"
+
+
+def _sign(form: Form) -> Rule:
+    """Both sign bits at once."""
+    value = "{0}" if "ftz" not in form.flags else _by_parts(form, "flushed_f2({0})", "f2")
+    if form.opcode == "neg":
+        return form.rule(("u4",), ("u4",), f"{value} ^ {form.constant(0x80008000, 'u4')}")
+    return form.rule(("u4",), ("u4",), f"{value} & {form.constant(0x7FFF7FFF, 'u4')}")
 
 
 @function
