@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.explorer.compiled import bits
-from tests.marks import some
+from tests.marks import compiles, some
 
 
 def test_one_bit_is_noticed_and_only_a_sums_nan_has_many_patterns():
@@ -41,7 +41,8 @@ def test_every_kernel_type_and_operation_gives_the_interpreters_bits(kernel):
     for case in bits.cases():
         if case.kernel.name == kernel:
             interpreted = bits.through_interpreter(case)
-            for architecture in ("sm_80", "sm_90", "sm_100"):
-                said = bits.difference(case, bits.through_machine(case, architecture), interpreted)
-                wrong |= {f"{case.name} on {architecture}": said} if said else {}
+            for architecture in (80, 90, 100):
+                if compiles(case.kernel, architecture):
+                    said = bits.difference(case, bits.through_machine(case, f"sm_{architecture}"), interpreted)
+                    wrong |= {f"{case.name} on sm_{architecture}": said} if said else {}
     assert wrong == {}
