@@ -64,7 +64,7 @@ from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
 from tricomm.kernels.device.group import peer_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
 from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
-from tricomm.kernels.device.plain_data import stage
+from tricomm.kernels.device.plain_data import FULL, reduce_in_turn, stage
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced
 from tricomm.kernels.device.reduction import reduce_words
 from tricomm.kernels.primitives import barrier, enter, leave
@@ -97,8 +97,11 @@ def _read(tensors, chunk, status, SPEC: tl.constexpr):
     for r in tl.static_range(WORLD_SIZE):
         stages = stages + (simple_buffer(chunk, peer_of(chunk.group, r, WORLD_SIZE), 0, SPEC),)
     for first in range(chunk.own, chunk.count, chunk.stride):
-        parts = load_tiles(stages, first, chunk.count, WORLD_SIZE, SPEC.BLOCK)
-        store_words(y_ptr, chunk.base + first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
+        if SPEC.COMPACT:
+            total = reduce_in_turn(stages, first, chunk.count, FULL, SPEC)
+        else:
+            total = reduce_words(load_tiles(stages, first, chunk.count, WORLD_SIZE, SPEC.BLOCK), SPEC)
+        store_words(y_ptr, chunk.base + first, total, numel, SPEC.BLOCK, SPEC.ALIGNED)
     return status
 
 

@@ -80,7 +80,7 @@ from tricomm.kernels.device.packing import (
     store_tiles,
     store_words,
 )
-from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, reduce_in_turn, take_shards
+from tricomm.kernels.device.plain_data import FEW, pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
 from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.reduction import reduce_words
@@ -197,12 +197,12 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
     for step in tl.static_range(1, WORLD_SIZE):
         results = results + (simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half,)
     for first in range(chunk.own, ours, chunk.stride):
+        given = ()
+        for r in tl.static_range(WORLD_SIZE):
+            given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
         if SPEC.COMPACT:
-            total = reduce_in_turn(first, ours, chunk, SPEC)
+            total = reduce_in_turn(given, first, ours, FEW, SPEC)
         else:
-            given = ()
-            for r in tl.static_range(WORLD_SIZE):
-                given = given + (simple_buffer(chunk, table_of(group), r, SPEC),)
             total = reduce_words(load_tiles(given, first, ours, WORLD_SIZE, SPEC.BLOCK), SPEC)
         if SPEC.COMPACT:
             pass_on_in_turn(me, first, total, ours, half, chunk, SPEC)

@@ -297,16 +297,16 @@ def pass_on_in_turn(but, first, words, count, half, chunk, SPEC: tl.constexpr):
 
 
 @triton.jit
-def reduce_in_turn(first, count, chunk, SPEC: tl.constexpr):
-    """the tile at word `first` of `count` of one's own buffers of all ranks, reduced in rank order; FEW of them are on
-    their way at once."""
+def reduce_in_turn(buffers, first, count, AT_ONCE: tl.constexpr, SPEC: tl.constexpr):
+    """the tile at word `first` of `count` of all ranks' `buffers`, reduced in rank order; AT_ONCE of them are on their
+    way together."""
     sums = ()
-    for begin in tl.static_range(0, SPEC.WORLD_SIZE, FEW):
-        buffers = ()
-        for n in tl.static_range(begin, min(begin + FEW, SPEC.WORLD_SIZE)):
-            buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), n, SPEC),)
-        tiles = load_tiles(buffers, first, count, min(FEW, SPEC.WORLD_SIZE - begin), SPEC.BLOCK)
-        for n in tl.static_range(min(FEW, SPEC.WORLD_SIZE - begin)):
+    for begin in tl.static_range(0, SPEC.WORLD_SIZE, AT_ONCE):
+        some = ()
+        for n in tl.static_range(begin, min(begin + AT_ONCE, SPEC.WORLD_SIZE)):
+            some = some + (buffers[n],)
+        tiles = load_tiles(some, first, count, min(AT_ONCE, SPEC.WORLD_SIZE - begin), SPEC.BLOCK)
+        for n in tl.static_range(min(AT_ONCE, SPEC.WORLD_SIZE - begin)):
             one = accumulate((tiles[n],), 1, SPEC)
             if begin + n == 0:
                 sums = one

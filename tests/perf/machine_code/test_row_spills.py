@@ -1,0 +1,58 @@
+"""Fused rows stay in registers, in the kernel and the shape that a call of them launches: lengths of rows of models,
+numbers of ranks, types, quantisations, architectures, both widths of words."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.marks import compiles
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import DTYPES
+from tricomm.perf import row_calls
+from tricomm.perf.machine_code import kernel_report
+from tricomm.perf.machine_code.kernel_report import Variant
+from tricomm.perf.row_calls import RowForm
+from tricomm.policy import row_shapes
+from tricomm.policy.selection_facts import SelectionFacts
+
+HIDDEN = (2880, 4096, 7168, 8192, 16384)
+ROWS = 32
+
+
+def _variants(arch: str, protocol: str, quantize: str) -> Iterator[Variant]:
+    """Of each length, number of ranks and type the form of the algorithm that the rules choose."""
+    for hidden, world_size, dtype in itertools.product(HIDDEN, kernel_report.WORLDS, ("bfloat16", "float32")):
+        site = SelectionFacts(arch, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+        asked = (site, FUSED, DTYPES[dtype].bits, hidden, ROWS, (None, protocol), quantize)
+        choice = row_shapes.choose(*asked)
+        if isinstance(choice, str):  # planes of ll128 that divide blocks of nvfp4
+            continue
+        kernel = registry.find(FUSED, choice.algorithm, protocol)
+        form = RowForm(hidden, quantize)
+        try:
+            shape = row_calls.launched(site, kernel, form, getattr(torch, dtype), ROWS).choice
+        except InvalidArgument:
+            continue
+        yield Variant(kernel.name, arch, dtype, "sum", world_size, True, shape.block, shape.warps, form.name)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
+@pytest.mark.parametrize("quantize", ["", *QUANTIZATIONS])
+@pytest.mark.parametrize("protocol", [k.protocol for k in registry.of(FUSED, 8)[:2] if compiles(k)])
+def test_no_form_of_rows_spills(protocol: str, quantize: str, arch: str) -> None:
+    spilled = {}
+    for report in kernel_report.examine_all(list(_variants(arch, protocol, quantize))):
+        used = report.resources
+        assert report.failure is None, report.variant
+        if used.spill_loads or used.spill_stores:
+            spilled[str(report.variant)] = (used.spill_loads, used.spill_stores, used.stack)
+    assert spilled == {}
